@@ -16,6 +16,7 @@ import torch
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.parallel.ring_collectives import exchange, wait
+from cria_tricks.parallel.zigzag import zigzag
 from cria_tricks.tricks.expand_kv import expand_kv
 
 NAME = "ring"
@@ -67,19 +68,6 @@ class Chunks:
         return Seen(False, mask[:, None])
 
 
-def zigzag(rank: int, size: int) -> tuple[int, int]:
-    """Return the two of 2 N chunks that a process has.
-
-    A causal query sees the keys before it, so later chunks are more work. An early and a late chunk together are as
-    much work in every process.
-
-    Examples:
-        >>> [zigzag(rank, 4) for rank in range(4)]
-        [(0, 7), (1, 6), (2, 5), (3, 4)]
-    """
-    return rank, 2 * size - 1 - rank
-
-
 def chunked(row: torch.Tensor, size: int, fill: int = 0, dim: int = 1) -> tuple[torch.Tensor, ...]:
     """Cut rows into 2 N chunks of equal length, after filling them up at their end.
 
@@ -102,8 +90,9 @@ def around_the_ring(tensor: torch.Tensor, chunks: Chunks) -> Iterator[tuple[int,
     """
     for step in range(chunks.size):
         under_way: list[Any] = []
-        received = torch.empty_like(tensor)
+        received = tensor
         if step < chunks.size - 1:
+            received = torch.empty_like(tensor)
             under_way = exchange(tensor, received)
         yield (chunks.rank - step) % chunks.size, tensor
         wait(under_way)
@@ -141,7 +130,8 @@ class RingAttention(torch.autograd.Function):
                 key, value = keys_values.chunk(2, 3)[its]
                 out, lse = attend(queries[mine], key, value, seen, scale)
                 outs[mine], lses[mine] = merge(outs[mine], lses[mine], out, lse.to(wide))
-        out_BHTD = torch.cat(outs, 2).to(q_BHTD.dtype)
+        # Laid out token by token, as the output projection reads it: else that would copy it, and save the copy, too.
+        out_BHTD = torch.cat([out.transpose(1, 2) for out in outs], 1).to(q_BHTD.dtype).transpose(1, 2)
         ctx.save_for_backward(q_BHTD, k_BKTD, v_BKTD, out_BHTD, torch.cat(lses, 2))
         ctx.chunks = chunks
         ctx.scale = scale
@@ -163,9 +153,10 @@ class RingAttention(torch.autograd.Function):
                 for total, part in zip(travelling.chunk(2, 3)[its], back[1:], strict=True):
                     total += part
             # They follow their keys and values, and the last of the N sends brings them home.
-            received = torch.empty_like(travelling)
-            wait(exchange(travelling, received))
-            travelling = received
+            if ctx.chunks.size > 1:
+                received = torch.empty_like(travelling)
+                wait(exchange(travelling, received))
+                travelling = received
         dk_BKTD, dv_BKTD = travelling.to(k_BKTD.dtype)
         return dq_BHTD.to(q_BHTD.dtype), dk_BKTD, dv_BKTD, None, None
 

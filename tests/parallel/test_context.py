@@ -4,9 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cria_tricks.parallel import ring_attention
+from cria_tricks.common.errors import BadInput
+from cria_tricks.load import losses
+from cria_tricks.parallel import context, ring_attention
 from cria_tricks.parallel.tensor import Copied, Summed
+from cria_tricks.resolve import resolve
 from cria_tricks.tricks.expand_kv import expand_kv
+from tests.parallel import steps
+from tests.parallel.strategies import alone, formula, spread, worst
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 8
 """Two query heads share a key head."""
@@ -101,3 +106,87 @@ def test_documents_that_never_meet_are_not_computed():
     chunks = ring_attention.Chunks(0, 2, ring_attention.chunked(of, 2))
     found = [list(ring_attention.pairs(chunks, owner, torch.float32)) for owner in range(2)]
     assert found == [[(0, 0, ring_attention.Seen(True, None)), (1, 1, ring_attention.Seen(True, None))], []]
+
+
+SDPA = ("tricks.attention=sdpa", "data.max_length=21")
+SETTINGS = [
+    (*SDPA, "lora.target_modules=o_proj,up_proj"),
+    (*SDPA, "tricks.peft=none", "train.batch_size=2"),
+    (*SDPA, "tricks.gradient_checkpointing=true", "tricks.chunked_loss=true"),
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: settings[-1])
+def test_mechanism(four, settings: tuple[str, ...]):
+    """Rows of 21 tokens are filled up to 24; the formula counts what gloo sent; gradients are those of whole rows."""
+    found = spread(four, "context", *settings)
+    assert [process["bytes"] for process in found] == [formula("context", 4, *settings)] * 4
+    assert {process["weights"] for process in found} == {alone(*settings)["weights"]}, "no weight is divided"
+    for process in found:
+        # Sums over 4 x 21 tokens and 64 widths in two orders: 2 x 6e-8 x the root of 5,376. 4e-6 were found.
+        assert worst(process["gradients"], alone(*settings)["gradients"]) < 9e-6
+
+
+def test_a_chunk_has_the_labels_of_the_tokens_behind_it_wherever_these_are():
+    ids = torch.arange(10, 23)[None]
+    for by_places in (False, True):
+        seen = {}
+        for rank in range(2):
+            part = context.cut({"input_ids": ids, "labels": ids}, rank, 2, by_places)
+            assert part["input_ids"].shape == (1, 8), "13 tokens, filled up to 16"
+            row, column, label = part["trained"] if by_places else losses.places(part["shift_labels"])
+            positions = part["position_ids"][0, column]
+            assert torch.equal(part["input_ids"][row, column], positions + 10)
+            seen |= dict(zip(positions.tolist(), label.tolist(), strict=True))
+        assert seen == {position: position + 11 for position in range(12)}
+
+
+PACKED_RUN = (
+    "model=random:tiny", "train.batch_size=2", "data.max_length=143", "tricks.gradient_accumulation=2",
+    "tricks.peft=lora", "tricks.packing=true", "tricks.attention=sdpa", "train.max_steps=3",
+    "train.eval_steps=3", "train.save_steps=3",
+    "train.learning_rate=0.003",
+)  # fmt: skip
+
+
+def test_switch(four, tmp_path):
+    """Packed rows, of which each has its own documents and its own padding; the evaluation's rows have a mask."""
+    few = steps.write_rows(tmp_path / "few.jsonl", 12)
+    settings = [*PACKED_RUN, f"data.train={few}", f"data.eval={few}"]
+    one = steps.train(settings, tmp_path / "one")
+    mine, *others = four.run(steps.train, [*settings, "parallel.strategy=context"], tmp_path / "four")
+    assert all(other == mine for other in others)
+    assert len(mine["history"]) == len(one["history"]) == 5
+    for got, wanted in zip(mine["history"], one["history"], strict=True):
+        assert got.keys() == wanted.keys()
+        for key in {"loss", "grad_norm", "tokens", "trained_tokens", "eval_loss", "eval_tokens"} & got.keys():
+            # Sums in another order: 1e-7 a step, which Adam's first steps, of the gradient's sign, make larger.
+            assert got[key] == pytest.approx(wanted[key], rel=2e-4 if key == "grad_norm" else 2e-5), key
+    assert mine["attention_kernel"] == "flash"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (("tricks.attention=eager",), "attention=eager: the ring computes .* set tricks.attention=sdpa"),
+        (("tricks.expand_kv=true",), "expand_kv=true: the ring repeats"),
+        (("tricks.keep_attention=true", "tricks.gradient_checkpointing=true"), "keep_attention=true: keys and values"),
+        (("tricks.peft=prompt_tuning",), "peft=prompt_tuning: it changes rows"),
+        (("tricks.peft=side_network",), "peft=side_network"),
+    ],
+)
+def test_what_the_ring_cannot_do_is_refused(settings, says):
+    with pytest.raises(BadInput, match=says):
+        resolve(steps.recipe_of("parallel.strategy=context", "tricks.attention=sdpa", *settings), processes=2)
+    with pytest.raises(BadInput, match="needs two processes or more"):
+        resolve(steps.recipe_of("parallel.strategy=context", "tricks.attention=sdpa"), processes=1)
+
+
+def test_a_model_with_other_attention_is_refused_at_its_first_batch():
+    q = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(BadInput, match="Linear takes no chunks of a row; use parallel.strategy=ddp"):
+        ring_attention.attention(torch.nn.Linear(1, 1), q, q, q, None)
+    with pytest.raises(BadInput, match="Linear has a sliding window or dropout"):
+        ring_attention.attention(
+            torch.nn.Linear(1, 1), q, q, q, None, ring=ring_attention.Chunks(0, 1), sliding_window=4
+        )
