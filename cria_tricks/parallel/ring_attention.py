@@ -64,8 +64,8 @@ class Chunks:
         # A large number, not infinity: a query that sees no key of this chunk then gets a log-sum-exp, with which the
         # merge gives this chunk a weight of zero. Of infinities it would get NaN.
         hidden = torch.finfo(dtype).min / 2
-        mask = torch.zeros(same_BCC.shape, dtype=dtype, device=same_BCC.device).masked_fill(~same_BCC, hidden)
-        return Seen(False, mask[:, None])
+        mask_BCC = torch.full(same_BCC.shape, hidden, dtype=dtype, device=same_BCC.device).masked_fill_(same_BCC, 0.0)
+        return Seen(False, mask_BCC[:, None])
 
 
 def chunked(row: torch.Tensor, size: int, fill: int = 0, dim: int = 1) -> tuple[torch.Tensor, ...]:

@@ -23,16 +23,18 @@ def through_the_ring(memory: StepFacts) -> StepFacts:
     """
     # Keys and values are saved as they come, for the few key heads. There is no mask, except for one pair at a time.
     kernel = "memory-efficient" if memory.device.kind == "cuda" else "flash"
-    rule = functools.partial(_operations, memory.learning_operations)
-    return replace(memory, kernel=kernel, repeats_keys=False, maskless=True, learning_operations=rule)
+    rule = functools.partial(_operations, memory.learning_operations, memory.joins_documents)
+    return replace(
+        memory, kernel=kernel, repeats_keys=False, maskless=True, joins_documents=False, learning_operations=rule
+    )
 
 
-def _operations(inner: Callable[[StepFacts], list[Operation]], memory: StepFacts) -> list[Operation]:
+def _operations(inner: Callable[[StepFacts], list[Operation]], packed: bool, memory: StepFacts) -> list[Operation]:
     """List the operations of a block, with the ring's attention."""
-    return [_ring(memory, one) if one.name == ATTENTION else one for one in inner(memory)]
+    return [_ring(memory, one, packed) if one.name == ATTENTION else one for one in inner(memory)]
 
 
-def _ring(memory: StepFacts, single: Operation) -> Operation:
+def _ring(memory: StepFacts, single: Operation, packed: bool) -> Operation:
     """Change the bytes of a fused kernel into those of the ring, at the deepest point of each direction."""
     shape = memory.shape
     n = memory.all_tokens
@@ -41,6 +43,8 @@ def _ring(memory: StepFacts, single: Operation) -> Operation:
     keys_values = 2 * n * shape.kv_width
     chunk = queries // 2
     in_flight = 2 * keys_values * a
+    if packed:  # a pair's mask, and the booleans that it is made of
+        in_flight += memory.batch * (memory.tokens // 2) ** 2 * (a + 2)
     repeated = 2 * chunk * a * (shape.heads != shape.kv_heads)
     # Forward: the partial results so far, and those of a pair of chunks while the two are merged: its output, both
     # weighted, and their sum.
