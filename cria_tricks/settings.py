@@ -206,7 +206,7 @@ class Eval(Frozen):
 class Parallel(Frozen):
     """How several processes share the run. Their number is not a field: it is set where they are started."""
 
-    strategy: Literal["none", "ddp", "fsdp", "tensor", "ddp_tensor", "model", "pipeline"] = Field(
+    strategy: Literal["none", "ddp", "fsdp", "tensor", "ddp_tensor", "context", "model", "pipeline"] = Field(
         "none", description="how processes share the run; none: one process"
     )
     tensor_size: int = Field(

@@ -21,7 +21,7 @@ from typing import Any
 from cria_tricks.bill.fsdp_bytes import gathered
 from cria_tricks.hardware.cards import CARDS, FLAVORS
 from cria_tricks.models.shape import find_shape
-from cria_tricks.parallel import ddp, fsdp, tensor
+from cria_tricks.parallel import context, ddp, fsdp, tensor
 from cria_tricks.predict.links import LINKS, when_it_stops
 from cria_tricks.predict.machines import advise
 from cria_tricks.predict.per_process import per_process
@@ -89,6 +89,8 @@ SHARED = (
     "llama-3.2-1b tensor 8 1x256: sdpa",
     "llama-3.2-1b ddp_tensor 4 1x256: lora fp16 accumulate",
     "llama-3.2-1b ddp_tensor 8 1x256: bf16 parallel.tensor_size=4",
+    "llama-3.2-1b context 4 1x250: lora bf16 sdpa accumulate",
+    "llama-3.2-1b context 8 2x4096: lora bf16 sdpa checkpoint chunked",
     "smollm2 pipeline 4 1x256: lora accumulate",
     "smollm2 pipeline 4 1x256: lora accumulate stage=0",
     "smollm2 pipeline 4 1x256: lora accumulate stage=3",
@@ -113,6 +115,7 @@ DOUBLINGS = (
     "llama-3.2-1b l4 pcie3 ddp: lora bf16 sdpa accumulate gain=1.95",
     "llama-3.2-1b l4 100gbe ddp: bf16 sdpa tricks.gradient_accumulation=4 most=4",
     "llama-3.2-1b t4 25gbe tensor: lora fp16 sdpa accumulate growing=1 most=8 gain=0.1",
+    "llama-3.2-1b a100 nvlink_a100 context: lora bf16 sdpa most=8 gain=0.1",
     "smollm2 t4 10gbe ddp: accumulate",
 )
 
@@ -167,7 +170,7 @@ def of_process(case: str) -> dict[str, Any]:
 def of_doublings(case: str) -> dict[str, Any]:
     """Seconds of computing, of each kind of call, and hidden ones; then speed and efficiency, by processes."""
     model, card, link, strategy, *_ = case.replace(":", " ").split()
-    traffic = {"ddp": ddp, "fsdp": fsdp, "tensor": tensor}[strategy].traffic
+    traffic = {"ddp": ddp, "fsdp": fsdp, "tensor": tensor, "context": context}[strategy].traffic
     recipe, options = read("1x2048:" + case.partition(":")[2])
     options = options | {"growing": bool(options.get("growing", 0))}
     found = when_it_stops(recipe, find_shape(model), CARDS[card], LINKS[link], strategy, traffic, **options)

@@ -113,5 +113,10 @@ def trained_places(labels_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor,
     Returns:
         The row and the position t of each such hidden state, and the label of token t + 1; each of shape (N,), int64.
     """
-    row_N, column_N = (labels_BT[:, 1:] != IGNORED).nonzero(as_tuple=True)
-    return row_N, column_N, labels_BT[row_N, column_N + 1]
+    return places(labels_BT[:, 1:])
+
+
+def places(following_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Find the same, as :func:`trained_places`, from the label of the token that follows each hidden state, (B, T)."""
+    row_N, column_N = (following_BT != IGNORED).nonzero(as_tuple=True)
+    return row_N, column_N, following_BT[row_N, column_N]

@@ -28,7 +28,7 @@ def ring_reduce_scatter(pieces: Sequence[torch.Tensor]) -> None:
         mine = pieces[(rank - step) % size]
         growing = pieces[(rank - step - 1) % size]
         received = torch.empty_like(growing)
-        _exchange(mine, received)
+        wait(exchange(mine, received))
         growing += received
 
 
@@ -40,15 +40,20 @@ def ring_all_gather(pieces: Sequence[torch.Tensor]) -> None:
     rank = dist.get_rank()
     size = dist.get_world_size()
     for step in range(size - 1):
-        _exchange(pieces[(rank + 1 - step) % size], pieces[(rank - step) % size])
+        wait(exchange(pieces[(rank + 1 - step) % size], pieces[(rank - step) % size]))
 
 
-def _exchange(to_the_right: torch.Tensor, from_the_left: torch.Tensor) -> None:
-    """Send one tensor to process r + 1, and receive another from process r - 1."""
+def exchange(to_the_right: torch.Tensor, from_the_left: torch.Tensor) -> list[dist.Work]:
+    """Begin to send one tensor to process r + 1 and to receive another from process r - 1; wait for what it returns."""
     rank = dist.get_rank()
     size = dist.get_world_size()
     # Both at once: if all processes sent first, each would wait forever for the next one to receive.
     send = dist.P2POp(dist.isend, to_the_right, (rank + 1) % size)
     receive = dist.P2POp(dist.irecv, from_the_left, (rank - 1) % size)
-    for work in dist.batch_isend_irecv([send, receive]):
+    return dist.batch_isend_irecv([send, receive])
+
+
+def wait(under_way: Sequence[dist.Work]) -> None:
+    """Wait until a tensor has been sent and another received."""
+    for work in under_way:
         work.wait()

@@ -12,7 +12,7 @@ from types import ModuleType
 from cria_tricks.bill.calls import Call
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
-from cria_tricks.parallel import data_pipeline, ddp, ddp_tensor, fsdp, hybrid, model, pipeline, tensor
+from cria_tricks.parallel import context, data_pipeline, ddp, ddp_tensor, fsdp, hybrid, model, pipeline, tensor
 from cria_tricks.processes import numbers
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -26,6 +26,8 @@ STRATEGIES: dict[str, ModuleType] = {
     "tensor": tensor,
     # The processes of a group divide the matrices, and each group has its own share of the rows.
     "ddp_tensor": ddp_tensor,
+    # The processes divide the tokens of each row, and all of them have the same rows.
+    "context": context,
     # A single process divides the blocks among several cards.
     "model": model,
     # Each process has some of the blocks, and every micro-batch passes through all processes.

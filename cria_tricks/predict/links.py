@@ -212,9 +212,13 @@ def compute_seconds(recipe: Recipe, shape: Shape, card: Card, strategy: str, pro
         return _through_the_stages(recipe, shape, card, processes)
     own_recipe, own_shape = local(recipe, shape, strategy, processes)
     total = 0.0
+    whole = folds.step(recipe, shape, card)
     for part in folds.step(own_recipe, own_shape, card).parts:
         if part.name == "optimizer" and strategy == "fsdp":
             total += part.seconds / processes  # each process updates only its own 1 / N of the weights
+        elif part.name == "attention" and strategy == "context":
+            # A process has 1 / N of the queries, and these see as many keys as in one process.
+            total += sum(one.seconds for one in whole.parts if one.name == "attention") / processes
         else:
             total += part.seconds
     return total
@@ -284,7 +288,7 @@ def when_it_stops(
         shape: the shape of the model.
         card: the card of each process.
         link: the link between them.
-        strategy: ``ddp``, ``fsdp`` or ``tensor``.
+        strategy: ``ddp``, ``fsdp``, ``tensor`` or ``context``.
         traffic: the strategy's function from a recipe, a shape and N to its collectives.
         growing: whether the number of micro-batches grows with N, so that a step sees N times the rows. If not, the
             micro-batches of the recipe are divided among the processes, a step sees the same rows for every N, and the
@@ -307,8 +311,8 @@ def when_it_stops(
         if growing:
             wanted = with_settings(recipe, [f"tricks.gradient_accumulation={window * n}"])
             work = n
-        elif n > window and strategy != "tensor":
-            # All strategies but tensor parallelism give whole micro-batches to a process, and these are used up.
+        elif n > window and strategy not in ("tensor", "context"):
+            # All other strategies give whole micro-batches to a process, and these are used up.
             return stopped(f"the {window} micro-batches of a step are all given out")
         try:
             compute = compute_seconds(wanted, shape, card, strategy, n)

@@ -11,6 +11,7 @@ moments of its step:
 - **tensor**, **ddp_tensor**: blocks with 1 / M of the heads and of the MLP's width, for groups of M processes (with
   tensor, M = N). So the same formulas give the sizes of the matrices, of LoRA's A and B, and of the activations that a
   block saves. Every tensor of the model's width D stays whole.
+- **context**: the whole model, for 1 / N of each row's tokens; see ``ring_bytes.py``.
 - **pipeline**, **model**: the blocks of one stage, with the embedding in the first stage and the head in the last (but
   **model** leaves a tied head in the first). A pipeline's stage s of S (counted from 0) also holds tensors of its other
   micro-batches. There are k of these; in 1F1B at most S - s are under way at once, in GPipe all k. Those under way have
@@ -32,11 +33,13 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
 from cria_tricks.load.stages import block_counts
 from cria_tricks.models.shape import Shape, refuse_undivided
+from cria_tricks.parallel.zigzag import own_tokens
+from cria_tricks.predict.ring_bytes import through_the_ring, whole_rows
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.folds import facts
 from cria_tricks.tricks.gradient_checkpointing import in_stage
 
-STRATEGIES = ("none", "ddp", "zero1", "zero2", "fsdp", "tensor", "ddp_tensor", "pipeline", "model")
+STRATEGIES = ("none", "ddp", "zero1", "zero2", "fsdp", "tensor", "ddp_tensor", "context", "pipeline", "model")
 """The strategies that can be estimated."""
 
 
@@ -74,7 +77,14 @@ def per_process(
         found = (_stage(part, device, strategy, processes, tokens, trained_tokens) for part in wanted)
         return max(found, key=lambda one: one.peak_bytes)
     own, part = local(recipe, shape, strategy, processes)
+    whole = tokens or recipe.data.max_length
+    if strategy == "context":
+        tokens = own_tokens(whole, processes)
+        every = own.train.batch_size * (whole - 1) if trained_tokens is None else trained_tokens
+        trained_tokens = min(every, own.train.batch_size * tokens)
     memory = facts(own, part, device, tokens, trained_tokens)
+    if strategy == "context":
+        memory = through_the_ring(memory)
     if strategy in ("ddp", "zero1", "zero2"):
         # DDP's buckets exist from the beginning of the step, and new gradients are added to them. So they count as
         # gradients of earlier micro-batches.
@@ -82,8 +92,10 @@ def per_process(
     steps = moments(memory)
     if strategy == "fsdp":
         steps = sharded_moments(memory, processes)
-    elif strategy == "ddp_tensor":
+    elif strategy in ("ddp_tensor", "context"):
         steps.insert(-1, _averaging(memory, steps[-1]))
+    if strategy == "context":
+        steps = [replace(moment, lines=(*moment.lines, whole_rows(memory, whole))) for moment in steps]
     # The last two names of STATE are the gradients and the optimizer states.
     divided = {"zero1": STATE[4:], "zero2": STATE[3:]}.get(strategy, ())
     shared = []
@@ -108,6 +120,9 @@ def local(recipe: Recipe, shape: Shape, strategy: str, processes: int) -> tuple[
     shares = processes // tensor if strategy in ("ddp", "zero1", "zero2", "fsdp", "ddp_tensor") else 1
     window = {"gradient_accumulation": divided_up(recipe.tricks.gradient_accumulation, shares)}
     own = recipe.model_copy(update={"tricks": recipe.tricks.model_copy(update=window)})
+    if strategy == "context":
+        length = {"max_length": own_tokens(recipe.data.max_length, processes)}
+        own = own.model_copy(update={"data": recipe.data.model_copy(update=length)})
     if tensor == 1:
         return own, shape
     refuse_undivided(shape.name, shape.heads, shape.kv_heads, shape.inner, tensor)
@@ -116,7 +131,7 @@ def local(recipe: Recipe, shape: Shape, strategy: str, processes: int) -> tuple[
 
 
 def _averaging(memory: StepFacts, optimizer_step: Moment) -> Moment:
-    """Return the moment at which groups of processes, or pipelines, put all gradients into one tensor to all-reduce it.
+    """Return the moment at which processes put all gradients into one tensor to all-reduce it.
 
     It comes just before the optimizer step, so everything of that moment is alive, too.
     """

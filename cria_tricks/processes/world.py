@@ -37,8 +37,8 @@ class World:
         rank: the rank of this process.
         size: the world size, the number of processes.
         data: the number of data-parallel shares into which the rows are divided.
-        mesh: the processes as a grid with the axis ``data`` and then ``tensor`` or ``stage``; ``None`` for a single
-            process.
+        mesh: the processes as a grid with the axis ``data`` and then ``tensor``, ``stage`` or ``context``; ``None`` for
+            a single process.
     """
 
     rank: int = 0
@@ -54,7 +54,7 @@ class World:
             data: the number of data-parallel shares of the rows.
             device: ``"cpu"`` or ``"cuda"``, where the tensors are.
             axis: what the processes with the same rows divide among them: ``"tensor"`` for the matrices of each block,
-                ``"stage"`` for the blocks.
+                ``"stage"`` for the blocks, ``"context"`` for the tokens of each row.
         """
         if processes() == 1:
             return cls()

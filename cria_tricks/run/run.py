@@ -56,7 +56,7 @@ def train(
     ask_for_expandable_segments(recipe)
     plan = resolve(recipe, processes=numbers.processes())
     with keep_freed_memory(plan.device), processes.joined(recipe.parallel.timeout, numbers.go_on()):
-        divided = "stage" if plan.parallel["strategy"] == "pipeline" else "tensor"
+        divided = {"pipeline": "stage", "context": "context"}.get(plan.parallel["strategy"], "tensor")
         world = World.of(plan.parallel["data"], plan.device.kind, divided)
         look_at_files(recipe.model)
         job = checked(recipe, plan, world, out, resume, other_base, console or Aside(), began)

@@ -12,6 +12,7 @@ from cria_tricks.bill import fsdp_bytes
 from cria_tricks.bill.lines import Line
 from cria_tricks.bill.moments import moments
 from cria_tricks.common.errors import BadInput
+from cria_tricks.load import losses
 from cria_tricks.load.stages import cut, find_blocks
 from cria_tricks.measure.memory import LiveBytes, _quantization_tensors
 from cria_tricks.models.shape import Shape, find_shape, shape_of
@@ -77,14 +78,23 @@ def made(folder: Path, strategy: str, data: int, settings: tuple[str, ...]) -> t
     """A model that processes share, its optimizer, and a function that takes one micro-batch of a row through."""
     _, plan, loaded = prepare(folder, *settings)
     loaded.model.train()
-    total = STRATEGIES[strategy].spread(Summed(loaded.model), plan, World.of(data, "cpu"))
+    summed: torch.nn.Module = Summed(loaded.model)
+    if strategy == "context":  # it cuts batches
+        summed = losses.LossSum(loaded.model, losses.full_loss_sum)
+    world = World.of(data, "cpu")
+    total = STRATEGIES[strategy].spread(summed, plan, world)
     optimizer = torch.optim.AdamW([p for p in total.parameters() if p.requires_grad], fused=True)
     dtensor.group_apart(optimizer)
 
     def micro_batch(tokens: int, last: bool = True) -> None:
         if strategy == "fsdp":
             total.set_requires_gradient_sync(last)
-        total(torch.arange(tokens)[None]).backward()
+        ids = torch.arange(tokens)[None]
+        if strategy != "context":
+            total(ids).backward()
+            return
+        with STRATEGIES[strategy].window(total, world, last):
+            total({"input_ids": ids, "labels": ids}).backward()
 
     return total, optimizer, micro_batch
 
@@ -133,7 +143,7 @@ def counted_peak(
 
 def shares(strategy: str, processes: int) -> int:
     """Shares of the rows."""
-    return {"tensor": 1, "ddp_tensor": processes // 2}.get(strategy, processes)
+    return {"tensor": 1, "context": 1, "ddp_tensor": processes // 2}.get(strategy, processes)
 
 
 def bill(strategy: str, processes: int, *settings: str, shape: Shape = SHAPE, **options: Any) -> Bill:
@@ -162,6 +172,7 @@ def rows(found: Bill) -> tuple[int, int, int]:
         ("fsdp", ("tricks.peft=head",)),
         ("tensor", LORA),
         ("tensor", FULL),
+        ("context", LORA),
         ("ddp_tensor", LORA),
     ],
 )
@@ -181,6 +192,15 @@ def test_fsdp_cuts_rows_and_not_elements(four, folder):
     a, b = 2 * WIDTHS["hidden_size"] // 2, 2 * WIDTHS["hidden_size"] // 4
     assert rows(bill("fsdp", 4, *settings))[2] == counted[0][2] == 5 * 8 * (a + b)
     assert counted[3][2] == 5 * 8 * b
+
+
+@pytest.mark.parametrize("tokens", sample([61, 128, 256], 2))
+@pytest.mark.parametrize("settings", sample([LORA, CHECKPOINTED, TWO, FULL], 2), ids=lambda settings: settings[-1])
+def test_the_peak_of_a_row_that_processes_share_is_that_of_a_counted_step(two, folder, settings, tokens):
+    counted = two.run(counted_peak, folder, "context", 1, settings, 1, tokens)[0]
+    found = bill("context", 2, *settings, tokens=tokens)
+    print(f"{tokens}: {found.peak_bytes / counted - 1:+.1%} at the {found.peak.name}, {counted} counted")
+    assert found.peak_bytes == pytest.approx(counted, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def alone(base, tmp_path_factory) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "size"), [("ddp", 2), ("fsdp", 2), ("tensor", 2), ("ddp_tensor", 4), ("pipeline", 2)]
+    ("strategy", "size"), [("ddp", 2), ("fsdp", 2), ("tensor", 2), ("ddp_tensor", 4), ("context", 2), ("pipeline", 2)]
 )
 def test_twenty_steps_are_those_of_one_process(strategy: str, size: int, base, alone, request, tmp_path):
     ranks: Ranks = request.getfixturevalue({2: "two", 4: "four"}[size])
