@@ -209,6 +209,9 @@ class Parallel(Frozen):
     strategy: Literal["none", "ddp", "fsdp", "tensor", "ddp_tensor", "context", "model", "pipeline"] = Field(
         "none", description="how processes share the run; none: one process"
     )
+    reduce: Literal["micro_batch", "step"] = Field(
+        "micro_batch", description="when fsdp sums gradients; step sends less, micro_batch needs less memory"
+    )
     tensor_size: int = Field(
         2, ge=2, le=1024, description="processes that share a block's matrices, for ddp_tensor", examples=[4]
     )

@@ -48,6 +48,8 @@ NAMES: Mapping[str, tuple[Any, ...]] = {
     "optimizer.paged": (False, True),
     # Its steps as gradients arrive: tricks/optimizer_in_backward.py, made in trainer/arguments.py
     "optimizer.in_backward": (True, "clip"),
+    # When gradients are reduced: parallel/fsdp.py, in trainer/strategy.py
+    "parallel.reduce": ("micro_batch", "step"),
     # How rows become batches: trainer/fit.py
     "collator": ("packed_length",),
 }
@@ -78,7 +80,8 @@ class Plan:
             steps ``in_backward``, if it does.
         loss: the ``kind`` of the loss (``"full"`` or ``"chunked"``) and its settings.
         after_load: the names of the edits of the loaded model, in order.
-        parallel: the ``strategy`` by which processes share the run, and the number of shares of the rows (``data``).
+        parallel: the ``strategy`` by which processes share the run, and the number of shares of the rows (``data``);
+            for fsdp also when gradients are reduced (``reduce``).
         step_context: the names of the contexts around each forward pass of training, the outermost first.
         warnings: the settings that have no effect here, each in one sentence.
 

@@ -92,6 +92,7 @@ assert [round(after(stage) / 1e9, 1) for stage in range(4)] == [120, 31.4, 16.6,
 job = with_settings(course.CAPSTONE, ["tricks.optimizer=adamw", "tricks.paged_optimizer=false"])
 whole_model = ("peft=none", "quantization=none", "double_quantization=false", "lean_preparation=false")
 full = with_settings(job, [f"tricks.{off}" for off in whole_model])
+once = with_settings(full, ["parallel.reduce=step"])  # gradients are reduced once a step
 stages = {"all whole": "none", "stage 1": "zero1", "stage 2": "zero2", "stage 3": "fsdp"}
 
 
@@ -107,11 +108,14 @@ state = {strategy: bill(job, strategy).state_bytes for strategy in stages.values
 assert state["none"] - state["zero2"] < 0.06 * state["none"]
 assert state["fsdp"] < 0.51 * state["none"]
 assert bill(job, "fsdp").peak_bytes > bill(job, "none").peak_bytes
-(unsent,) = (line.bytes for line in bill(full, "fsdp").lines if line.name == "gradients")
-print(
-    f"full, stage 3: {unsent / MIB:,.0f} MiB of the peak are whole gradients; half of them could be on the other card"
-)
-assert unsent == 4 * find_shape("llama-3.2-1b").weights
+gradients = {
+    name: sum(line.bytes for line in bill(recipe, "fsdp").lines if line.name == "gradients")
+    for name, recipe in {"once a step": once, "after each micro-batch": full}.items()
+}
+for name, size in gradients.items():
+    print(f"full, stage 3, gradients reduced {name}: {size / MIB:6,.0f} MiB of gradients at the peak")
+assert gradients["once a step"] == 4 * find_shape("llama-3.2-1b").weights
+assert gradients["after each micro-batch"] * 2 == gradients["once a step"]
 
 
 # %% tags=["hide-input"]
@@ -140,12 +144,14 @@ course.show(
 )
 
 # %% [markdown]
-# Stages 1 and 2 together save 65 of 1,152 MiB. Only stage 3 finds something: it halves the state. And its *peak* grows
-# all the same (section 5). Full fine-tuning's peak hardly falls, and that is our choice: we send gradients once a step,
-# so each process keeps whole ones until the window's last micro-batch. Sending them after every
-# micro-batch would free half of them and cost more traffic: by our estimate a card would then need 13.8 GiB instead of
-# section 5's 16.1.
-# We build stage 3 first: with larger blocks it is what lets a model fit at all.
+# Stages 1 and 2 together save 65 of 1,152 MiB. Only stage 3 finds something: it halves the state. However, its *peak*
+# grows all the same (section 5).
+#
+# In full fine-tuning the peak depends on when gradients are reduced. A process computes several micro-batches in a
+# step. If gradients are reduced once a step, each process keeps whole ones until the last micro-batch, so stage 2's
+# half of the gradients is lost. If they are reduced after each micro-batch, only pieces wait. That is our default
+# (`parallel.reduce=micro_batch`), because memory is what we shard for. Section 4 shows what it costs on the wire. We
+# build stage 3 first, because with larger blocks it is what lets a model fit at all.
 #
 # ## 2. From scratch, in three steps
 # Four blocks, two processes, as in lesson 20. A block's weights are one vector of $E$ numbers, so that cutting is easy.
@@ -314,7 +320,7 @@ course.show(over_time, "Figure 2. Half of every block, and one of them whole, tw
 # %% [markdown]
 # Bit for bit the same gradients, no weights between the passes; the peak is one block, its gradient, and all pieces'
 # gradients. That is stage 3. The package's `fsdp.Sharded` wraps any module so. torch's `fully_shard` adds prefetching:
-# the next block's all-gather runs under this block's products.
+# the next block's all-gather runs under this block's products. Prefetching takes a buffer of one more block.
 #
 # ## 3. Prove it
 # Twenty AdamW steps: one process, the package's, torch's. AdamW treats every number by itself, so it takes a piece as
@@ -371,8 +377,9 @@ assert with_fsdp == 1.5 * with_ddp
 
 # %% [markdown]
 # That is the famous factor, and it is of full fine-tuning with one micro-batch a step. *We* freeze the weights. DDP
-# sends nothing of them. FSDP sends them all for each of four micro-batches: blocks' twice, embedding and head once, as
-# these stay whole until the backward pass is over. How many times DDP's bytes is that? Guess before you run.
+# sends nothing of them. FSDP sends them all for each of four micro-batches: the blocks' weights twice, and the
+# embedding once, because it is the head as well and stays whole until the backward pass is over. How many times DDP's
+# bytes is that? Guess before you run.
 
 # %%
 shape = find_shape(job.model)
@@ -388,6 +395,23 @@ assert by["fsdp"] > 50 * by["ddp"]
 # Seventy times. torch hides under products what it can, and a tenth of a step may be hidden. Over Ethernet of 10 Gbit a
 # second it would be seconds.
 #
+# And the gradients? They are reduced after each of the four micro-batches in place of once. Predict how many times the
+# bytes of a step grow by that, for QLoRA and for full fine-tuning.
+
+# %%
+for name, recipe in {"QLoRA": job, "full": full}.items():
+    each, step = (
+        sum(call.sent for call in fsdp.traffic(with_settings(recipe, [f"parallel.reduce={when}"]), shape, 2))
+        for when in ("micro_batch", "step")
+    )
+    print(f"{name:6}{step / 1e6:7,.0f} MB a step, or {each / 1e6:7,.0f}: {each / step:.2f} times")
+    assert round(each / step, 2) == {"QLoRA": 1.02, "full": 1.37}[name]
+
+# %% [markdown]
+# QLoRA reduces so few gradients that it does not matter. In full fine-tuning each micro-batch adds a reduction to its
+# two gathers, so a step of four sends 37 % more. If the wire is slow and the card has room, choose
+# `parallel.reduce=step`.
+#
 # ## 5. The production switch
 
 # %%
@@ -397,19 +421,27 @@ shared = with_settings(job, ["parallel.strategy=fsdp"])
 print(diff(resolve(job, T4), resolve(shared, T4, processes=2)))
 
 # %% [markdown]
-# Our switch calls `fully_shard` on every block, NF4 matrices too, and on the model around them: the *root*, with what
-# is in no block. Rows are shared as in lesson 20. When is it worth it? Predict for each line whether a card needs less
-# when there are two:
+# Our switch calls `fully_shard` on *groups* of weights. A group is gathered as a whole when it runs, and freed after
+# it. Every block is a group, NF4 matrices too. Where embedding and head are two matrices, the embedding is a group, and
+# the last norm with the head is another, as in torchtitan. Where they are one matrix, it is needed at both ends of the
+# model: it belongs to the *root*, and stays whole from the beginning of the forward pass to the end of the backward
+# pass.
+#
+# Weights travel as they are stored, and gradients are summed in fp32. Rows are shared as in lesson 20. When is it worth
+# it? Predict for each line whether a card needs less when there are two:
 
 # %%
 models = {"llama-3.2-1b": job, "llama-3.1-8b": job, "llama-2-13b": job, "llama-3.2-1b, full": full}
+models |= {"llama-3.2-1b, full, once a step": once}
 needs = {}
 for name, recipe in models.items():
     model = name.partition(",")[0]
     needs[name] = [bill(recipe, "fsdp" if n > 1 else "none", n, model).least_bytes / GIB for n in (1, 2, 4, 8)]
-    print(f"{name:20}" + "".join(f"{size:7.2f}" for size in needs[name]), "GiB on 1, 2, 4, 8 cards")
+    print(f"{name:32}" + "".join(f"{size:7.2f}" for size in needs[name]), "GiB on 1, 2, 4, 8 cards")
 assert needs["llama-3.2-1b"][1] > needs["llama-3.2-1b"][0]
-assert needs["llama-2-13b"][1] < 0.75 * needs["llama-2-13b"][0]
+for name, less in {"llama-3.1-8b": 0.15, "llama-2-13b": 0.36}.items():
+    assert round(1 - needs[name][1] / needs[name][0], 2) == less
+assert needs["llama-3.2-1b, full"][1] < T4.memory_bytes / GIB < needs["llama-3.2-1b, full, once a step"][1]
 
 
 # %% tags=["hide-input"]
@@ -417,7 +449,7 @@ def of_needs(theme: Theme):
     """What each card must have, against the number of cards."""
     drawn, axes = course.figure(height=3.2)
     for number, (name, sizes) in enumerate(needs.items()):
-        axes.plot((1, 2, 4, 8), sizes, color=theme.series[number], marker="osD^"[number], label=name)
+        axes.plot((1, 2, 4, 8), sizes, color=theme.series[number], marker="osD^v"[number], label=name)
     axes.axhline(T4.memory_bytes / GIB, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.text(8, T4.memory_bytes / GIB + 0.4, "a T4 has 14.7", color=theme.alarm, ha="right")
     axes.set_xscale("log", base=2)
@@ -430,50 +462,56 @@ def of_needs(theme: Theme):
 
 course.show(
     of_needs,
-    "Figure 3. Sharding makes full fine-tuning of a billion weights fit, on four T4s. QLoRA of the same model gains "
-    "nothing from a second card.",
+    "Figure 3. By our estimate sharding makes full fine-tuning of a billion weights fit two T4s, or four if gradients "
+    "are reduced once a step. QLoRA of the same model gains nothing from a second card; that of larger models does.",
 )
 
 # %% [markdown]
-# The rule: it pays where blocks are most of the bill. Llama-2 has 32,000 words and large blocks: 28 % less. Llama-3 has
-# 128,256 words, so half of the 1B's frozen bytes are its embedding, which is the head as well. The 8B has two such
-# matrices, and loses too. But the cause is our wrapping: we leave both in the root, so they are whole from the forward
-# to the end of the backward pass, *beside* the process's own pieces of them. Where they are two matrices, each could be
-# a group of its own, and whole only while it runs. In a toy with two matrices of 16 MiB:
+# The rule: it pays where the blocks are most of the bill, or where embedding and head are two matrices. Llama-2-13B has
+# 32,000 words and large blocks, so a card of two needs 36 % less. Llama-3.1-8B has 128,256 words in two matrices, and
+# needs 15 % less, because only one of the two is whole at a time. The 1B's embedding is its head as well, and half of
+# its frozen bytes: it is whole through the step, *beside* the process's own piece of it. So there a second card costs
+# memory.
+#
+# How much do the groups decide? Take a toy with two matrices of 16 MiB. First both are left in the root, then each is a
+# group of its own. Predict the two peaks:
 
 
 # %% tags=["hide-input"]
 def toy_peak(own_groups):
-    """Bytes at the peak of a step, in a process, of an embedding, a block and a head: all but the block is frozen."""
+    """Bytes at the peak of a step, and its loss, of an embedding, a block and a head: all but the block is frozen."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(16_384, 256), nn.Linear(256, 256), nn.Linear(256, 16_384, bias=False))
     for matrix in (model[0], model[2]):
         matrix.requires_grad_(False)
-    for module in model if own_groups else model[1:2]:
-        fully_shard(module)
+    fully_shard(model[1])
+    if own_groups:
+        fully_shard(model[0]).set_unshard_in_backward(False)  # a table's backward pass needs no weights
+        fully_shard(model[2], reshard_after_forward=False)  # the backward pass begins with it
     fully_shard(model)
     count = LiveBytes()
     count.track_all([p.to_local() for p in model.parameters()])
     words = torch.arange(16) + dist.get_rank()
     with count:
-        F.cross_entropy(model(words), words).backward()
-    return count.peak
+        loss = F.cross_entropy(model(words), words)
+        loss.backward()
+    return count.peak, loss.item()
 
 
-in_root, apart_from_it = (ranks.run(toy_peak, own_groups)[0] for own_groups in (False, True))
+(in_root, one_loss), (apart_from_it, other_loss) = (ranks.run(toy_peak, own)[0] for own in (False, True))
 print(
-    f"embedding and head in the root: peak {in_root / MIB:.0f} MiB; as groups of their own: {apart_from_it / MIB:.0f}"
+    f"embedding and head in the root: peak {in_root / MIB:.1f} MiB; as groups of their own: {apart_from_it / MIB:.1f}"
 )
-assert apart_from_it < in_root - 16 * MIB
-assert needs["llama-3.1-8b"][1] > needs["llama-3.1-8b"][0]
-assert round(needs["llama-3.2-1b, full"][1] - unsent / 2 / GIB, 1) == 13.8  # gradients sent after every micro-batch
+assert one_loss == other_loss
+assert apart_from_it < in_root - 15 * MIB
 
 # %% [markdown]
 # ## 6. Where it breaks
 # **More cards, and a higher peak.** Here it is in the real trainer, on a tiny Llama with 49,152 words of width 256, in
-# fp32. An embedding and its half live in each process. Predict by how many MB the peak grows.
+# fp32, whose embedding is its head as well. An embedding and its half live in each process. Predict by how many MB the
+# peak grows.
 
 # %% tags=["hide-input"]
 folder = tempfile.TemporaryDirectory()
@@ -696,8 +734,9 @@ course.check(3, forward_seconds, of_forward, "a function (computes, gathers) -> 
 # ## In one breath
 # - **Saves** $(N - 1) / N$ of weights, gradients and optimizer states: stages 1 and 2 of what trains, stage 3 of
 #   everything.
-# - **Costs** the blocks' weights twice a micro-batch on the wire, frozen ones too; in memory a whole block, and, as
-#   we wrap it, embedding and head through the step.
+# - **Costs** the blocks' weights twice a micro-batch on the wire, frozen ones too; in memory a whole block and a buffer
+#   for the next; a tied embedding stays whole through the step.
+# - **Gradients** after each micro-batch: only pieces wait. Once a step: fewer bytes on the wire, and whole gradients.
 # - **Exact within rounding**, as data parallelism is.
 # - **When**: what does not fit one card by its blocks: full fine-tuning, or a large base, over a fast link.
 # - **When not**: LoRA of a model that fits. Its gradients and states are small already, and `ddp` sends a seventieth.
@@ -705,6 +744,7 @@ course.check(3, forward_seconds, of_forward, "a function (computes, gathers) -> 
 # ## Sources
 # - Rajbhandari et al. 2020, *ZeRO*, arXiv 1910.02054, figure 1, sections 5 (stages) and 7 (1.5 times the bytes).
 # - Zhao et al. 2023, *PyTorch FSDP*, arXiv 2304.11277, section 3.
-# - torch 2.13: `torch/distributed/fsdp/_fully_shard` (the root, prefetching). accelerate 1.15: `fsdp2_prepare_model` in
+# - torch 2.13: `torch/distributed/fsdp/_fully_shard` (the root, prefetching). torchtitan: `parallelize.py` of its Llama
+#   (the groups; gradients reduced in each micro-batch). accelerate 1.15: `fsdp2_prepare_model` in
 #   `accelerate/utils/fsdp_utils.py`. NVIDIA's T4 datasheet, for the rates.
 # - Ours: `cria_tricks/parallel/fsdp.py`, `cria_tricks/predict/per_process.py`, `tests/parallel/test_fsdp.py`.

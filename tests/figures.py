@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from cria_tricks.bill.fsdp_bytes import gathered
+from cria_tricks.bill.fsdp_bytes import sizes
 from cria_tricks.hardware.cards import CARDS, FLAVORS
 from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import context, ddp, fsdp, tensor
@@ -72,6 +72,10 @@ SHARED = (
     "smollm2 zero1 4 1x256: lora fp16 sdpa",
     "smollm2 zero2 4 1x256: accumulate bf16",
     "smollm2 fsdp 2 1x256: ",
+    "smollm2 fsdp 2 1x256: accumulate",
+    "smollm2 fsdp 2 1x256: accumulate parallel.reduce=step",
+    "tinyllama-1.1b fsdp 2 1x256: lora bf16 nf4 lean sdpa checkpoint chunked",
+    "tinyllama-1.1b fsdp 4 1x256: bf16 sdpa accumulate",
     "smollm2 fsdp 7 1x256: lora lora.r=3 lora.dora=true accumulate sdpa",
     "smollm2 fsdp 7 2x2048: lora lora.r=3 accumulate sdpa",
     "smollm2 fsdp 2 1x64: head bf16 sdpa",
@@ -163,7 +167,8 @@ def of_process(case: str) -> dict[str, Any]:
     figures |= {f"peak: {line.name}": [line.bytes, line.why] for line in found.lines}
     figures |= {f"state: {line.name}": line.bytes for line in found.state}
     if strategy == "fsdp":
-        figures["gathered"] = list(gathered(found.facts, int(processes)))
+        of_collectives = sizes(found.facts, int(processes))
+        figures["gathered"] = {"blocks": of_collectives.blocks, **of_collectives.outside}
     return figures | {"state": found.state_bytes, "allocated": found.allocated_bytes, "needed": found.needed_bytes}
 
 

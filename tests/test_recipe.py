@@ -125,6 +125,7 @@ samples = 0
 max_new_tokens = 256
 [parallel]
 strategy = "none"
+reduce = "micro_batch"
 tensor_size = 2
 pipelines = 1
 pipeline_schedule = "1f1b"

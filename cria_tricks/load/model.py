@@ -10,7 +10,7 @@ import bitsandbytes as bnb
 import torch
 import transformers
 from peft import prepare_model_for_kbit_training
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -216,6 +216,16 @@ def _number(config: Any, field: str) -> int:
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """List the blocks of a transformers model, which it marks itself by their base class."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def untied_ends(model: torch.nn.Module) -> tuple[Any, Any, Any] | None:
+    """Return the embedding, the last norm and the head of an untied model; ``None`` if the two matrices are one."""
+    causal_lm: Any = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    embedding = causal_lm.get_input_embeddings()
+    head = causal_lm.get_output_embeddings()
+    if set(embedding.parameters()) & set(head.parameters()):
+        return None
+    return embedding, causal_lm.base_model.norm, head
 
 
 def forbid_cpu_repacking(model: torch.nn.Module) -> None:

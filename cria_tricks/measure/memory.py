@@ -74,6 +74,7 @@ class LiveBytes(TorchDispatchMode):
             if storage is not None and storage.nbytes() != size:
                 self._known[key] = reference, storage.nbytes()
                 self.live += storage.nbytes() - size
+        self.peak = max(self.peak, self.live)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "fsdp":  # FSDP resizes storages without an operation that could be seen here

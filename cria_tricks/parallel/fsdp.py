@@ -2,16 +2,16 @@ r"""Sharded data parallelism (FSDP2, ZeRO-3): a piece of everything in each proc
 
 Saves    weights, gradients and optimizer states: 1 / N of each in a process          [bytes]
 Costs    communication: the blocks' weights twice a micro-batch, for the forward and for the backward pass, embedding
-         and head once, and the gradients of what trains once a step. Memory: one block is whole while it runs,
-         embedding and head in both passes, because our wrapping leaves them in the root, and the gradients until the
-         step's last micro-batch
+         and head once, and the gradients of what trains once a micro-batch, or once a step if they may stay whole until
+         then (parallel.reduce). Memory: what runs is whole, with a buffer of its size; an embedding that is the head as
+         well is whole in both passes
 Claim    exact within rounding: the gradients are added up in another order
 Needs    as many micro-batches a step as processes, or a multiple; dropout 0 for the same losses as one process
 Breaks   8-bit optimizers, whose kernels do not know a DTensor (refused); 4-bit weights under accelerate's wrapper,
          which leaves them whole with a warning; int8 weights (refused)
 Sources  Rajbhandari et al. 2020, arXiv:1910.02054, sec. 5.3 (ZeRO-3); Zhao et al. 2023, arXiv:2304.11277, sec. 3
 Ours     40 lines: a gather whose backward is a reduce-scatter, and a hook that keeps autograd from saving the gathered
-         weights. The switch calls torch's fully_shard, block by block
+         weights. The switch calls torch's fully_shard, group by group, as torchtitan does
 
 Shapes: N processes; a weight of E elements is ceil(E / N) in each; micro-batches of (B, T).
 """
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from cria_tricks.bill.calls import Call
-from cria_tricks.bill.fsdp_bytes import gathered
+from cria_tricks.bill.fsdp_bytes import sizes
 from cria_tricks.hardware import T4
 from cria_tricks.models.shape import Shape
 from cria_tricks.parallel.rules import refuse, several, share_window
@@ -46,6 +46,9 @@ from torch.distributed.fsdp import fully_shard
 torch.distributed.init_process_group()
 for block in model.model.layers:
     fully_shard(block)
+if not model.config.tie_word_embeddings:
+    fully_shard(model.model.embed_tokens)
+    fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False)
 fully_shard(model)
 """
 
@@ -124,35 +127,53 @@ def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
     refuse(recipe, "paged_optimizer", (True,), "bitsandbytes' kernels take no sharded tensor; leave it off")
     refuse(recipe, "quantization", ("int8",), "its scales would stay behind; use quantization=nf4")
     refuse(
-        recipe, "activation_offload", (True,), "it cannot tell gathered weights from activations; use "
+        recipe, "activation_offload", (True, "overlapped"), "it cannot tell gathered weights from activations; use "
         "tricks.gradient_checkpointing=true"
     )  # fmt: skip
     refuse(recipe, "compile", (True,), "not supported here; use parallel.strategy=ddp")
-    plan = plan.with_("parallel", strategy="fsdp", data=processes)
+    plan = plan.with_("parallel", strategy="fsdp", data=processes, reduce=recipe.parallel.reduce)
     return share_window(plan, recipe, processes)
 
 
 def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
-    """Shard a model in place, block by block, so that a block is whole only while it runs.
+    """Shard a model in place, in groups, each of which is gathered when it runs and freed after it.
+
+    Each block is a group. In an untied model the embedding is one, and the last norm with the head is another. In a
+    tied model these three are one group, the root: its matrix is needed at both ends of the model, so it stays whole
+    from the beginning of the forward pass to the end of the backward pass.
+
+    FSDP2's own prefetching stays as it is. On a GPU the weights of the next group come while a group runs, in the
+    forward pass because the CPU asks for them in advance, in the backward pass because FSDP2 asks by name. This takes
+    one more buffer of the next group's size.
+
+    The dtypes stay those of the plan: weights travel as they are stored, autocast casts them for products as it does
+    in a single process, and gradients are summed in fp32, the dtype of all trained weights. FSDP2's ``param_dtype``
+    would cast norms as well, so the losses would be others than those of a single process.
 
     Args:
-        total: holds the model, and maps a micro-batch to the sum of its losses. It becomes the root of FSDP, to which
-            all weights outside the blocks belong: embedding, last norm and head. They are whole from the beginning of
-            the forward pass to the end of the backward pass, so that the loss can use them without calling their
-            modules.
+        total: holds the model, and maps a micro-batch to the sum of its losses. It becomes the root of FSDP.
         plan: not used here.
         world: the processes.
     """
     # These imports take a second, and only a run over several cards needs them.
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from cria_tricks.load.model import blocks_of
+    from cria_tricks.load.model import blocks_of, untied_ends
 
     assert world.mesh is not None
+    options: Any = {"mesh": world.mesh["data"], "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
+    ends = untied_ends(total)
     with bytes_allowed():
         for block in blocks_of(total):
-            fully_shard(block, mesh=world.mesh["data"])
-        fully_shard(total, mesh=world.mesh["data"])
+            fully_shard(block, **options)
+        if ends:
+            embedding, *last = ends
+            fully_shard(embedding, **options)
+            if not list(embedding.children()):  # an adapter's backward pass needs its weights, a table's needs none
+                embedding.set_unshard_in_backward(False)
+            # The backward pass begins with the head, so freeing it after the forward pass would gain nothing.
+            fully_shard(last, reshard_after_forward=False, **options)
+        fully_shard(total, **options)
     return total
 
 
@@ -178,26 +199,39 @@ def bytes_allowed() -> Iterator[None]:
 
 
 def window(total: torch.nn.Module, world: World, last: bool) -> contextlib.AbstractContextManager[Any]:
-    """Let gradients stay whole in their process until the window's last micro-batch, which reduce-scatters them."""
+    """Reduce-scatter the gradients of this micro-batch, or let them stay whole in their process.
+
+    By default each micro-batch reduces them, as in torchtitan, because memory is what a model is sharded for. Every
+    micro-batch gathers all weights, so where few of them train, this sends hardly more than one reduction a step.
+
+    Args:
+        total: what :func:`spread` returned.
+        world: the processes.
+        last: whether gradients are reduced now: in each micro-batch, or in the last one of the window.
+    """
     total.set_requires_gradient_sync(last)  # type: ignore[operator]
     return contextlib.nullcontext()
 
 
 def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
-    """Return what an optimizer step sends: weights for both passes of each micro-batch, trained gradients once."""
+    """Return what an optimizer step sends: weights for both passes of each micro-batch, and trained gradients."""
     memory = facts(recipe, shape, T4)  # any card would do: these bytes are the same on all
-    whole = gathered(memory, processes)
+    found = sizes(memory, processes)
     mine = recipe.tricks.gradient_accumulation // processes
-    each = whole.blocks // shape.layers
+    layers = shape.layers
     # The backward pass gathers the blocks that it reaches, and one more, which FSDP prefetches whether or not it is
     # needed.
-    reached = min(memory.learning_blocks + 1, shape.layers)
-    gradients = whole.blocks_gradients // shape.layers
-    calls = (
-        Call("all_gather", each, mine * shape.layers, processes, "the blocks' weights, forward"),
-        Call("all_gather", each, mine * reached, processes, "the blocks' weights, backward"),
-        Call("all_gather", whole.root, mine, processes, "embedding, last norm and head, whole through both passes"),
-        Call("reduce_scatter", gradients, shape.layers, processes, "gradients of what trains in the blocks"),
-        Call("reduce_scatter", whole.root_gradients, 1, processes, "gradients of what trains beside them"),
-    )
+    reached = min(memory.learning_blocks + 1, layers)
+    reductions = mine if recipe.parallel.reduce == "micro_batch" else 1
+    calls = [
+        Call("all_gather", found.blocks.weights // layers, mine * layers, processes, "the blocks' weights, forward"),
+        Call("all_gather", found.blocks.weights // layers, mine * reached, processes, "the blocks' weights, backward"),
+        Call(
+            "reduce_scatter", found.blocks.gradients // layers, layers * reductions, processes,
+            "gradients of what trains in the blocks",
+        ),
+    ]  # fmt: skip
+    for name, group in found.outside.items():
+        calls.append(Call("all_gather", group.weights, mine, processes, f"{name}, once"))
+        calls.append(Call("reduce_scatter", group.gradients, reductions, processes, f"gradients of {name}"))
     return [call for call in calls if call.bytes]

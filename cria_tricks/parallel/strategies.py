@@ -56,6 +56,11 @@ def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
             what to use.
     """
     strategy = recipe.parallel.strategy
+    if recipe.parallel.reduce != "micro_batch" and strategy != "fsdp":
+        raise BadInput(
+            f"parallel.reduce={recipe.parallel.reduce} with parallel.strategy={strategy}: only fsdp can reduce "
+            "gradients at two times; leave it out"
+        )
     if strategy == "none":
         if processes > 1:
             raise BadInput(

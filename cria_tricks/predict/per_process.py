@@ -7,7 +7,7 @@ moments of its step:
 - **zero1**, **zero2**: as ddp, but with 1 / N of the optimizer states, and in zero2 also 1 / N of the gradients
   (Rajbhandari et al. 2020, arXiv:1910.02054, sec. 5.1 and 5.2). These two are estimated only; no recipe can ask for
   them.
-- **fsdp** (ZeRO-3, sec. 5.3): 1 / N of every tensor, and some tensors unsharded for a while; see ``fsdp_bytes.py``.
+- **fsdp** (ZeRO-3, sec. 5.3): 1 / N of every tensor, and some tensors unsharded for a while; see ``fsdp_moments.py``.
 - **tensor**, **ddp_tensor**: blocks with 1 / M of the heads and of the MLP's width, for groups of M processes (with
   tensor, M = N). So the same formulas give the sizes of the matrices, of LoRA's A and B, and of the activations that a
   block saves. Every tensor of the model's width D stays whole.
@@ -26,14 +26,15 @@ from dataclasses import dataclass, replace
 from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.fsdp_bytes import divided_up, sharded_moments, smaller
-from cria_tricks.bill.lines import STATE, Line, Moment
+from cria_tricks.bill.fsdp_bytes import divided_up
+from cria_tricks.bill.lines import STATE, Line, Moment, smaller
 from cria_tricks.bill.moments import moments
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
 from cria_tricks.load.stages import block_counts
 from cria_tricks.models.shape import Shape, refuse_undivided
 from cria_tricks.parallel.zigzag import own_tokens
+from cria_tricks.predict.fsdp_moments import sharded_moments
 from cria_tricks.predict.ring_bytes import through_the_ring, whole_rows
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.folds import facts
@@ -57,8 +58,9 @@ def per_process(
     """Estimate the memory of the process that needs most.
 
     Args:
-        recipe: the recipe of the whole run. ``parallel.tensor_size`` matters for ``ddp_tensor`` only;
-            ``parallel.pipelines``, ``pipeline_schedule`` and ``stage_blocks`` for ``pipeline`` only.
+        recipe: the recipe of the whole run. ``parallel.tensor_size`` matters for ``ddp_tensor`` only,
+            ``parallel.reduce`` for ``fsdp`` only; ``parallel.pipelines``, ``pipeline_schedule`` and ``stage_blocks``
+            for ``pipeline`` only.
         shape: the model's shape.
         device: the card of each process.
         strategy: one of :data:`STRATEGIES`; it may differ from the recipe's.
@@ -91,7 +93,7 @@ def per_process(
         memory = replace(memory, waiting_gradient_bytes=FP32 * memory.trained_weights)
     steps = moments(memory)
     if strategy == "fsdp":
-        steps = sharded_moments(memory, processes)
+        steps = sharded_moments(memory, processes, recipe.parallel.reduce, own.tricks.gradient_accumulation)
     elif strategy in ("ddp_tensor", "context"):
         steps.insert(-1, _averaging(memory, steps[-1]))
     if strategy == "context":

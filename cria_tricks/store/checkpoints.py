@@ -51,6 +51,7 @@ FREE = {
     "eval.samples",
     "eval.max_new_tokens",
     "parallel.strategy",
+    "parallel.reduce",
     "parallel.tensor_size",
     "parallel.pipelines",
     "parallel.pipeline_schedule",

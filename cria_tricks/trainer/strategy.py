@@ -44,12 +44,15 @@ class Spread:
         """Return the context manager for the forward and backward pass of one micro-batch.
 
         Only the data-parallel strategies do something here. They average the gradients over the data-parallel ranks
-        after the last micro-batch of an accumulation window, and keep them local before that. FSDP also shards them.
+        after the last micro-batch of an accumulation window, and keep them local before that. FSDP also shards them,
+        and with ``parallel.reduce=micro_batch`` it does so after every micro-batch.
 
         Args:
             last: whether this is the last micro-batch before the optimizer step.
         """
-        return self.strategy.window(self.total, self.world, last) if self.strategy else contextlib.nullcontext()
+        if not self.strategy:
+            return contextlib.nullcontext()
+        return self.strategy.window(self.total, self.world, last or self.plan.parallel.get("reduce") == "micro_batch")
 
     @property
     def in_pieces(self) -> bool:

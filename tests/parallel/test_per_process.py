@@ -16,7 +16,7 @@ from cria_tricks.load import losses
 from cria_tricks.load.stages import cut, find_blocks
 from cria_tricks.measure.memory import LiveBytes, _quantization_tensors
 from cria_tricks.models.shape import Shape, find_shape, shape_of
-from cria_tricks.parallel import STRATEGIES, dtensor
+from cria_tricks.parallel import STRATEGIES, dtensor, fsdp
 from cria_tricks.parallel.pipeline import one_forward_one_backward
 from cria_tricks.predict.per_process import STRATEGIES as ESTIMATED
 from cria_tricks.predict.per_process import Bill, local, per_process, stages_of
@@ -42,16 +42,26 @@ LORA = ("tricks.peft=lora", "lora.r=8", "tricks.attention=sdpa")
 CHECKPOINTED = (*LORA, "tricks.gradient_checkpointing=true")
 TWO = (*LORA, "tricks.gradient_checkpointing=2")
 FULL = ("tricks.attention=sdpa",)
+CHUNKED = "tricks.chunked_loss=true"
+HEAD = ("tricks.peft=head",)
+
+
+def saved(where: Path, tied: bool) -> Path:
+    """Five blocks, whose heads, key heads and inner width four processes can share."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    LlamaForCausalLM(LlamaConfig(**WIDTHS | {"tie_word_embeddings": tied})).save_pretrained(where)
+    return where
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Five blocks, whose heads, key heads and inner width four processes can share."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    return saved(tmp_path_factory.mktemp("five-blocks"), True)
 
-    where = tmp_path_factory.mktemp("five-blocks")
-    LlamaForCausalLM(LlamaConfig(**WIDTHS)).save_pretrained(where)
-    return where
+
+@pytest.fixture(scope="module")
+def folder_untied(tmp_path_factory) -> Path:
+    return saved(tmp_path_factory.mktemp("five-blocks-untied"), False)
 
 
 class Live(LiveBytes):
@@ -88,7 +98,7 @@ def made(folder: Path, strategy: str, data: int, settings: tuple[str, ...]) -> t
 
     def micro_batch(tokens: int, last: bool = True) -> None:
         if strategy == "fsdp":
-            total.set_requires_gradient_sync(last)
+            fsdp.window(total, world, last)
         ids = torch.arange(tokens)[None]
         if strategy != "context":
             total(ids).backward()
@@ -122,8 +132,9 @@ def state(folder: Path, strategy: str, data: int, settings: tuple[str, ...]) -> 
 
 
 def counted_peak(
-    folder: Path, strategy: str, data: int, settings: tuple[str, ...], micro_batches: int, tokens: int = 64
-) -> int:
+    folder: Path, strategy: str, data: int, settings: tuple[str, ...], micro_batches: int, tokens: int = 64,
+    reduce: str = "micro_batch",
+) -> int:  # fmt: skip
     """The most bytes that are alive in the second step, in one process."""
     total, optimizer, micro_batch = made(folder, strategy, data, settings)
     live = Live()
@@ -134,7 +145,7 @@ def counted_peak(
             live.track_all([p.grad for p in total.parameters() if p.grad is not None])  # DDP's buckets
             live.__enter__()
         for index in range(micro_batches):
-            micro_batch(tokens, index == micro_batches - 1)
+            micro_batch(tokens, index == micro_batches - 1 or reduce == "micro_batch")
         optimizer.step()
         optimizer.zero_grad()
     live.__exit__(None, None, None)
@@ -212,7 +223,37 @@ def test_the_peak_is_that_of_a_counted_step(two, folder, strategy, settings, mic
     window = micro_batches * shares(strategy, 2)
     found = bill(strategy, 2, f"tricks.gradient_accumulation={window}", *settings)
     print(f"{strategy}: {found.peak_bytes / counted - 1:+.1%} at the {found.peak.name}")
-    assert found.peak_bytes == pytest.approx(counted, rel={"ddp": 0.01, "fsdp": 0.05, "tensor": 0.04}[strategy])
+    assert found.peak_bytes == pytest.approx(counted, rel={"ddp": 0.01, "fsdp": 0.02, "tensor": 0.04}[strategy])
+
+
+@pytest.mark.parametrize(
+    ("tied", "settings", "window", "tokens", "pool"),
+    sample(
+        itertools.product(
+            (True, False),
+            (LORA, CHECKPOINTED, TWO, FULL, (*FULL, "tricks.gradient_checkpointing=true"), (*LORA, CHUNKED), HEAD),
+            ((1, "micro_batch"), (2, "micro_batch"), (2, "step"), (3, "step")),
+            (8, 64, 300),
+            ("two", "four"),
+        ),
+        6,
+    ),
+)  # fmt: skip
+def test_under_fsdp_the_peak_is_within_two_percent(
+    request, folder, folder_untied, tied, settings, window, tokens, pool
+):
+    """Never more than half a percent below the counted one: a run that should fit must not run out of memory."""
+    micro_batches, reduce = window
+    processes = {"two": 2, "four": 4}[pool]
+    where = folder if tied else folder_untied
+    ranks = request.getfixturevalue(pool)
+    # Of FSDP's collectives on a CPU, gloo's threads hold some tensors for a moment longer; the least of all processes.
+    counted = min(ranks.run(counted_peak, where, "fsdp", processes, settings, micro_batches, tokens, reduce))
+    shape = shape_of({"model_type": "llama", **WIDTHS, "tie_word_embeddings": tied}, "five blocks")
+    options = [f"tricks.gradient_accumulation={micro_batches * processes}", f"parallel.reduce={reduce}"]
+    found = bill("fsdp", processes, *options, f"data.max_length={tokens}", *settings, shape=shape)
+    print(f"{found.peak_bytes / counted - 1:+.2%} at the {found.peak.name}")
+    assert 0.995 * counted <= found.peak_bytes <= 1.02 * counted
 
 
 def test_with_short_rows_the_peak_under_fsdp_is_where_weights_arrive(two, folder):
@@ -343,16 +384,43 @@ def test_what_cannot_be_divided_is_refused(strategy, processes, says):
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen2.5-0.5b", "mixtral-8x7b", "llama-2-7b", "olmo2", "qwen3"])
 def test_the_tensors_that_fsdp_shards_are_all_of_the_models(name):
     shape = shape_of(WIDTHS | {"model_type": name}, name) if name in ("olmo2", "qwen3") else find_shape(name)
-    groups = fsdp_bytes._tensors(folds.facts(Recipe(), shape, T4))[:3]
-    assert sum(fsdp_bytes._elements(group) for group in groups) == shape.weights
+    tensors = fsdp_bytes._tensors(folds.facts(Recipe(), shape, T4)).loaded
+    assert fsdp_bytes._elements(tensors) == shape.weights
 
 
 def test_under_fsdp_a_block_with_a_copy_has_the_whole_copy():
     shape = find_shape("llama-3.2-1b")
     recipe = with_settings(Recipe(), ["tricks.peft=side_network", "side.blocks=2"])
-    sizes = fsdp_bytes._sizes(folds.facts(recipe, shape, T4), 2)
+    sizes = fsdp_bytes.sizes(folds.facts(recipe, shape, T4), 2)
     a_copy = 4 * (shape.block_linear_weights + shape.block_other_weights + shape.width**2)
-    assert sizes.block_gradients == a_copy
-    frozen = fsdp_bytes._sizes(folds.facts(with_settings(Recipe(), ["tricks.peft=lora"]), shape, T4), 2)
-    assert sizes.block > a_copy
-    assert frozen.block < a_copy
+    assert sizes.block.gradients == a_copy
+    frozen = fsdp_bytes.sizes(folds.facts(with_settings(Recipe(), ["tricks.peft=lora"]), shape, T4), 2)
+    assert sizes.block.weights > a_copy
+    assert frozen.block.weights < a_copy
+
+
+@pytest.mark.parametrize(
+    ("peft", "trained"),
+    [("lora", "blocks"), ("head", "last norm and head"), ("prompt_tuning", "learnt prompt")],
+)
+def test_an_untied_model_is_gathered_in_groups_and_each_trains_what_it_has(peft, trained):
+    shape = find_shape("llama-2-7b")
+    recipe = with_settings(Recipe(), [f"tricks.peft={peft}"])
+    sizes = fsdp_bytes.sizes(folds.facts(recipe, shape, T4), 2)
+    matrix = 4 * shape.embedding_weights
+    assert sizes.outside["embedding"] == (matrix, 0)
+    assert sizes.outside["last norm and head"].weights == matrix * (1 + (peft == "head")) + 4 * shape.width
+    assert sizes.outside["learnt prompt"].weights == sizes.outside["learnt prompt"].gradients
+    with_gradients = {name for name, group in {"blocks": sizes.blocks, **sizes.outside}.items() if group.gradients}
+    assert with_gradients == {trained}
+
+
+def test_with_a_reduction_in_each_micro_batch_full_fine_tuning_holds_no_whole_gradients():
+    """Llama-3.2-1B on two T4s: the review says 14 to 15 GiB in place of 16.44."""
+    settings = ("tricks.precision=fp16", "tricks.attention=sdpa", "tricks.gradient_checkpointing=true")
+    recipe = with_settings(Recipe(), [*settings, "tricks.gradient_accumulation=8", "data.max_length=2048"])
+    shape = find_shape("llama-3.2-1b")
+    each = per_process(recipe, shape, T4, "fsdp", 2)
+    once = per_process(with_settings(recipe, ["parallel.reduce=step"]), shape, T4, "fsdp", 2)
+    print(f"{once.peak_bytes / 2**30:.2f} -> {each.peak_bytes / 2**30:.2f} GiB")
+    assert once.peak_bytes - each.peak_bytes > 0.4 * 4 * shape.weights
