@@ -297,7 +297,7 @@ def test_set_changes_one_field_of_a_copy():
         ("train.max_step=3", "did you mean train.max_steps?"),
         ("trian.max_steps=3", "did you mean train.max_steps?"),
         ("trian=3", "unknown field trian; did you mean a field of train? There are train.batch_size, train.epochs,"),
-        ("paralel=ddp", "did you mean a field of parallel? There are parallel.strategy, parallel.tensor_size,"),
+        ("paralel=ddp", "did you mean a field of parallel? There are parallel.strategy, parallel.reduce,"),
         ("train.r=3", "unknown field train.r; did you mean lora.r?"),
         ("train.rank=3", "unknown field train.rank; did you mean lora.r?"),
         ("train.grad_accum=3", "unknown field train.grad_accum; did you mean tricks.gradient_accumulation?"),

@@ -78,15 +78,10 @@ def per_process(
         wanted = parts if stage is None else parts[stage : stage + 1]
         found = (_stage(part, device, strategy, processes, tokens, trained_tokens) for part in wanted)
         return max(found, key=lambda one: one.peak_bytes)
+    if strategy == "context":
+        return _of_own_tokens(recipe, shape, device, processes, tokens, trained_tokens)
     own, part = local(recipe, shape, strategy, processes)
-    whole = tokens or recipe.data.max_length
-    if strategy == "context":
-        tokens = own_tokens(whole, processes)
-        every = own.train.batch_size * (whole - 1) if trained_tokens is None else trained_tokens
-        trained_tokens = min(every, own.train.batch_size * tokens)
     memory = facts(own, part, device, tokens, trained_tokens)
-    if strategy == "context":
-        memory = through_the_ring(memory)
     if strategy in ("ddp", "zero1", "zero2"):
         # DDP's buckets exist from the beginning of the step, and new gradients are added to them. So they count as
         # gradients of earlier micro-batches.
@@ -94,10 +89,8 @@ def per_process(
     steps = moments(memory)
     if strategy == "fsdp":
         steps = sharded_moments(memory, processes, recipe.parallel.reduce, own.tricks.gradient_accumulation)
-    elif strategy in ("ddp_tensor", "context"):
+    elif strategy == "ddp_tensor":
         steps.insert(-1, _averaging(memory, steps[-1]))
-    if strategy == "context":
-        steps = [replace(moment, lines=(*moment.lines, whole_rows(memory, whole))) for moment in steps]
     # The last two names of STATE are the gradients and the optimizer states.
     divided = {"zero1": STATE[4:], "zero2": STATE[3:]}.get(strategy, ())
     shared = []
@@ -130,6 +123,22 @@ def local(recipe: Recipe, shape: Shape, strategy: str, processes: int) -> tuple[
     refuse_undivided(shape.name, shape.heads, shape.kv_heads, shape.inner, tensor)
     heads, kv_heads, inner = (width // tensor for width in (shape.heads, shape.kv_heads, shape.inner))
     return own, replace(shape, heads=heads, kv_heads=kv_heads, inner=inner)
+
+
+def _of_own_tokens(
+    recipe: Recipe, shape: Shape, device: Device, processes: int, tokens: int | None, trained_tokens: int | None
+) -> Bill:
+    """Estimate a process under context parallelism, which computes the same part of each row's tokens as all others."""
+    own, part = local(recipe, shape, "context", processes)
+    whole = tokens or recipe.data.max_length
+    rows = own.train.batch_size
+    mine = own_tokens(whole, processes)
+    trained = rows * (whole - 1) if trained_tokens is None else trained_tokens
+    memory = through_the_ring(facts(own, part, device, mine, min(trained, rows * mine)))
+    steps = moments(memory)
+    steps.insert(-1, _averaging(memory, steps[-1]))
+    beside = whole_rows(memory, whole)
+    return Bill(memory, tuple(replace(one, lines=(*one.lines, beside)) for one in steps), "context", processes)
 
 
 def _averaging(memory: StepFacts, optimizer_step: Moment) -> Moment:
