@@ -510,8 +510,8 @@ assert apart_from_it < in_root - 15 * MIB
 # %% [markdown]
 # ## 6. Where it breaks
 # **More cards, and a higher peak.** Here it is in the real trainer, on a tiny Llama with 49,152 words of width 256, in
-# fp32, whose embedding is its head as well. An embedding and its half live in each process. Predict by how many MB the
-# peak grows.
+# fp32, whose embedding is its head as well. An embedding and its half live in each process, and when it arrives also
+# the buffer in which it comes. Predict by how many MB the peak grows.
 
 # %% tags=["hide-input"]
 folder = tempfile.TemporaryDirectory()

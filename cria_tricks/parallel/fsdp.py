@@ -127,7 +127,7 @@ def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
     refuse(recipe, "paged_optimizer", (True,), "bitsandbytes' kernels take no sharded tensor; leave it off")
     refuse(recipe, "quantization", ("int8",), "its scales would stay behind; use quantization=nf4")
     refuse(
-        recipe, "activation_offload", (True, "overlapped"), "it cannot tell gathered weights from activations; use "
+        recipe, "activation_offload", (True,), "it cannot tell gathered weights from activations; use "
         "tricks.gradient_checkpointing=true"
     )  # fmt: skip
     refuse(recipe, "compile", (True,), "not supported here; use parallel.strategy=ddp")

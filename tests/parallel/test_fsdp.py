@@ -211,7 +211,6 @@ def test_switch():
         ("tricks.paged_optimizer=true", "kernels take no sharded tensor; leave it off"),
         ("tricks.quantization=int8", "its scales would stay behind; use quantization=nf4"),
         ("tricks.activation_offload=true", "cannot tell gathered weights from activations"),
-        ("tricks.activation_offload=overlapped", "cannot tell gathered weights from activations"),
         ("tricks.compile=true", "use parallel.strategy=ddp"),
     ):
         with pytest.raises(BadInput, match=rf"parallel.strategy=fsdp with {setting}: .*{why}"):
