@@ -46,7 +46,7 @@ SURPRISES = {
     "29": "of four saved tensors of an MLP two are enough",
     "30": "one open block is as large as all block inputs",
     "31": "4.6 GiB of gradients freed, 3.6 gained",
-    "33": "longer rows make the ring cheaper",
+    "32": "longer rows make the ring cheaper",
 }
 """The surprise of each lesson, by its number."""
 

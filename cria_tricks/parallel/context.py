@@ -44,7 +44,7 @@ from cria_tricks.tricks.packing import documents
 
 SWITCHES = ("strategy=context",)
 CLAIM = "exact"
-LESSON = "33_context_parallel"
+LESSON = "32_context_parallel"
 REFERENCE = ("RingAttention", "merge", "zigzag")  # from ring_attention.py and zigzag.py
 PLAIN = """
 # torchrun --nproc-per-node 2 train.py: on CUDA cards, and for rows without padding that are not packed

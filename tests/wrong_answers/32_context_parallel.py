@@ -1,4 +1,4 @@
-# Wrong answers to the exercises of lesson 33. A cell is one answer: "# %% EXERCISE: words of the hint it must get".
+# Wrong answers to the exercises of lesson 32. A cell is one answer: "# %% EXERCISE: words of the hint it must get".
 
 # %% 1: 7 turns
 mib_sent = 8 * 32 * 2 * 8192 * 8 * 128 * 2 / 2**20

@@ -6,7 +6,7 @@
 # ---
 
 # %% [markdown]
-# # 33. Context parallelism: when a row does not fit one card
+# # 32. Context parallelism: when a row does not fit one card
 # > **Promise.** You divide the tokens of one row among four processes, and attention still sees the whole row. You
 # > build *ring attention* forward and backward, count what it sends, and find out how long a row N cards can train on.
 #
