@@ -43,6 +43,8 @@ def blocks(cases: list[Case]) -> dict[str, str]:
         found["ladder"] = tables.ladder(ladder["cases"])
     if without := study("without_checkpointing"):
         found["without_checkpointing"] = tables.without_checkpointing(without["cases"])
+    if long_rows := study("long_rows"):
+        found["long_rows"] = tables.long_rows(long_rows)
     if frontier := study("frontier"):
         found["frontier"] = speed_tables.frontier(frontier)
     if seconds_error := study("seconds_error"):
