@@ -32,6 +32,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
 from cria_tricks.load.stages import block_counts
 from cria_tricks.models.shape import Shape, refuse_undivided
+from cria_tricks.parallel.tensor import partial_weights
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.folds import facts
 from cria_tricks.tricks.gradient_checkpointing import in_stage
@@ -82,8 +83,11 @@ def per_process(
     steps = moments(memory)
     if strategy == "fsdp":
         steps = sharded_moments(memory, processes)
-    elif strategy == "ddp_tensor":
-        steps.insert(-1, _averaging(memory, steps[-1]))
+    elif strategy in ("tensor", "ddp_tensor"):
+        # Groups put all gradients into one tensor; before that, a group's processes those of whole weights among parts.
+        summed = memory.trained_weights if strategy == "ddp_tensor" else partial_weights(recipe, shape)
+        if summed:
+            steps.insert(-1, _averaging(summed, steps[-1]))
     # The last two names of STATE are the gradients and the optimizer states.
     divided = {"zero1": STATE[4:], "zero2": STATE[3:]}.get(strategy, ())
     shared = []
@@ -115,12 +119,12 @@ def local(recipe: Recipe, shape: Shape, strategy: str, processes: int) -> tuple[
     return own, replace(shape, heads=heads, kv_heads=kv_heads, inner=inner)
 
 
-def _averaging(memory: StepFacts, optimizer_step: Moment) -> Moment:
-    """Return the moment at which groups of processes, or pipelines, put all gradients into one tensor to all-reduce it.
+def _averaging(weights: int, optimizer_step: Moment) -> Moment:
+    """Return the moment at which processes put the gradients of some weights into one tensor to all-reduce it.
 
     It comes just before the optimizer step, so everything of that moment is alive, too.
     """
-    flat = Line("gradients: all-reduce copy", memory.trained_weights * FP32, "all gradients in one flat tensor")
+    flat = Line("gradients: all-reduce copy", weights * FP32, "gradients in one flat tensor")
     return Moment("averaging", (*optimizer_step.lines, flat))
 
 
@@ -208,7 +212,7 @@ def _stage(
         waiting = beside[-1:] if moment.name == "optimizer step" else beside  # by then only the buffers are left
         found.append(Moment(moment.name, (*lines, *waiting)))
     if strategy == "pipeline" and part.recipe.parallel.pipelines > 1:
-        found.insert(-1, _averaging(memory, found[-1]))
+        found.insert(-1, _averaging(memory.trained_weights, found[-1]))
     return Bill(memory, tuple(found), strategy, processes)
 
 
