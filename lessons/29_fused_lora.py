@@ -564,7 +564,7 @@ course.check(3, in_place, of_in_place, "a function (dh, e, g) -> three tensors o
 # - **Costs** seven small products and one activation for each block.
 # - **Exact within rounding**: fewer roundings than peft's way, and adapter gradients that stay in fp32.
 # - **When**: without checkpointing, or if kernel launches and memory take a large part of the step.
-# - **When not**: dropout, DoRA, `compile`, tensor parallelism; the plan says so. `fused_blocks` refuses Gemma, OLMo 2
+# - **When not**: dropout, DoRA, `compile`; the plan says so. `fused_blocks` refuses Gemma, OLMo 2
 #   and Phi-3, whose blocks compute something else.
 #
 # ## Sources

@@ -200,8 +200,8 @@ def _matrix(module: LoraLayer) -> Matrix:
         times=base,
         # The weight is looked up when it is needed, because FSDP puts other tensors into the modules for each pass.
         unpacked=lambda dtype: _unpacked(base, dtype),
-        A=module.lora_A[name].weight,
-        B=module.lora_B[name].weight,
+        A=_own(module.lora_A[name].weight),
+        B=_own(module.lora_B[name].weight),
         scale=module.scaling[name],
     )
 
@@ -213,4 +213,9 @@ def _unpacked(base: Any, dtype: torch.dtype) -> torch.Tensor:
         return bnb.functional.dequantize_4bit(base.weight.data, scales).to(dtype)
     if isinstance(base, bnb.nn.Linear8bitLt):
         return base.state.CB.to(dtype, copy=True).mul_(base.state.SCB.unsqueeze(1).mul(1.0 / 127.0))
-    return base.weight.detach().to(dtype)
+    return _own(base.weight).detach().to(dtype)
+
+
+def _own(weight: Any) -> torch.Tensor:
+    """Return the part of a weight that this process multiplies by: under tensor parallelism it is cut."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight

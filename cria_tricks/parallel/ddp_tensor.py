@@ -18,7 +18,6 @@ for each group.
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from cria_tricks.parallel import tensor
 from cria_tricks.parallel.data_pipeline import add_up
 from cria_tricks.parallel.rules import several, share_window
 from cria_tricks.processes.world import World
-from cria_tricks.recipe import Recipe
+from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import folds
 
@@ -92,7 +91,8 @@ def window(total: torch.nn.Module, world: World, last: bool) -> Iterator[None]:
 
     A window is the micro-batches of one optimizer step. ``total`` is what :func:`spread` returned.
     """
-    yield
+    with tensor.window(total, world, last):
+        yield
     if last:
         assert world.mesh is not None
         average_gradients(total.parameters(), world.mesh["data"].get_group())
@@ -105,10 +105,10 @@ def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     """
     size = recipe.parallel.tensor_size
     groups = processes // size
-    # tensor.traffic counts all micro-batches of a step, and each group runs only its share of them.
-    inside = [replace(call, times=call.times // groups) for call in tensor.traffic(recipe, shape, size)]
+    # Each group runs only its share of a step's micro-batches.
+    share = with_settings(recipe, [f"tricks.gradient_accumulation={recipe.tricks.gradient_accumulation // groups}"])
     return [
-        *inside,
+        *tensor.traffic(share, shape, size),
         Call("all_reduce", 4 * own_weights(recipe, shape, size), 1, groups, "fp32 gradients of its pieces"),
     ]
 

@@ -84,11 +84,8 @@ def traffic(
     here = with_settings(recipe, [f"tricks.gradient_accumulation={k}", f"data.max_length={tokens}"])
     here = in_stage(here, stage * part.layers, part.layers)
     group = sizes["tensor"]
-    calls = [*tensor.traffic(here, part, group), *pipeline.traffic(here, shape, sizes["stage"], stage)]
-    if stage > 0 and not here.tricks.gradient_checkpointing:
-        # tensor.traffic assumes that the input of the first block needs no gradient. That of a later stage does.
-        why = "the gradient of the first q, k and v's input, for the stage before"
-        calls.append(Call("all_reduce", pipeline.hidden_bytes(here, shape, tokens), 3 * k, group, why))
+    inside = tensor.traffic(here, part, group, first=stage == 0)
+    calls = [*inside, *pipeline.traffic(here, shape, sizes["stage"], stage)]
     calls.append(Call("all_reduce", 8, 1, group, "the square of the norm of its pieces"))
     own = ddp_tensor.own_weights(recipe, part, group)
     if sizes["data"] > 1:

@@ -2,20 +2,23 @@ r"""Tensor parallelism: every process computes a part of each block's matrices, 
 
 Saves    weights of the blocks' matrices, and the wide activations inside a block (heads, MLP): 1 / N of each in a
          process  [bytes]
-Costs    all-reduces of (B, T, D) in every block, forward and backward, and all processes wait for each of them: little
-         is gained over PCIe, much is lost over a network. Embedding, norms, head and residual stream are whole in all
+Costs    two all-reduces of (B, T, D) in every block forward and two backward, and all processes wait for each of them:
+         little is gained over PCIe, much is lost over a network. Embedding, norms, head and residual stream are whole
+         in all processes
 Claim    exact within rounding: the sums over a matrix's inputs are added up in another order
 Needs    heads, key heads and the MLP's width divisible by N; dropout 0 for the same losses as one process
-Breaks   int8 and 4-bit weights, whose packed bytes are no rows and columns (refused); models whose heads do not divide
+Breaks   int8 and 4-bit weights: they are packed while the model loads, and packed bytes have no rows and columns
+         (refused); models whose heads do not divide
 Sources  Shoeybi et al. 2019, arXiv:1909.08053, sec. 3 (columns, then rows; the operators f and g)
-Ours     30 lines: f and g, and an MLP of one column and one row matrix. The switch calls torch's parallelize_module
-         with a plan that knows peft's LoRA. Our plan cuts matrix by matrix, so gradients of inputs are summed 5 times a
-         block: for q, k, v, gate and up. With f there are 2 sums, as q, k, v share an input, and gate and up another
+Ours     30 lines: f and g, and an MLP of one column and one row matrix. The switch runs the same f and g around
+         attention and around the MLP of transformers' models, with peft's LoRA inside, plain or fused. torch's
+         parallelize_module has no rule for LoRA's two matrices
 
 Shapes: activations (B, T, D); a column matrix (F / N, D), a row matrix (D, F / N); LoRA A (r, D_in), B (D_out, r).
 """
 
 import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ from cria_tricks.bill.calls import Call
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.models.shape import Shape
+from cria_tricks.parallel.data_pipeline import add_up
 from cria_tricks.parallel.rules import refuse, several
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
@@ -40,51 +44,59 @@ REFERENCE = ("Copied", "Summed", "mlp")
 PLAIN = """
 # torchrun --nproc-per-node 2 train.py
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
 mesh = init_device_mesh("cuda", (2,))
+whole = {"hidden_states": Replicate()}
 for block in model.model.layers:
+    # PrepareModuleInput is f: q, k and v share one input, and gate and up another, so each sum is made once.
     parts = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")} | {"o_proj": RowwiseParallel()}
-    parallelize_module(block.self_attn, mesh, parts)
+    f = PrepareModuleInput(input_kwarg_layouts=whole, desired_input_kwarg_layouts=whole)
+    parallelize_module(block, mesh, {"self_attn": f} | {f"self_attn.{name}": part for name, part in parts.items()})
     parts = {name: ColwiseParallel() for name in ("gate_proj", "up_proj")} | {"down_proj": RowwiseParallel()}
-    parallelize_module(block.mlp, mesh, parts)
+    f = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
+    parallelize_module(block, mesh, {"mlp": f} | {f"mlp.{name}": part for name, part in parts.items()})
 """
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Column-parallel matrices: their outputs are divided, so a process has some heads and a part of the MLP's inside."""
 ROWS = ("o_proj", "down_proj")
 """Row-parallel matrices: their inputs are divided, so the outputs of all processes are summed."""
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""The matrices of attention."""
 
 
 class Copied(torch.autograd.Function):
     """Megatron's f: the identity forward; a sum over the processes backward, because they all used the same input."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        """Return x, of shape (..., D), which is the same in all processes."""
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """Return x, of shape (..., D), which is the same in all processes of the group."""
+        ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Sum the gradients of all processes, of shape (..., D)."""
         total = gradients[0].clone()
-        dist.all_reduce(total)
-        return total
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 class Summed(torch.autograd.Function):
     """Megatron's g: a sum over the processes forward; the identity backward, as each part has the sum's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
-        """Sum the parts of all processes, of shape (..., D)."""
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """Sum the parts of all processes of the group, of shape (..., D)."""
         total = part.clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return the gradient of the sum, of shape (..., D)."""
-        return gradients[0]
+        return gradients[0], None
 
 
 def mlp(x_BTD: torch.Tensor, up_FD: torch.Tensor, down_DF: torch.Tensor) -> torch.Tensor:
@@ -120,7 +132,8 @@ def refuse_unsplittable(recipe: Recipe) -> None:
         BadInput: names the trick, and what to use instead.
     """
     use = "use parallel.strategy=ddp, or fsdp, which shards the bytes as they are"
-    refuse(recipe, "quantization", ("nf4", "fp4", "int8"), f"packed weights have no rows and columns to share; {use}")
+    packed = f"weights are packed while the model loads, and packed bytes cannot be cut; {use}"
+    refuse(recipe, "quantization", ("nf4", "fp4", "int8"), packed)
     refuse(recipe, "peft", ("head", "prompt_tuning", "side_network"), "only LoRA's matrices, or all, are cut; use lora")
     refuse(recipe, "optimizer", ("adamw_8bit",), "bitsandbytes' kernels take no sharded tensor; use optimizer=adamw")
     refuse(recipe, "paged_optimizer", (True,), "bitsandbytes' kernels take no sharded tensor; leave it off")
@@ -138,9 +151,6 @@ def refuse_unsplittable(recipe: Recipe) -> None:
 def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
     """Cut the blocks' matrices in place, and LoRA's matrices with them.
 
-    Beside a column-parallel matrix LoRA's B is cut and A is whole, because every process has the whole input. Beside a
-    row-parallel matrix A is cut and B is whole.
-
     Args:
         total: holds the model, and maps a micro-batch to the sum of its losses.
         plan: not used here.
@@ -151,9 +161,16 @@ def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
     return total
 
 
-def window(total: torch.nn.Module, world: World, last: bool) -> contextlib.AbstractContextManager[Any]:
-    """Return an empty context: every process trains on all rows, so no gradients are averaged."""
-    return contextlib.nullcontext()
+@contextlib.contextmanager
+def window(total: torch.nn.Module, world: World, last: bool) -> Iterator[None]:
+    """Add up the gradients of whole weights between f and g, after the backward pass of the window's last micro-batch.
+
+    Nothing is averaged, because every process trains on all rows. ``total`` is what :func:`spread` returned.
+    """
+    yield
+    if last:
+        assert world.mesh is not None
+        add_up_partial(total.parameters(), world.mesh["tensor"].get_group())
 
 
 def split(model: torch.nn.Module, mesh: Any) -> None:
@@ -163,45 +180,67 @@ def split(model: torch.nn.Module, mesh: Any) -> None:
         model: a transformers model, with or without peft; its parameters must be the same in all processes.
         mesh: the dimension of a ``DeviceMesh`` along which to cut.
     """
-    # DTensor takes half a second to import, and only a run over several cards needs it.
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    # It imports DTensor, which takes half a second, and only a run over several cards needs it.
+    from cria_tricks.parallel.regions import split_regions
 
-    for name, module in model.named_modules():
-        kind = name.rpartition(".")[2]
-        if kind not in COLUMNS + ROWS:
-            continue
-        style: Any
-        style, adapter = (ColwiseParallel, "lora_B") if kind in COLUMNS else (RowwiseParallel, "lora_A")
-        # peft keeps the original matrix of a wrapped linear as its base_layer.
-        parts: Any = {"base_layer": style(), f"{adapter}.default": style()}
-        parallelize_module(module, mesh, parts if hasattr(module, "base_layer") else style())
+    dims = dict.fromkeys(COLUMNS, 0) | dict.fromkeys(ROWS, 1)
+    split_regions(model, mesh, dims, Copied.apply, Summed.apply)
 
 
-def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
-    """Return the all-reduces of an optimizer step, for rows of full length; they are the same for every N."""
+def add_up_partial(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sum the gradients of whole weights that were used with cut ones, in place, by one all-reduce.
+
+    These are A beside a column-parallel matrix and B beside a row-parallel one; if all weights train, also the norms of
+    queries and keys, of which each process has some heads. Once a step is enough, because gradients of micro-batches
+    are added up.
+
+    Args:
+        parameters: those that :func:`split` has marked as partial count, and all others are left out.
+        group: the processes that share the matrices.
+    """
+    gradients = [p.grad for p in parameters if getattr(p, "partial", False) and p.grad is not None]
+    if gradients:
+        add_up(gradients, group)
+
+
+def traffic(recipe: Recipe, shape: Shape, processes: int, *, first: bool = True) -> list[Call]:
+    """Return the all-reduces of an optimizer step, for rows of full length; they are the same for every N.
+
+    Args:
+        recipe: what is trained.
+        shape: the shape of the model, or of a stage of it.
+        processes: N, the number of processes.
+        first: whether the first block of the shape is that of the model, behind the embedding.
+    """
     tricks = recipe.tricks
-    # n: tokens of a micro-batch. repeated: blocks that run forward twice. wide: sums behind o and down, in all blocks.
+    # n: tokens of a micro-batch.
     n = recipe.train.batch_size * recipe.data.max_length
     memory = facts(recipe, shape, T4)  # any card would do: these item sizes are the same on all
     adapted = work(recipe, shape, T4).adapted
-    thin_rows, thin_columns = (sum(name in adapted for name in names) for names in (ROWS, COLUMNS))
+    regions = 1 + (shape.experts == 1)  # attention, and the MLP unless it is a mixture of experts, which is not cut
     repeated = shape.layers - kept_blocks(recipe, shape) if tricks.gradient_checkpointing else 0
-    passes = shape.layers + repeated
-    # Recomputing a block stops at its last saved tensor. That is before the sum behind down_proj, unless an adapter
-    # beside it comes later.
-    wide = 2 * passes - repeated * ("down_proj" not in adapted)
-    back = len(COLUMNS) * shape.layers
-    if adapted and not tricks.gradient_checkpointing:
-        back -= 3  # the first block's q, k and v have the frozen embedding as input, which needs no gradient
-    steps = tricks.gradient_accumulation
-    r = recipe.lora.r
-    product = memory.product_itemsize
-    stream = memory.hidden_itemsize
-    width = shape.width
+    # Recomputing a block stops at its last saved tensor. The sum behind the MLP comes later, unless a norm follows.
+    forward = regions * (shape.layers + repeated) - repeated * (regions == 2 and not shape.ends_with_norm)
+    backward = regions * shape.layers
+    if first and adapted and not tricks.gradient_checkpointing:
+        # The frozen embedding needs no gradient, so the first block's attention sums none, nor does its MLP if no
+        # adapter comes before it.
+        backward -= 1 + (regions == 2 and not set(ATTENTION) & set(adapted))
     calls = (
-        (n * width * product, wide, "what o and down make, summed"),
-        (n * r * product, passes * thin_rows, "what LoRA's A beside them make"),
-        (n * width * stream, back, "the gradient of the input of q, k, v, gate and up"),
-        (n * r * product, thin_columns * shape.layers, "the gradient of what LoRA's A beside them made"),
-    )
-    return [Call("all_reduce", size, steps * times, processes, why) for size, times, why in calls if times]
+        (n * shape.width * memory.product_itemsize, forward * tricks.gradient_accumulation, "what o and down make"),
+        (n * shape.width * memory.hidden_itemsize, backward * tricks.gradient_accumulation,
+         "the gradients of the inputs of attention and MLP"),
+        (4 * partial_weights(recipe, shape), 1, "fp32 gradients of whole weights between cut ones"),
+    )  # fmt: skip
+    return [Call("all_reduce", size, times, processes, why) for size, times, why in calls if size and times]
+
+
+def partial_weights(recipe: Recipe, shape: Shape) -> int:
+    """Count the trained weights whose gradients :func:`add_up_partial` sums."""
+    whole = work(recipe, shape, T4)  # the same on any card
+    if whole.trains_blocks:
+        return shape.layers * 2 * shape.head_width * shape.qk_norm
+    # Beside a row-parallel matrix it is B, of shape (D_out, r), and else A, of shape (r, D_in).
+    cut = [name for name in whole.adapted if name in ATTENTION or shape.experts == 1]
+    sides = [shape.linears[name][name in ROWS] for name in cut]
+    return shape.layers * recipe.lora.r * sum(sides)

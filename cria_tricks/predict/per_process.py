@@ -33,6 +33,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
 from cria_tricks.load.stages import block_counts
 from cria_tricks.models.shape import Shape, refuse_undivided
+from cria_tricks.parallel.tensor import partial_weights
 from cria_tricks.parallel.zigzag import own_tokens
 from cria_tricks.predict.fsdp_moments import sharded_moments
 from cria_tricks.predict.ring_bytes import through_the_ring, whole_rows
@@ -89,8 +90,11 @@ def per_process(
     steps = moments(memory)
     if strategy == "fsdp":
         steps = sharded_moments(memory, processes, recipe.parallel.reduce, own.tricks.gradient_accumulation)
-    elif strategy == "ddp_tensor":
-        steps.insert(-1, _averaging(memory, steps[-1]))
+    elif strategy in ("tensor", "ddp_tensor"):
+        # Groups put all gradients into one tensor; before that, a group's processes those of whole weights among parts.
+        summed = memory.trained_weights if strategy == "ddp_tensor" else partial_weights(recipe, shape)
+        if summed:
+            steps.insert(-1, _averaging(summed, steps[-1]))
     # The last two names of STATE are the gradients and the optimizer states.
     divided = {"zero1": STATE[4:], "zero2": STATE[3:]}.get(strategy, ())
     shared = []
@@ -136,17 +140,17 @@ def _of_own_tokens(
     trained = rows * (whole - 1) if trained_tokens is None else trained_tokens
     memory = through_the_ring(facts(own, part, device, mine, min(trained, rows * mine)))
     steps = moments(memory)
-    steps.insert(-1, _averaging(memory, steps[-1]))
+    steps.insert(-1, _averaging(memory.trained_weights, steps[-1]))
     beside = whole_rows(memory, whole)
     return Bill(memory, tuple(replace(one, lines=(*one.lines, beside)) for one in steps), "context", processes)
 
 
-def _averaging(memory: StepFacts, optimizer_step: Moment) -> Moment:
-    """Return the moment at which processes put all gradients into one tensor to all-reduce it.
+def _averaging(weights: int, optimizer_step: Moment) -> Moment:
+    """Return the moment at which processes put the gradients of some weights into one tensor to all-reduce it.
 
     It comes just before the optimizer step, so everything of that moment is alive, too.
     """
-    flat = Line("gradients: all-reduce copy", memory.trained_weights * FP32, "all gradients in one flat tensor")
+    flat = Line("gradients: all-reduce copy", weights * FP32, "gradients in one flat tensor")
     return Moment("averaging", (*optimizer_step.lines, flat))
 
 
@@ -234,7 +238,7 @@ def _stage(
         waiting = beside[-1:] if moment.name == "optimizer step" else beside  # by then only the buffers are left
         found.append(Moment(moment.name, (*lines, *waiting)))
     if strategy == "pipeline" and part.recipe.parallel.pipelines > 1:
-        found.insert(-1, _averaging(memory, found[-1]))
+        found.insert(-1, _averaging(memory.trained_weights, found[-1]))
     return Bill(memory, tuple(found), strategy, processes)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.load.losses import trained_places
-from cria_tricks.parallel import dtensor
+from cria_tricks.parallel import dtensor, tensor
 from cria_tricks.parallel.data_pipeline import add_up
 from cria_tricks.parallel.timetable import Slot
 from cria_tricks.processes.world import World
@@ -214,10 +214,13 @@ class Stage:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def _add_up_pipelines(self, loss: torch.Tensor) -> None:
-        """Sum gradients and the loss over the pipelines, in place.
+        """Sum gradients and the loss over the pipelines, in place; before that, what a stage's processes have in parts.
 
         A sum and not a mean, because each loss was divided by the trained tokens of all pipelines.
         """
+        if self.world.tensor > 1:
+            assert self.world.mesh is not None
+            tensor.add_up_partial(self.part.model.parameters(), self.world.mesh.get_group("tensor"))
         if self.world.data > 1:
             assert self.world.mesh is not None
             gradients = [dtensor.own(p.grad) for p in self.part.model.parameters() if p.grad is not None]

@@ -43,9 +43,10 @@ class Spread:
     def window(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Return the context manager for the forward and backward pass of one micro-batch.
 
-        Only the data-parallel strategies do something here. They average the gradients over the data-parallel ranks
-        after the last micro-batch of an accumulation window, and keep them local before that. FSDP also shards them,
-        and with ``parallel.reduce=micro_batch`` it does so after every micro-batch.
+        The data-parallel strategies average the gradients over the data-parallel ranks after the last micro-batch of
+        an accumulation window, and keep them local before that. FSDP also shards them, and with
+        ``parallel.reduce=micro_batch`` it does so after every micro-batch. Tensor parallelism sums those of which each
+        process has a part.
 
         Args:
             last: whether this is the last micro-batch before the optimizer step.

@@ -7,7 +7,7 @@ Costs    one thin product for each adapter (A x) and one activation for each MLP
 Claim    exact within rounding: the adapter's part is rounded fewer times; in 16 bits the gradients of the fp32
          adapters are not rounded to 16 bits on their way
 Needs    peft = lora, without dropout and without dora; its MLP part needs the MLP of Llama, down(act(gate(x)) * up(x))
-Breaks   compile and the tensor-parallel strategies, which are refused. With dropout or dora it has no effect
+Breaks   compile, which is refused. With dropout or dora it has no effect
 Sources  Hu et al. 2021, arXiv:2106.09685, sec. 4.1 (the product); the derivation below is the chain rule. Unsloth
          does the same since 2023: github.com/unslothai/unsloth, unsloth/kernels/fast_lora.py
 Ours     two autograd functions in plain torch, which the switch itself runs on peft's modules (``load/fused.py``)
@@ -224,11 +224,6 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
         )
     if tricks.compile:
         raise BadInput("tricks.fused_lora=true: torch.compile fuses a block itself; set tricks.compile=false")
-    if recipe.parallel.strategy in ("tensor", "ddp_tensor"):
-        raise BadInput(
-            "tricks.fused_lora=true: tensor parallelism divides each matrix, and fused_lora adds up nothing between "
-            "processes; use parallel.strategy=ddp or fsdp"
-        )
     return plan.then("fuse_adapters")
 
 

@@ -177,8 +177,8 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
         raise BadInput(f"{asked}: a compiled block chooses itself what it keeps; set tricks.compile=false")
     if recipe.parallel.strategy in ("tensor", "ddp_tensor"):
         raise BadInput(
-            f"{asked}: tensor parallelism adds up the MLP's results between processes, and would do so "
-            "for each tile, forward and again; use parallel.strategy=ddp or fsdp"
+            f"{asked}: tensor parallelism cuts the MLP's matrices, and tiles of these are not tested; use "
+            "parallel.strategy=ddp or fsdp"
         )
     most = recipe.train.batch_size * _row(recipe)
     if tile is not True and most <= tile:

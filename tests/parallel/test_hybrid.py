@@ -105,7 +105,7 @@ def test_mechanism(settings, four_blocks, four):
         ((2, 2, 2), (), 4, "4 processes for a cube of 2 .data. x 2 .stage. x 2 .tensor.: start 8"),
         ((2, 1, 1), (), 2, "two or more"),
         ((2, 4, 1), (), 8, "set tricks.gradient_accumulation=8"),
-        ((1, 2, 2), ("tricks.quantization=nf4",), 4, "packed weights have no rows and columns to share"),
+        ((1, 2, 2), ("tricks.quantization=nf4",), 4, "packed bytes cannot be cut"),
         ((1, 2, 2), ("tricks.peft=none",), 4, "pipeline with tricks.peft=none"),
     ],
 )
