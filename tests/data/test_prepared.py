@@ -262,7 +262,8 @@ def test_a_run_on_shards_is_the_run_on_the_texts(folder, run_cria):
         )
         assert code == 0
         report = json.loads((folder / f"run-{name}" / "report.json").read_text())
-        losses.append([report["eval_loss_after"], *(entry.get("loss") for entry in report["history"]), report["data"]])
+        counts = {**report["data"], "train": "the file, or the folder of its shards"}
+        losses.append([report["eval_loss_after"], *(entry.get("loss") for entry in report["history"]), counts])
     assert losses[0] == losses[1]
     weights = [folder / f"run-{name}" / "adapter" / "adapter_model.safetensors" for name in ("texts", "shards")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
