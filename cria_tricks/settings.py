@@ -36,6 +36,7 @@ class Data(Frozen):
     min_words: int = Field(0, ge=0, description="leave shorter rows out [words]", examples=[5])
     max_words: int = Field(0, ge=0, description="leave longer rows out [words]; 0: no limit", examples=[2000])
     language: str = Field("", pattern=r"^([a-z]{2,3})?$", description="leave others out; empty: any", examples=["en"])
+    quality: Literal["any", "gopher"] = Field("any", description="gopher: leave repetitive rows out")
     duplicates: Literal["keep", "exact", "near"] = Field("keep", description="which repeated rows are left out")
     leakage: Literal["ignore", "warn", "drop", "error"] = Field(
         "warn", description="what happens to a training row that is an evaluation row, or nearly"

@@ -8,12 +8,13 @@
 
 # %% [markdown]
 # # 26. Data at scale: read what you need, each row once
-# > **Promise.** You clean a folder of books, stream it without ever holding it in memory, stop in the middle, and go
-# > on: the stop repeats no row and skips none. And you find the test's questions among the training rows.
+# > **Promise.** You clean a folder of books, write its tokens into a file that training reads without holding it in
+# > memory, and stream another one, stop in the middle, and go on: the stop repeats no row and skips none. And you find
+# > the test's questions among the training rows.
 #
-# > **Card.** saves the memory of all rows: 12 bytes a character as Python lists, 0.6 as an array / costs tokenizing in
-# > each epoch, and one pass beforehand if duplicates matter / exact: each row once a pass, also over a stop /
-# > 35 minutes / after lesson 14
+# > **Card.** saves the memory of all rows: 12 bytes a character as Python lists, 0.6 as 16-bit ids / costs a pass
+# > beforehand, or tokenizing in each epoch / exact: each row once a pass, also over a stop / 35 minutes / after
+# > lesson 14
 #
 # Our job has 107 rows, and one line of Python reads them. Here a collection of books takes their place. The adapter
 # trains on whole texts (*continued pretraining*), to learn a subject before it learns to answer.
@@ -24,9 +25,10 @@ import logging
 import mmap
 import random
 import tempfile
+import time
 import tracemalloc
 import warnings
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from zlib import crc32
 
@@ -42,6 +44,10 @@ from cria_tricks import course, models
 from cria_tricks.bench.style import Theme
 from cria_tricks.data import duplicates, shards, sources
 from cria_tricks.data.duplicates import Guard, Repeats
+from cria_tricks.data.filters import repetitive
+from cria_tricks.data.prepare import train_rows
+from cria_tricks.data.prepared import repeats
+from cria_tricks.data.prepared.read import TokenShards
 from cria_tricks.data.rows import Chat
 from cria_tricks.data.stream import Stream
 from cria_tricks.kwanzaa.augment import Augment
@@ -49,7 +55,7 @@ from cria_tricks.kwanzaa.statements import labels
 from cria_tricks.load.model import load_tokenizer
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.run import run
+from cria_tricks.run import preparing, run
 
 draw = random.Random(0)
 names = ["".join(draw.choice("bdgklmnrst") + draw.choice("aeiou") for _ in range(3)).title() for _ in range(2000)]
@@ -79,7 +85,8 @@ folder = Path(place.name)
 # - **a mapped file** of the array: the system reads a page when asked, and may drop it again
 # - **a stream**, which tokenizes during the training
 #
-# How many bytes of memory does each take for a character of the text? Write down four guesses.
+# How many bytes of memory does each take for a character of the text? And which of them reads all rows fastest? Write
+# down four guesses, and a name.
 
 # %%
 T = 128
@@ -135,18 +142,32 @@ def held(way, file):
     return peak, total
 
 
+def seconds(way, file):
+    """The processor's time until the first row can be read, and to read all rows once."""
+    began = time.process_time()
+    rows = way(file)
+    first = next(rows)
+    ready = time.process_time()
+    for row in chain([first], rows):
+        np.sum(row[0])
+    return ready - began, time.process_time() - ready
+
+
 # %%
 text = book(3000)
 ids = tokenizer(text)["input_ids"]
 quarter, whole = folder / "quarter.txt", folder / "whole.txt"
 quarter.write_text(text[: len(text) // 4])
 whole.write_text(text)
-bill, sums = {}, set()
+bill, sums, taken = {}, set(), {}
 for way in (lists, array, mapped, stream_of):
     small, (large, total) = held(way, quarter)[0], held(way, whole)
     bill[way] = large / len(text)
     sums.add(total)
-    print(f"{way.__name__:9} a quarter {small:9,}, all {large:9,} bytes: {bill[way]:5.2f} a character")
+    taken[way] = seconds(way, whole)
+    print(f"{way.__name__:9} a quarter {small:9,}, all {large:9,} bytes: {bill[way]:5.2f} a character, "
+          f"{large / len(ids):5.2f} a token")  # fmt: skip
+    print(f"{'':9} first row after {taken[way][0]:.3f} s, all rows in {taken[way][1]:.3f} s")
     grows = way in (lists, array)
     # A notebook's other threads allocate some kilobytes now and then, and tracemalloc counts them, too.
     assert large > 3 * small if grows else large < small + 30_000
@@ -155,6 +176,8 @@ assert len(sums) == 1  # all four give the same tokens
 assert max(ids) < 2**16
 assert bill[lists] > 15 * bill[array]
 assert 2 * len(ids) < bill[array] * len(text) < 2.2 * len(ids)
+assert taken[stream_of][1] > 5 * taken[mapped][1]  # an epoch of a stream tokenizes
+assert taken[stream_of][0] < taken[mapped][0] / 5  # but its first row needs no pass beforehand
 
 # %% [markdown]
 # A Python integer is an object of 32 bytes (those up to 256 exist only once), and each list needs 8 to point to it: in
@@ -175,13 +198,15 @@ print(f"read: {read / 2**20:+.0f} MiB, dropped: {dropped / 2**20:+.0f} MiB")
 assert read > 2**25 > 4 * abs(dropped)
 
 # %% [markdown]
-# The process keeps what it read until memory runs short: the file still has it. A mapped file suits tokens that stay as
-# they are: any row can be read at any time, and a position is one number. nanoGPT trains from such a file, and
-# `datasets` maps its own. It costs disk space and a pass beforehand.
+# The process keeps what it read until memory runs short, because the file still has it. So a mapped file does not fill
+# the memory, but a monitor may show that it does. The package maps one row at a time, and its memory stays as it is.
+#
+# A mapped file suits tokens that stay as they are: any row can be read at any time, so all rows can be shuffled,
+# counted and divided as in a list, and a position is one number. nanoGPT trains from such a file, and `datasets` maps
+# its own. It costs disk space and a pass beforehand. `cria prepare` makes that pass (section 5).
 #
 # A stream begins at once and needs no disk. But each epoch tokenizes again, and what was easy becomes hard: shuffle,
-# divide among processes, find what came before, *stop and go on*. This lesson builds that. (`cria train` keeps lists or
-# streams; it maps no file.)
+# divide among processes, find what came before, *stop and go on*. This lesson builds that.
 #
 # ## 2. From scratch, in four steps
 # **Cut.** A book is longer than a row, so its tokens are cut every $T$. How many are never trained? A token is
@@ -372,28 +397,55 @@ print("passes of each lane that are done:", [state[lane]["epoch"] for lane in "0
 # ## 4. What it costs
 # The package's stream of texts holds a shard of each lane as lists, 1 MiB of text at most: by the bill, 12 MB. Of JSON
 # lines it holds 16 bytes for each row of the open shards. Filters look at one row alone, so they work while rows come.
-# A search for duplicates takes one pass over everything before the run, and memory for each row that stays: a number
-# of 64 bits; for near ones also 128 numbers of 32 bits, and an entry in each of the 16 tables. Predict: hundreds of
-# bytes a row, or thousands?
+# A search for duplicates takes one pass over everything before the run. If it keeps what it compares with in memory, it
+# takes for each row that stays a number of 64 bits; for near ones also 128 numbers of 32 bits, and an entry in each of
+# the 16 tables. Predict: hundreds of bytes a row, or thousands?
 
 # %%
 several = [Chat((), "", "", "here", book(6)) for _ in range(600)]
+several[300:310] = several[:10]
 bytes_a_row = {}
 for kind, near in (("exact", False), ("near", True)):
-    repeats = Repeats(near)
-    list(map(repeats.reason, several[:100]))  # the empty tables, once
+    in_memory = Repeats(near)
+    reasons = list(map(in_memory.reason, several[:100]))  # the empty tables, once
     tracemalloc.start()
-    list(map(repeats.reason, several[100:]))
+    reasons += list(map(in_memory.reason, several[100:]))
     bytes_a_row[kind] = tracemalloc.get_traced_memory()[0] / 500
     tracemalloc.stop()
     print(f"{kind:5} {bytes_a_row[kind]:6,.0f} bytes a row, {bytes_a_row[kind] / 1000:.2f} GB for a million rows")
 assert bytes_a_row["near"] > 2000 > 10 * bytes_a_row["exact"]
 
 # %% [markdown]
-# A number is an object in a set, and each table has a key and a set of its own for the row. So for millions of rows use
-# `exact`, or look for near duplicates on files, as datatrove does. It writes each text's bands to sorted files, 504
-# bytes a text; merges these, so that equal bands are neighbours; joins the pairs into clusters; and leaves out all of a
-# cluster but one. Only the pairs have to fit into memory.
+# A number is an object in a set, and each table has a key and a set of its own for the row. So for millions of rows the
+# search belongs on files. datatrove does it so, and `cria_tricks/data/prepared/repeats.py` takes its stages:
+#
+# 1. Each part of the rows writes its signatures, and for each band the hashes of its rows' bands, *sorted*.
+# 2. The sorted files are merged, so that equal bands are neighbours. What stands alone is dropped.
+# 3. Rows with an equal band are compared, and a row that repeats an earlier one is left out.
+#
+# Parts do not depend on each other, so several processes can share them. Only bands that rows share have to fit into
+# memory.
+
+# %%
+parts = []
+for begin in range(0, 600, 200):
+    part = repeats.Signatures(near=True)
+    list(map(part.add, several[begin : begin + 200]))
+    parts.append(folder / "signatures" / str(begin))
+    part.write(parts[-1])
+on_disk = sum(file.stat().st_size for file in (folder / "signatures").iterdir()) / 600
+tracemalloc.start()
+verdicts = repeats.find(parts)
+peak = tracemalloc.get_traced_memory()[1] / 600
+tracemalloc.stop()
+print(f"on files: {on_disk:,.0f} bytes a row on the disk, {peak:,.0f} in memory at the most")
+assert [repeats.REASONS[verdict] for verdict in verdicts] == reasons  # the same rows as in memory
+assert 716 <= on_disk < 730  # 128 x 4 of the signature, 17 x (8 + 4) of the sorted keys and the words' hash
+assert peak < bytes_a_row["near"] / 5
+
+# %% [markdown]
+# The sort takes 4 million keys at a time, so for more rows than that its memory no longer grows. datatrove's third
+# stage differs: it does not compare, but joins all rows that are connected by equal bands into a cluster and keeps one.
 #
 # ## 5. The production switch
 # Each step of the cleaning is a field of the recipe. All are off but `data.leakage`, which warns (section 6); each says
@@ -411,6 +463,43 @@ assert [counts[step]["rows"] for step in left_out] == [1, 1, 1]
 # %% [markdown]
 # The same fields clean a stream; then the counts are of what was read by the last step. What is longer than 1 MiB is
 # read, and counted, in pieces that end at a blank line.
+#
+# **Once, for all runs.** `cria prepare RECIPE --out shards` writes what is left as token shards: 16 bits a token, the
+# ends of the documents beside them, and a manifest with the sums of all files. The same command goes on after a kill.
+# Then `cria train RECIPE --set data.train=shards` reads each row from there. Its rows are those of the list, so every
+# step of the run is the same, bit for bit; `max_length`, `overlap` and the batch can still change.
+
+# %%
+to_map = with_settings(recipe, cleaned)
+about = preparing.prepare(to_map, folder / "shards")
+listed = train_rows(to_map, sources.find(to_map.data.train, "train"), held_out, tokenizer, lambda sentence: None)
+mapped_rows = TokenShards(folder / "shards").rows(to_map.data, held_out, tokenizer)
+size = sum(file.stat().st_size for file in (folder / "shards").glob("*.ds"))
+print(f"{about['documents']} documents, {about['tokens']:,} tokens in {size:,} bytes: {len(mapped_rows.rows):,} rows")
+assert list(mapped_rows.rows) == listed.rows
+assert mapped_rows.tally.to_dict() == counts
+assert size == 2 * about["tokens"]
+
+# %% [markdown]
+# **Leave out what repeats itself.** Pages of the web hold menus, lists and texts made by machines.
+# `data.quality=gopher` leaves out a text in which too much is repeated: lines, paragraphs, or sequences of 2 to 10
+# words. The limits are DeepMind's for Gopher, and FineWeb takes them, too. It is off by default, because a poem with a
+# refrain breaks them. Does one of our made books?
+
+# %%
+pages = {
+    "a docstring": duplicates.__doc__,
+    "one of our books": book(40),
+    "a menu": "Home\nShop\nLog in\n" * 20,
+    "text with a menu": duplicates.__doc__ + "\nHome\nShop\nLog in" * 8,
+}
+found = {name: repetitive(page) for name, page in pages.items()}
+for name, rule in found.items():
+    print(f"{name:16} {rule or 'stays'}")
+assert [bool(rule) for rule in found.values()] == [False, True, True, True]
+
+# %% [markdown]
+# Our books have three patterns of sentences, so five words in a row come again and again.
 #
 # **More rows of what you have.** Answers cite documents by number. An adapter could learn that document 1 is always
 # right. So `data.shuffle_documents=0.5` gives about half of the rows a copy with the documents in another order, and
@@ -554,12 +643,12 @@ course.check(3, numbers_in_a_band, of_bands, "one of the numbers 4, 8, 16 and 32
 #
 # ## In one breath
 # - **Saves** the memory of all tokens: 12 bytes a character of text as Python lists, 0.6 as an array of 16 bits.
-# - **Costs** tokenizing in each epoch; a pass beforehand where duplicates are to go, and in our package some kilobytes
-#   for each row that near ones are compared with.
+# - **Costs** a pass beforehand and 2 bytes of disk a token, or as a stream tokenizing in each epoch; a pass where
+#   duplicates are to go, with 716 bytes of disk a row for near ones.
 # - **As good as** a list: each row once a pass, the same steps for any number of processes, also over a stop.
-# - **When**: the tokens fit neither memory nor disk, or you do not want to wait until all of them are made.
-# - **When not**: with rows that fit. A list can be packed, its epochs can be counted, and a wrong row is found before
-#   the run. With tokens that stay as they are: map a file of them.
+# - **When**: map a file of tokens that stay as they are. Stream if they do not fit on the disk, or you do not want to
+#   wait until all of them are made.
+# - **When not**: with rows that fit. A list can be packed, and holds chats as well as texts.
 #
 # ## Sources
 # - Broder 1997, *On the resemblance and containment of documents*, section 2 (shingles, MinHash). Leskovec, Rajaraman,
@@ -570,5 +659,7 @@ course.check(3, numbers_in_a_band, of_bands, "one of the numbers 4, 8, 16 and 32
 # - karpathy/nanoGPT, `train.py`: tokens in a mapped file. numpy, `memmap`. Linux, `madvise(2)`.
 # - huggingface/datatrove, `src/datatrove/pipeline/dedup/minhash.py` at commit 03a9d9a9: 14 bands, each of 8 numbers of
 #   32 bits and the text's, in four stages on files; the third keeps the pairs in memory.
-# - Ours: in `cria_tricks/data/`, `duplicates.py`, `stream.py`, `shards.py`, `stream_duplicates.py`;
-#   `tests/data/test_stream.py`.
+# - Rae et al. 2021 (Gopher), arXiv 2112.11446, appendix A.1.1, table A1 (repetition). Penedo et al. 2024 (FineWeb),
+#   arXiv 2406.17557, section 3.3.
+# - Ours: in `cria_tricks/data/`, `duplicates.py`, `prepared/`, `stream.py`, `shards.py`, `stream_duplicates.py`;
+#   `tests/data/test_prepared.py`, `tests/data/test_stream.py`; `tests/drills/shards.py` (2 GB within 1 GiB of memory).

@@ -354,7 +354,7 @@ def test_explain(run_cria):
 
 GROUPS = {
     "Before you train": ("plan", "hardware", "data"),
-    "Train": ("train", "launch"),
+    "Train": ("prepare", "train", "launch"),
     "After training": ("chat", "eval", "card", "verify", "merge", "export", "publish", "compare"),
     "Learn the techniques": ("tricks", "explain"),
     "Check this machine": ("doctor", "report"),

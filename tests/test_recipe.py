@@ -58,6 +58,7 @@ stream = false
 min_words = 0
 max_words = 0
 language = ""
+quality = "any"
 duplicates = "keep"
 leakage = "warn"
 shuffle_documents = 0.0

@@ -64,13 +64,7 @@ def new_folder(folder: Path, *, manifest: bool = True) -> Iterator[Path]:
                 shutil.rmtree(leftover, ignore_errors=True)
             aside.mkdir(parents=True)
             yield aside
-            _as_the_umask_says(aside)
-            if manifest:
-                _write_manifest(aside)
-            # Content first: a power cut after the rename must not leave the new name over files that are not written.
-            for path in aside.rglob("*"):
-                _sync(path)
-            _sync(aside)
+            _complete(aside, manifest)
             # rename cannot replace a folder that holds files, so the old one is renamed first, and deleted at the end.
             if folder.exists():
                 folder.rename(old)
@@ -81,6 +75,17 @@ def new_folder(folder: Path, *, manifest: bool = True) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _complete(folder: Path, manifest: bool) -> None:
+    """Make a filled folder ready for its final name."""
+    _as_the_umask_says(folder)
+    if manifest:
+        _write_manifest(folder)
+    # Content first: a power cut after the rename must not leave the new name over files that are not written.
+    for path in folder.rglob("*"):
+        _sync(path)
+    _sync(folder)
 
 
 def _as_the_umask_says(folder: Path) -> None:
@@ -114,19 +119,21 @@ def copy_folder(folder: Path, to: Path) -> None:
             raise OSError(0, f"in the copy {wrong}")  # new_folder makes an Unwritten of it, with this sentence
 
 
-def write_file(path: Path, content: str | bytes) -> None:
-    """Write or replace a small file atomically: under a temporary name first, then by renaming it.
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Let the ``with`` block write a file under a temporary name, and rename it if the block ends without an error.
+
+    Yields:
+        The temporary name.
 
     Raises:
-        Unwritten: if it cannot be written; an older file of this name is still there, unchanged.
+        Unwritten, OutOfMemory, Unfinished: as :func:`new_folder`; an older file of this name is still there, unchanged.
     """
     aside = path.with_name(path.name + ASIDE)
     try:
         with unwritten_in_one_line(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(content, str):
-                content = content.encode()
-            aside.write_bytes(content)
+            yield aside
             _sync(aside)
             aside.replace(path)
             _sync(path.parent)
@@ -134,6 +141,28 @@ def write_file(path: Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
         raise
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write or replace a small file atomically, as :func:`new_file` does."""
+    with new_file(path) as aside:
+        aside.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def seal(aside: Path, folder: Path) -> None:
+    """Finish a folder that several starts of a command have filled: write its manifest, and give it its name.
+
+    Args:
+        aside: the folder, complete but for the manifest.
+        folder: its final name, which must be free.
+
+    Raises:
+        Unwritten, OutOfMemory, Unfinished: as :func:`new_folder`.
+    """
+    with unwritten_in_one_line(folder):
+        _complete(aside, manifest=True)
+        aside.rename(folder)
+        _sync(folder.parent)
 
 
 @contextlib.contextmanager

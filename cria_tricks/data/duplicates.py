@@ -25,7 +25,7 @@ from cria_tricks.data.rows import Chat, marked_question
 
 _WORD = re.compile(r"\w+")
 _NOTHING = np.empty(0, np.uint64)
-_FACTOR = 0x9E3779B97F4A7C15
+FACTOR = 0x9E3779B97F4A7C15
 """The multiplier of the hash: an odd 64-bit number, 2^64 divided by the golden ratio, as in Fibonacci hashing."""
 
 TEXT = 8
@@ -64,17 +64,22 @@ def shingles(found: Sequence[str], size: int) -> np.ndarray:
     Returns:
         64-bit hashes in ascending order, shape (N,), uint64; the same in every process.
     """
+    return np.unique(sequences(found, size))
+
+
+def sequences(found: Sequence[str], size: int) -> np.ndarray:
+    """Hash each sequence of so many words, in the text's order; the arguments are those of :func:`shingles`."""
     if not found:
         return _NOTHING
     word_hashes = np.fromiter((zlib.crc32(word.encode()) for word in found), np.uint64, len(found))
     size = min(size, len(found))
-    # Hash all shingles at once: step i mixes the i-th word of each shingle into its hash.
+    # Hash all sequences at once: step i mixes the i-th word of each sequence into its hash.
     mixed = np.zeros(len(found) - size + 1, np.uint64)
     for place in range(size):
-        # Without the 1, a word of hash 0 at the beginning of a shingle would leave its hash at 0.
-        mixed = (mixed + word_hashes[place : place + len(mixed)] + np.uint64(1)) * np.uint64(_FACTOR)
+        # Without the 1, a word of hash 0 at the beginning of a sequence would leave its hash at 0.
+        mixed = (mixed + word_hashes[place : place + len(mixed)] + np.uint64(1)) * np.uint64(FACTOR)
     # In a product, a bit changes only the bits above it. So the upper bits are mixed into the lower ones once.
-    return np.unique(mixed ^ (mixed >> np.uint64(29)))
+    return mixed ^ (mixed >> np.uint64(29))
 
 
 def digest(found: Iterable[str]) -> int:
@@ -130,10 +135,10 @@ class Guard:
             texts.append(shingles(asked.question, TEXT) if asked.is_text else _NOTHING)
             questions.append([] if asked.is_text else asked.question)
             turns.append([] if asked.is_text else asked.turns)
-        self.texts = _Table(texts)
-        self.words = _Table([shingles(question, 1) for question in questions])
-        self.pairs = _Table([shingles(question, 2) for question in questions])
-        self.turns = _Table([shingles(turn, 2) for turn in turns])
+        self.texts = Table(texts)
+        self.words = Table([shingles(question, 1) for question in questions])
+        self.pairs = Table([shingles(question, 2) for question in questions])
+        self.turns = Table([shingles(turn, 2) for turn in turns])
 
     def find(self, row: Chat) -> Leak | None:
         """Find the evaluation row that is most similar to a training row; ``None`` if none is similar enough."""
@@ -184,7 +189,7 @@ def _asked(row: Chat) -> _Asked:
     return _Asked(words("\n".join(questions)), words("\n".join(turns)), is_text=False)
 
 
-class _Table:
+class Table:
     """The shingles of N rows in one sorted array, and in a second array the row that each one comes from."""
 
     def __init__(self, sets: Sequence[np.ndarray]):

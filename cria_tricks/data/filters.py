@@ -1,11 +1,14 @@
-"""Filter training rows one by one: by their length, their language, and whether they leak evaluation rows."""
+"""Filter training rows one by one: by length, language and repetition, and whether they leak evaluation rows."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data.counts import LEAK, LEAK_KEPT, READ, Tally
-from cria_tricks.data.duplicates import Guard
+from cria_tricks.data.duplicates import Guard, sequences, words
 from cria_tricks.data.rows import Chat
 from cria_tricks.settings import Data
 
@@ -80,6 +83,8 @@ class RowFilter:
             return "longer than data.max_words"
         if self.language and not self.language.is_of(row.content):
             return "in another language"
+        if self.settings.quality == "gopher" and repetitive(row.content):
+            return "repetitive"
         return ""
 
 
@@ -105,3 +110,74 @@ class Language:
 
     def is_of(self, text: str) -> bool:
         return self.identifier.classify(text[:LOOKED_AT])[0] == self.code
+
+
+LINES = (("line", r"\n+"), ("paragraph", r"\n{2,}"))
+TOP = {2: 0.20, 3: 0.18, 4: 0.16}
+"""The most that the commonest sequence of n words may take of a text's characters."""
+AGAIN = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
+"""The most that sequences of n words may take that occurred in the text before."""
+
+
+def repetitive(text: str) -> str:
+    """Return which of Gopher's rules of repetition a text breaks; empty if it breaks none.
+
+    The rules are those of Rae et al. 2021, arXiv:2112.11446, appendix A.1.1, table A1; FineWeb takes them, too
+    (arXiv:2406.17557, section 3.3). A sequence of words must occur twice to count, because in a text of ten words any
+    two of them are a fifth.
+
+    Examples:
+        >>> repetitive("buy now " * 20)
+        'the commonest 2 words are 0.88 of it'
+        >>> repetitive("It rained in the morning, so we left for the harbour at noon.")
+        ''
+    """
+    text = text.strip()
+    for name, between in LINES:
+        parts = re.split(between, text)
+        repeated = _seen_before(parts)
+        if len(repeated) > 0.30 * len(parts):
+            return f"{len(repeated) / len(parts):.2f} of its {name}s are repeated"
+        letters = sum(map(len, repeated)) / max(len(text), 1)
+        if letters > 0.20:
+            return f"repeated {name}s are {letters:.2f} of it"
+    return _repeated_words(text)
+
+
+def _seen_before(parts: Sequence[str]) -> list[str]:
+    """Return the parts that are the same as an earlier one."""
+    seen: set[str] = set()
+    repeated = []
+    for part in parts:
+        if part in seen:
+            repeated.append(part)
+        seen.add(part)
+    return repeated
+
+
+def _repeated_words(text: str) -> str:
+    """Return which rule on sequences of words a text breaks; empty if it breaks none."""
+    found = words(text)
+    lengths = np.fromiter(map(len, found), np.int64, len(found))
+    # until[i] is the number of letters in the first i words.
+    until = np.concatenate([[0], np.cumsum(lengths)])
+    for size, most in (TOP | AGAIN).items():
+        if len(found) < size:
+            break
+        hashes = sequences(found, size)
+        _, first, times = np.unique(hashes, return_index=True, return_counts=True)
+        if size in TOP:
+            letters = until[first + size] - until[first] + size - 1  # with the spaces between the words
+            highest = int(times.max())
+            share = highest * int(letters[times == highest].max()) / len(text)
+            if highest > 1 and share > most:
+                return f"the commonest {size} words are {share:.2f} of it"
+            continue
+        again = np.ones(len(hashes), bool)
+        again[first] = False
+        # A word counts once, in however many repeated sequences it is.
+        inside = np.convolve(again, np.ones(size, np.int64)) > 0
+        share = float(lengths[inside].sum()) / len(text)
+        if share > most:
+            return f"sequences of {size} words that occurred before are {share:.2f} of it"
+    return ""

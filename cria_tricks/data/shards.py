@@ -110,13 +110,11 @@ class LineStream:
         self._file.seek(item["number"])
         return self._read(self._file.readline(), item["number"])
 
-    def whole(self) -> Iterator[Chat]:
-        """Read all rows in the file's order."""
-        place = 0
-        with self.path.open("rb") as file:
-            for line in file:
-                yield from self._read(line, place)
-                place += len(line)
+    def in_order(self, shards: Sequence[tuple[int, int, int]]) -> Iterator[Chat]:
+        """Read all rows of some shards in the file's order."""
+        for _, begin, end in shards:
+            for place in self._places(begin, end):
+                yield from self.chats({"number": int(place)})
 
     def _read(self, line: bytes, place: int) -> list[Chat]:
         where = f"{self.path} (byte {place})"
@@ -204,8 +202,9 @@ class TextStream:
             if row:
                 yield row
 
-    def whole(self) -> Iterator[Chat]:
-        for item in self.items(self.shards(), 0):
+    def in_order(self, shards: Sequence[tuple[int, tuple[Span, ...]]]) -> Iterator[Chat]:
+        """Read all texts of some shards in the files' order."""
+        for item in self.items(shards, 0):
             yield from self.chats(item)
 
     def in_lines(self, message: str) -> str:
@@ -242,10 +241,6 @@ class HubStream:
     def chats(self, item: dict[str, Any]) -> list[Chat]:
         return list(check_rows([(dict(item), f"{self.name} (a streamed row)")]))
 
-    def whole(self) -> Iterator[Chat]:
-        for item in self.rows:
-            yield from self.chats(item)
-
     def in_lines(self, message: str) -> str:
         return message
 
@@ -266,6 +261,15 @@ def open_stream(name: str, lanes: int) -> Streamed:
     found = sources.place(name, "train")
     if isinstance(found, str):
         return HubStream(found, lanes)
+    return open_files(found, lanes)
+
+
+def open_files(found: Path, lanes: int = 1) -> LineStream | TextStream:
+    """Open a file of JSON lines, a text file or a folder of texts as a stream.
+
+    Raises:
+        BadInput: if it cannot be read.
+    """
     if found.is_dir() or found.suffix == ".txt":
         return TextStream(found, lanes)
     return LineStream(found, lanes)

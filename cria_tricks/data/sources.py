@@ -42,6 +42,10 @@ _SHA256 = {
 }
 
 
+PREPARED = "prepared.json"
+"""The file by which a folder of token shards is known (``data/prepared/``)."""
+
+
 @dataclass(frozen=True)
 class DataSource:
     """The rows of a data set, and one line that describes it in the report and the model card."""
@@ -89,6 +93,8 @@ def _read(name: str, part: Part) -> DataSource:
     found = place(name, part)
     if isinstance(found, str):
         return _from_hub(found, part)
+    if is_prepared(name):
+        raise BadInput(f"data.{part}={name}: holds token shards and no texts; name the texts that they were made of")
     if found.is_dir() or found.suffix == ".txt":
         return _from_texts(found, part)
     rows = read_jsonl(found)
@@ -144,7 +150,7 @@ def glance(name: str, part: Part) -> None:
         BadInput: as :func:`find` does, if one of the first rows is wrong.
     """
     found = place(name, part)
-    if isinstance(found, str):
+    if isinstance(found, str) or (part == "train" and is_prepared(name)):
         return
     if found.is_dir() or found.suffix == ".txt":
         texts.files(found)
@@ -175,6 +181,23 @@ def place(name: str, part: Part) -> Path | str:
     )
 
 
+def place_of_files(name: str) -> Path:
+    """Find the files of training texts, as :func:`place` does.
+
+    Raises:
+        BadInput: if there are none; also for a hub data set, and for token shards, which are no texts.
+    """
+    found = place(name, "train")
+    if isinstance(found, str):
+        raise BadInput(
+            f"data.train={name}: token shards are made of files; write the hub data set into one first, with "
+            "datasets' load_dataset(...).to_json('texts.jsonl')"
+        )
+    if is_prepared(name):
+        raise BadInput(f"data.train={name}: holds token shards already; name the texts that they were made of")
+    return found
+
+
 def ours(name: str, part: str) -> Path:
     """Return the file of one of our own sets (:data:`OURS`)."""
     return Path(__file__).with_name(f"{name}_{part}.jsonl")
@@ -185,6 +208,11 @@ def is_hub_set(name: str) -> bool:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.\[\]%:-]+)?", name):
         return False
     return Path(name).suffix not in (".jsonl", ".json", ".txt") and not os.path.exists(name)
+
+
+def is_prepared(name: str) -> bool:
+    """Tell whether a name means a folder of token shards, which ``cria prepare`` has written."""
+    return Path(name, PREPARED).is_file()
 
 
 def _from_texts(path: Path, part: Part) -> DataSource:

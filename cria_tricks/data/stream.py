@@ -99,9 +99,11 @@ class Stream(torch.utils.data.IterableDataset):
             kept = stream_duplicates.read(file, about)
             if kept:
                 return kept
+            assert not isinstance(self.source, HubStream), "rules.refuse has refused it"
+            rows = self.source.in_order(self.source.shards())  # type: ignore[arg-type]
             try:
-                with counted(self.source.whole(), "looking for duplicates", console) as rows:
-                    found = stream_duplicates.find_duplicates(rows, self.prepare, near=data.duplicates == "near")
+                with counted(rows, "looking for duplicates", console) as read:
+                    found = stream_duplicates.find_duplicates(read, self.prepare, data.duplicates == "near", folder)
             except BadInput as error:
                 # A row is known by its first byte in the file; the user needs its line.
                 raise BadInput(self.source.in_lines(str(error))) from None

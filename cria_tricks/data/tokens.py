@@ -157,8 +157,12 @@ def chunks(ids: Sequence[int], length: int, overlap: int) -> Iterator[TokenRow]:
         begin = max(0, end - overlap)
         unlabelled = max(end, 1) - begin  # the overlap; in the first row, the first token
         end = min(begin + length, len(ids))
-        row = list(ids[begin:end])
-        yield {"input_ids": row, "labels": [IGNORED] * unlabelled + row[unlabelled:]}
+        yield labelled(list(ids[begin:end]), unlabelled)
+
+
+def labelled(ids: list[int], unlabelled: int) -> TokenRow:
+    """Make a row whose tokens are trained, except the first ``unlabelled`` ones."""
+    return {"input_ids": ids, "labels": [IGNORED] * unlabelled + ids[unlabelled:]}
 
 
 def token_row(chat: Chat, tokenizer: Any, max_length: int, overflow: str) -> tuple[TokenRow | None, bool]:

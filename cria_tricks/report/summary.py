@@ -263,9 +263,9 @@ def _beyond_context(name: str, part: TokenRows | Stream, recipe: Recipe, context
     """
     if isinstance(part, Stream):
         return beyond_context(context, recipe.data.max_length)
-    longer = sum(len(row["input_ids"]) > context for row in part.rows)
-    if not context or not longer:
+    if not context or part.longest <= context:
         return []
+    longer = sum(len(row["input_ids"]) > context for row in part.rows)
     return [
         f"{longer} of {part.count} {name} rows are longer than the model's context of {context} tokens "
         f"(max_position_embeddings in its config), the longest has {part.longest}, and a model does badly on positions "

@@ -11,6 +11,7 @@ from cria_tricks import models
 from cria_tricks.common.console import Voice
 from cria_tricks.common.waiting import doing
 from cria_tricks.data import samples, sources
+from cria_tricks.data.prepared.read import TokenShards
 from cria_tricks.data.shards import open_stream
 from cria_tricks.models import weight_files
 from cria_tricks.processes.world import World
@@ -30,7 +31,8 @@ class Job:
         recipe: what the user wants, with the smaller set of toggles that the run has chosen if it ran out of memory.
         plan: what will run.
         world: the processes of the run.
-        sources: the ``train`` and ``eval`` rows, read and checked; for ``train`` a stream instead, if the recipe asks.
+        sources: the ``train`` and ``eval`` rows, read and checked; for ``train`` a stream or token shards instead, if
+            the recipe asks.
         folders: the folders in which the run writes.
         other_base: whether a resumed run may continue with another base model.
         console: where messages are printed; quiet on every rank but 0.
@@ -74,9 +76,13 @@ def checked(
     lanes = plan.training["gradient_accumulation_steps"] * plan.parallel["data"]
     with doing("reading the rows"):
         data = recipe.data
-        train_rows = (
-            open_stream(data.train, lanes) if data.stream else sources.find(data.train, "train", contract=data.contract)
-        )
+        train_rows: Any
+        if data.stream:
+            train_rows = open_stream(data.train, lanes)
+        elif sources.is_prepared(data.train):
+            train_rows = TokenShards(Path(data.train))
+        else:
+            train_rows = sources.find(data.train, "train", contract=data.contract)
         held_out = sources.find(data.eval, "eval", contract=data.contract)
     found = {"train": train_rows, "eval": held_out}
     too_few_to_answer = samples.check(recipe.eval.samples, held_out.rows)

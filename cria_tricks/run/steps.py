@@ -18,6 +18,7 @@ from cria_tricks.common.errors import Interrupted, OutOfMemory, is_out_of_memory
 from cria_tricks.common.waiting import doing
 from cria_tricks.data.lengths import as_long_as
 from cria_tricks.data.prepare import eval_rows, train_rows
+from cria_tricks.data.prepared.read import TokenShards
 from cria_tricks.data.stream import Stream
 from cria_tricks.hardware.gpus import this_host
 from cria_tricks.kwanzaa import augment
@@ -97,6 +98,10 @@ def _rows(job: Job, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     rows: Any
     if recipe.data.stream:
         rows = Stream(recipe, found["train"], found["eval"], tokenizer, job.world, say, augment.of(recipe))
+    elif isinstance(found["train"], TokenShards):
+        rows = found["train"].rows(recipe.data, found["eval"], tokenizer)
+        if rows.tally.in_words():
+            say(f"data.train: {rows.tally.in_words()}")
     else:
         rows = train_rows(recipe, found["train"], found["eval"], tokenizer, say, augment.of(recipe))
     return {"train": rows, "eval": eval_rows(recipe, found["eval"], tokenizer)}
@@ -136,7 +141,7 @@ def _attempt(job: Job, known: recovery.Known, of: results.Made, monitor: Monitor
     estimated = _estimate(longest, shape, plan, most_trained, world.size)
     job.warn(recovery.doubts(estimated))
     if shape:
-        many = 0 if recipe.data.stream else len(rows["train"].rows)
+        many = len(rows["train"].rows) if isinstance(rows["train"].rows, list) else 0
         refuse_beyond_host(host_bill(Target(shape, plan.device, world.size), longest, this_host(), many))
     batch = recipe.train.batch_size * micro_batches_at_once(plan)
     eval_batches = math.ceil(len(rows["eval"].rows) / batch / world.data)

@@ -1,8 +1,9 @@
 """Train a loaded model (Loaded -> Run): set up the shared trainer for one run, and start it."""
 
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -214,7 +215,7 @@ def _made(
         stream=stream,
         train_dataset=stream or with_filler(listed, pad_id),
         eval_dataset=with_filler(eval_rows, pad_id) if eval_rows else None,
-        data_collator=PadToLongest(pad_id, *_shape_of_a_window(plan, settings, [*listed, *eval_rows])),
+        data_collator=PadToLongest(pad_id, *_shape_of_a_window(plan, settings, itertools.chain(listed, eval_rows))),
         # Agree is the last of them, because it passes on what the others have asked for.
         callbacks=[stop, budget, SaveOnClock(settings.save_minutes), *callbacks, Agree(world)],
     )
@@ -222,7 +223,7 @@ def _made(
     return trainer
 
 
-def _shape_of_a_window(plan: Plan, settings: Train, rows: Rows) -> tuple[int, int]:
+def _shape_of_a_window(plan: Plan, settings: Train, rows: Iterable[dict[str, list[int]]]) -> tuple[int, int]:
     """Return rows of a batch and tokens of a row, if all batches must have one shape; (0, 0) if they need not.
 
     A pipeline takes all micro-batches of a step (a window) as one batch, and torch's stages keep the shapes of their

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data import BatchSampler, ConcatDataset, Dataset, Sampler
 
 from cria_tricks.data.tokens import IGNORED
 
@@ -60,12 +60,13 @@ class Share(BatchSampler):
         return math.ceil(super().__len__() / (self.shares * self.at_once))
 
 
-def with_filler(rows: Sequence[dict[str, list[int]]], pad_id: int) -> list[dict[str, Any]]:
+def with_filler(rows: Sequence[dict[str, list[int]]], pad_id: int) -> Dataset[dict[str, Any]]:
     """Append a filler row, in which nothing is trained.
 
-    It has two tokens, because only a token with another one before it can have a loss.
+    It has two tokens, because only a token with another one before it can have a loss. The rows are not copied into a
+    list, because those of token shards are read one by one.
     """
     filler = {"input_ids": [pad_id, pad_id], "labels": [IGNORED, IGNORED]}
     if rows and "position_ids" in rows[0]:
         filler["position_ids"] = [0, 1]
-    return [*rows, filler]
+    return ConcatDataset([rows, [filler]])  # type: ignore[list-item]

@@ -280,7 +280,7 @@ def test_a_key_that_is_there_twice_is_refused(line, key, tmp_path):
     assert str(caught.value) == said
     stream = LineStream(path)
     with pytest.raises(BadInput) as caught:
-        list(stream.whole())
+        list(stream.in_order(stream.shards()))
     assert stream.in_lines(str(caught.value)) == said
 
 

@@ -103,8 +103,10 @@ def test_a_pass_has_every_row_once(kind, lanes, request):
     said = " ".join(TOKENIZER.read({"input_ids": [t for t, label in zip(*json.loads(row), strict=True) if label >= 0]})
                     for row in found).split()  # fmt: skip
     source = open_stream(str(path), lanes)
-    words = Counter(word for chat in source.whole() for word in (chat.text or chat.completion).split())
-    firsts = Counter(chat.text.split()[0] for chat in source.whole() if chat.text)
+    words = Counter(
+        word for chat in source.in_order(source.shards()) for word in (chat.text or chat.completion).split()
+    )
+    firsts = Counter(chat.text.split()[0] for chat in source.in_order(source.shards()) if chat.text)
     assert Counter(said) == words - firsts, "all words are trained once, but the first of a text"
 
 
@@ -230,7 +232,7 @@ def test_duplicates_are_left_out_wherever_they_lie(wanted, rows, tmp_path, monke
     assert all_of_them - len(kept) == 5 * (1 + (wanted == "near")), "each takes five rows of sixteen tokens"
 
     again = stream(rows, f"data.duplicates={wanted}", lanes=1)
-    monkeypatch.setattr(type(again.source), "whole", lambda self: pytest.fail("it is read again"))
+    monkeypatch.setattr(type(again.source), "in_order", lambda self, shards: pytest.fail("it is read again"))
     again.look_for_duplicates(tmp_path, World(), QUIET)
     assert one_pass(again) == kept
     other = stream(rows, f"data.duplicates={wanted}", "data.min_words=2", lanes=1)

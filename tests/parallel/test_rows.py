@@ -44,11 +44,11 @@ def test_accelerate_reads_a_row_of_the_107_twice():
 
 def test_the_filler_is_a_row_in_which_nothing_is_trained():
     rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}]
-    batch = PadToLongest(0)(with_filler(rows, 0)[-1:])
+    batch = PadToLongest(0)([with_filler(rows, 0)[-1]])
     assert batch["input_ids"].shape == (1, 2)
     assert (batch["labels"] == -100).all()
     packed = [{**rows[0], "position_ids": [0, 1, 2]}]
-    assert PadToLongest(0)(with_filler(packed, 0)[-1:])["position_ids"].tolist() == [[0, 1]]
+    assert PadToLongest(0)([with_filler(packed, 0)[-1]])["position_ids"].tolist() == [[0, 1]]
 
 
 @pytest.mark.parametrize(
@@ -71,4 +71,4 @@ def test_the_micro_batches_of_a_share(rows, options, found):
 
 
 def test_a_filler_comes_behind_no_rows_too():
-    assert with_filler([], 7) == [{"input_ids": [7, 7], "labels": [-100, -100]}]
+    assert list(with_filler([], 7)) == [{"input_ids": [7, 7], "labels": [-100, -100]}]
