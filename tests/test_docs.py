@@ -57,6 +57,7 @@ OF_LIBRARIES = {
     ),
     "You can't train a model that has been loaded in 8-bit or 4-bit precision on a different device than the one "
     "you're training on.": "accelerate/accelerator.py",
+    "Watchdog caught collective operation timeout": "",  # torch's ProcessGroupNCCL.cpp
     "Weights only load failed.": "torch/serialization.py",
     "PytorchStreamReader failed reading zip archive": "torch/lib/libtorch_cpu.so",
     "loaded state dict contains a parameter group that doesn't match the size of optimizer's group": (
