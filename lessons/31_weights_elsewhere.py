@@ -609,7 +609,7 @@ course.check(3, tokens_to_hide, of_tokens, "a function (flops, link, size) -> a 
 #   weights are at the peak. In NF4, or on long rows, it costs next to no time.
 # - **When not**: with LoRA there is no gradient to speak of. If the model fits, streaming gains nothing.
 #
-# This was the last lesson. [What we left out, and why](../docs/left_out.md) answers "why is X not here?", and [lesson
+# So much for one card. [What we left out, and why](../docs/left_out.md) answers "why is X not here?", and [lesson
 # 17](17_kwanzaa.py) is the whole run on your own rows.
 #
 # ## Sources
