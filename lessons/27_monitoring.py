@@ -23,6 +23,7 @@ import contextlib
 import gzip
 import json
 import linecache
+import os
 import sys
 import tempfile
 import threading
@@ -40,6 +41,9 @@ from torch.utils._pytree import tree_iter
 from cria_tricks import course
 from cria_tricks.bench.style import Theme, panels
 from cria_tricks.bill.bill import CONTEXT
+from cria_tricks.common.errors import BadInput
+from cria_tricks.course import hang_demo
+from cria_tricks.doctor import hang
 from cria_tricks.hardware import T4
 from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.measure.monitor import Monitor, read, summarise
@@ -456,6 +460,33 @@ assert live.peak >= 256 * MIB > 4 * (max(sampled) - sampled[0])
 # your name, and sends to the Space that `TRACKIO_SPACE_ID` names. Cure: read what `report_to` switches on, and unset
 # that variable; ours overlooks it and writes files.
 #
+# **A run of several processes stands still, and prints nothing.** Each waits for the others in the next collective
+# (lesson 20), so one process that never comes there stops all. Below, two processes sum a tensor once a step, and
+# rank 1 waits for rows that nobody sends (`cria_tricks/course/hang_demo.py`). Two tools look from outside. torch's
+# *flight recorder* keeps the last collectives of each process; `TORCH_FR_BUFFER_SIZE=100` switches it on. *py-spy*
+# reads the stack of a running process, and `cria doctor --hang PID` asks it for every process of a run. One of the two
+# will be in `all_reduce`. Is that the one that is wrong?
+
+# %%
+with tempfile.TemporaryDirectory() as away, hang_demo.hanging(Path(away), seconds=15) as processes:
+    counts = [hang_demo.counts(one) for one in hang_demo.recorded(Path(away))]
+    print(*(f"rank {rank}: {begun} begun, {ended} ended" for rank, (begun, ended) in enumerate(counts)), sep="; ")
+    try:
+        stacks = hang.look(os.getpid())
+        print(hang.verdict(stacks), *(f"rank {one.rank}: {' < '.join(one.frames[:3])}" for one in stacks), sep="\n")
+    except BadInput as refused:  # there is no py-spy, or this machine lets no process read another
+        print(refused)
+    code = processes[0].wait()
+    print(f"rank 0, exit code {code}: {processes[0].stderr.read().strip()}")
+assert (counts, code) == ([(5, 4), (4, 4)], 1)
+
+# %% [markdown]
+# It is the other one. Rank 0 came to its fifth collective, and rank 1 did not (the barrier at the start is the first).
+# Without the two tools you would read only the last line, and the process that prints it is the one that waited. Cure:
+# look at the rank that is in no collective. What ends a run that hangs is `parallel.timeout`, 10 minutes unless you set
+# it; here it was 15 seconds. Our watchdog ends a process 20 s after another one has died, and sees none that lives and
+# waits. [When it hangs](../docs/guide/when_it_hangs.md) has the rest.
+#
 # ## 7. Exercises
 # 1. **Predict.** On a free T4, others trained Llama-3.2-1B by QLoRA with checkpointing at 1,060 tokens a second. A
 #    token takes 6 operations for each of the 973 million weights of the blocks: 2 forward, 2 when that is repeated, 2
@@ -516,7 +547,7 @@ course.check(3, failing_step, of_leak, "the number of a step, a whole number")
 # <details><summary>Solutions</summary>
 #
 # ```python
-# # 11 %. (Lesson 15 says 0.31 of the same run: it counts the time for memory traffic as work, too.)
+# # 11 %, called HFU. (Lesson 15 says 0.31 of the same run: it counts the time for memory traffic as work, too.)
 # share_of_the_peak = (6 * 973e6 + 4 * 263e6) * 1060 / 65e12
 #
 #
@@ -544,6 +575,8 @@ course.check(3, failing_step, of_leak, "the number of a step, a whole number")
 # - Korthikanti et al. 2022, arXiv 2205.05198, appendix A (operations a weight and token; recomputing).
 # - 1,060 tokens a second: a workshop's notes of 2026-09-20, a Colab T4, rows of 403 tokens in batches of 4, evaluations
 #   and checkpoints included; `docs/benchmarks.md`, *Published figures*. The T4's peak: NVIDIA's datasheet.
+# - py-spy 0.4.3, its README. torch 2.13, `FlightRecorder.hpp`. HFU: Chowdhery et al. 2022, arXiv 2204.02311, section
+#   4.1.
 # - Linux, `proc(5)`: resident set size. trackio 0.43, `trackio/__init__.py`, `run.py`.
 # - Ours: `monitor.py` and `profiler.py` in `cria_tricks/measure/`, `cria_tricks/trainer/trackers.py`; their tests;
 #   `benchmarks/results/cpu/monitor.json`.

@@ -48,11 +48,12 @@ folder = Path(away.name)
 
 # %% [markdown]
 # ## 1. The bill
-# By Hugging Face's list of 2026-08-21 a T4 costs $0.40 an hour and an A100 $2.50. By our estimate the A100 trains nine
-# times as fast, so training alone costs some cents on either. (Both estimates are ranges, and those of the two costs
-# touch.) But the machine is also paid while it installs, downloads a model, evaluates and publishes: half an hour, we
-# assume, on every machine. So the *timeout*, at which the hub ends the job, is twice the middle of the estimate and
-# half an hour. What can either job cost at most? Guess, and guess which part of it is training.
+# By Hugging Face's list of 2026-08-21 a T4 costs $0.40 an hour and an A100 $2.50. By our estimate the A100 trains ten
+# times as fast, so training alone costs some cents on either. (Both estimates are ranges; the A100's ends below four
+# cents, where the T4's begins.) But the machine is also paid while it installs, downloads a model, evaluates and
+# publishes: half an hour, we assume, on every machine. So the *timeout*, at which the hub ends the job, is twice the
+# middle of the estimate and half an hour. What can either job cost at most? Guess, and guess which part of it is
+# training.
 
 # %%
 whole = {}

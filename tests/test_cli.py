@@ -312,7 +312,7 @@ def test_hardware(run_cria, estimator):
     found = json.loads(stdout)
     assert (found["model"], found["tokens"], found["budget"]) == ("llama-3.1-8b", 1_000_000, 9)
     assert (found["cheapest"]["full"], found["cheapest"]["lora"]) == (None, "a100-large")
-    assert {"t4-small", "a100-large"} <= {found["cheapest"]["qlora"], *found["as_cheap"]["qlora"]}
+    assert {"l4x1", "a100-large"} <= {found["cheapest"]["qlora"], *found["as_cheap"]["qlora"]}
     assert found["guide"][1]["flavors"] == ["t4-medium", "a10g-small"]
     code, stdout, _ = run_cria("hardware", "--model", "llama-3.1-8b", "--kind", "production")
     assert code == 0

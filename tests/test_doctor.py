@@ -9,7 +9,8 @@ import psutil
 import pytest
 import torch
 
-from cria_tricks.doctor import machine
+from cria_tricks.common.errors import BadInput
+from cria_tricks.doctor import hang, machine
 from cria_tricks.hardware import T4, this_device
 from cria_tricks.hardware.device import pretend
 
@@ -135,3 +136,31 @@ def test_the_screen_says_it_too(t4, monkeypatch, capfd):
         "works: states of 100,000 elements",
     ):
         assert words in said
+
+
+def at(rank: int, *, in_collective: bool) -> hang.Waiting:
+    return hang.Waiting(100 + rank, rank, ("f (a.py:1)",), in_collective)
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ((True, False, True), "rank 0, 2 waits in a collective for rank 1, which never came there"),
+        ((True, True), "all wait in a collective: in another one each, or for a process on another machine"),
+        ((False, False), "no process waits in a collective"),
+    ],
+)
+def test_a_hang_is_said_in_one_line(there, said):
+    found = [at(rank, in_collective=inside) for rank, inside in enumerate(there)]
+    assert hang.verdict(found) == said
+
+
+def test_what_cannot_be_looked_at_is_refused_in_one_line(monkeypatch, run_cria):
+    monkeypatch.setattr("shutil.which", lambda *_, **__: "/bin/false")
+    code, _, stderr = run_cria("doctor", "--hang", str(2**22 + 1))
+    assert (code, "take the id of the launcher or of a process of it" in stderr) == (2, True)
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    code, _, stderr = run_cria("doctor", "--hang", "1")
+    assert (code, stderr.count("\n"), "pip install py-spy" in stderr) == (2, 1, True)
+    with pytest.raises(BadInput, match="py-spy may not read process 1 "):
+        hang._stack("/bin/false", 1, 0)

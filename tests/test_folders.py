@@ -272,7 +272,7 @@ def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(tmp_path):
     run = tmp_path / "run"
     interrupts.begin()
     with made(run).claimed(10, 8):
-        assert interrupts.words() == f"interrupted; no step is saved in {run} yet; go on with --resume"
+        assert interrupts.words() == f"interrupted; no step is saved in {run} yet; begin again with --resume"
     with made(run, resume=True).claimed(10, 8):
         save(made(run, resume=True), 4)
         path = run / "checkpoints" / "checkpoint-4"

@@ -1,15 +1,17 @@
 """Jobs: chosen by the estimate, sent exactly as shown, followed to their end, their adapter verified; a stand-in."""
 
+import inspect
 import os
 import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
-from huggingface_hub import JobInfo
+from huggingface_hub import HfApi, JobInfo
 
 from cria_tricks.adapter.folder import verify
 from cria_tricks.common.errors import BadInput, OutOfMemory
+from cria_tricks.common.units import money
 from cria_tricks.data import sources
 from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.hardware import trust
@@ -26,6 +28,7 @@ from tests.hub import TOKEN, Repo
 DURATIONS = pytest.mark.skipif(
     "durations" not in JobInfo.__dataclass_fields__, reason="this huggingface_hub passes on no durations of a job"
 )
+ATTEMPTS = "attempts" in inspect.signature(HfApi.run_job).parameters
 REQUESTS = [
     ("GET", "/api/jobs/hardware"),
     ("GET", "/api/whoami-v2"),
@@ -385,3 +388,29 @@ def test_options_of_one_launcher_are_refused_by_the_others(run_cria):
     ) == (2, True)
     code, _, stderr = run_cria("launch", "smoke", "--on", "hf-jobs", "--print")
     assert (code, "--repo '': name a repository of the hub, OWNER/NAME" in stderr) == (2, True)
+
+
+@pytest.mark.skipif(not ATTEMPTS, reason="this huggingface_hub cannot ask for attempts")
+def test_a_job_that_fails_starts_again_and_goes_on_from_the_checkpoints_in_a_bucket(hub, launch, published):
+    code, stdout, stderr = launch("--out", "mine", "--attempts", "3", "--bucket", "me/runs")
+    assert code == 0, stderr
+    [sent] = hub.jobs
+    assert sent["attempts"] == 3
+    assert sent["volumes"] == [{"type": "bucket", "source": "me/runs", "mountPath": "/bucket"}]
+    script = sent["command"][2]
+    assert "cria train kwanzaa --resume --set train.mirror=/bucket/me-mine --set train.time_budget=" in script
+    assert f"at most {money(3 * 0.5 * sent['timeoutSeconds'] / 3600)}" in stdout
+    assert "attempts  3; checkpoints go to the bucket me/runs, and the next attempt goes on from there" in stdout
+
+
+def test_an_older_library_of_the_hub_refuses_attempts_before_anything_is_sent(hub, launch, monkeypatch):
+    def of_before(self, *, image, command, env, secrets, flavor, timeout, labels, namespace):
+        """huggingface_hub 1.9 had neither attempts nor volumes."""
+
+    monkeypatch.setattr("huggingface_hub.HfApi.run_job", of_before)
+    for option, value in (("--attempts", "2"), ("--bucket", "me/runs")):
+        code, _, stderr = launch(option, value)
+        assert (code, hub.jobs, hub.paths("POST")) == (2, [], [])
+        assert stderr.startswith(f"error: {option}: huggingface_hub ")
+    code, _, stderr = launch("--bucket", "runs")
+    assert (code, "--bucket 'runs': name a bucket of the hub, OWNER/NAME" in stderr) == (2, True)

@@ -11,6 +11,7 @@ from cria_tricks.data.counts import Tally
 from cria_tricks.data.stream import Stream
 from cria_tricks.data.tokens import TokenRows
 from cria_tricks.hardware.cards import CARDS
+from cria_tricks.measure.utilisation import Utilisation
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.report import figure, page
 from cria_tricks.report import summary as report
@@ -154,6 +155,7 @@ def made(**changed: Any) -> dict[str, Any]:
     }
     seconds = {"measured": 2.0, "predicted": 1.5, "low": 1.2, "high": 1.9, "ratio": 0.75, "by": "no run"}
     compared["step_seconds"] = seconds
+    compared |= report.utilisation(Utilisation(1e9, 1.5e9, 65e12), run())
     whole = summary(run()) | compared | {"model": "tiny", "model_note": "", "monitor": [None]}
     whole |= {"warnings": ["one", "two"], "versions": {"torch": "1.2.3"}}
     whole["recipe"]["tricks"] = {"peft": "lora", "packing": False}
@@ -174,6 +176,7 @@ A LoRA adapter for `tiny`, trained with cria_tricks on chat rows, loss on the as
 | trained tokens per second | 52 |
 | seconds of a step, measured | 2.00 |
 | seconds of a step, predicted | 1.20 to 1.90, no public run backs it |
+| MFU, model FLOP utilisation | 0.2% of 65.0 TFLOP/s; HFU, with what is computed again: 0.3% |
 | peak memory | 50.0 MiB |
 | trainable parameters | 1,234 of 56,789 |
 | seconds, with loading and with the time before a resume | 1,234 |

@@ -24,9 +24,9 @@ SURPRISES = {
     "07": "it saves 5,539 MiB of full fine-tuning, 64 of the job",
     "08": "with room for 79 pages of 80, all 80 travel",
     "09": "on a T4 the flag alone makes it worse",
-    "10": "a new token moves the KV cache 3 times, not once",
-    "11": "a leak between documents makes the training loss better",
-    "12": "a token's logits take 12 times its 16 checkpointed blocks",
+    "10": "a new token moves the KV cache 3 times",
+    "11": "a leak between documents lowers the training loss",
+    "12": "logits take 12 times 16 checkpointed blocks",
     "13": "one line of most QLoRA scripts costs 1,155 MiB",
     "14": "the first loss is right, yet the run is another",
     "15": "of ten rules of thumb, two hold",
@@ -38,7 +38,7 @@ SURPRISES = {
     "21": "on two cards the peak of the job grows",
     "22": "the loss is right, the gradients are wrong",
     "23": "two cards with a device map are as fast as one",
-    "24": "the grid's order decides what crosses the slow link",
+    "24": "the order decides what crosses the slow link",
     "25": "where one more card stops helping",
     "26": "a character takes 12 bytes in lists, 0.6 in an array",
     "27": "a public T4 run reached 11 % of the peak FLOP/s",
@@ -47,6 +47,7 @@ SURPRISES = {
     "30": "one open block is as large as all block inputs",
     "31": "4.6 GiB of gradients freed, 3.6 gained",
     "32": "longer rows make the ring cheaper",
+    "33": "zero bubble does nothing for LoRA",
 }
 """The surprise of each lesson, by its number."""
 

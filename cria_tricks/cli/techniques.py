@@ -114,9 +114,15 @@ def doctor(
         bool,
         typer.Option("--calibrate", help="Measure this machine for a minute; its plans then use that."),
     ] = False,
+    hang: Annotated[
+        int | None, typer.Option(metavar="PID", help="Say where the processes of a run that hangs wait.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say what this machine is and which toggles work on it. With --selftest exit code 1 if a check fails."""
+    if hang is not None:
+        _hang(hang, as_json)
+        return
     if calibrate:
         if nproc is not None:
             raise BadInput(f"--nproc {nproc}: belongs to --collectives")
@@ -171,6 +177,17 @@ def report(
         return
     devices = ", ".join(dict.fromkeys(case.device for case in cases))
     screen.print(f"{len(cases)} cases of {devices}: {out / 'report.md'}", highlight=False, markup=False)
+
+
+def _hang(process_id: int, as_json: bool) -> None:
+    from cria_tricks.doctor import hang
+
+    found = hang.look(process_id)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(one) for one in found], indent=2))
+        return
+    lines = [f"rank {one.rank}, process {one.process}: {' < '.join(one.frames)}" for one in found]
+    screen.print(hang.verdict(found), "", *lines, sep="\n", markup=False, highlight=False)
 
 
 def _about_the_machine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:

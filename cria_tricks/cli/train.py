@@ -7,11 +7,27 @@ import contextlib
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from cria_tricks.cli.app import TRAIN, FitAim, Json, MayChange, Nodes, Offline, OtherBase, Settings, app, aside, screen
+from cria_tricks.cli.app import (
+    TRAIN,
+    Attempts,
+    Bucket,
+    FitAim,
+    Json,
+    MayChange,
+    Nodes,
+    Offline,
+    OtherBase,
+    Repo,
+    Settings,
+    Timeout,
+    app,
+    aside,
+    screen,
+)
 from cria_tricks.common import interrupts, waiting
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
@@ -83,20 +99,16 @@ def launch(
         str, typer.Option(metavar="HOST:PORT", help="--nodes: where they meet.", rich_help_panel="For --on torchrun")
     ] = "",
     only_print: Annotated[bool, typer.Option("--print", help="Only print what would be run, or sent.")] = False,
-    repo: Annotated[
-        str,
-        typer.Option(metavar="OWNER/NAME", help="Where the adapter goes, private.", rich_help_panel="For --on hf-jobs"),
-    ] = "",
+    repo: Repo = "",
     flavor: Annotated[
         str, typer.Option(help="The machine; auto is the cheapest that it fits on.", rich_help_panel="For --on hf-jobs")
     ] = "auto",
-    timeout: Annotated[
-        str,
-        typer.Option(help="When it is ended, e.g. 90m; else from the estimate.", rich_help_panel="For --on hf-jobs"),
-    ] = "",
+    timeout: Timeout = "",
     budget: Annotated[
         float | None, typer.Option(help="USD that it may cost at most.", rich_help_panel="For --on hf-jobs")
     ] = None,
+    attempts: Attempts = 1,
+    bucket: Bucket = "",
     fit: FitAim = "",
     may_change: MayChange = None,
     other_base: OtherBase = False,
@@ -107,10 +119,12 @@ def launch(
         if nproc or resume or max_restarts or nodes or endpoint or other_base:
             options = "--nproc, --resume, --max-restarts, --nodes, --endpoint and --other-base"
             raise BadInput(f"--on hf-jobs: {options} are for the other launchers; leave them out")
-        _job(recipe, repo, settings or [], flavor, timeout, budget, fit, may_change or [], out, only_print)
+        about = {"flavor": flavor, "timeout": timeout, "budget": budget, "attempts": attempts, "bucket": bucket}
+        _job(recipe, repo, settings or [], {**about, "fit": fit, "may_change": may_change or []}, out, only_print)
         return
-    if repo or flavor != "auto" or timeout or budget:
-        raise BadInput(f"--on {on}: --repo, --flavor, --timeout and --budget are for --on hf-jobs; leave them out")
+    if repo or flavor != "auto" or timeout or budget or attempts > 1 or bucket:
+        options = "--repo, --flavor, --timeout, --budget, --attempts and --bucket"
+        raise BadInput(f"--on {on}: {options} are for --on hf-jobs; leave them out")
     from cria_tricks.launch import torchrun
     from cria_tricks.run import given
 
@@ -134,11 +148,7 @@ def _job(
     recipe: str,
     repo: str,
     settings: list[str],
-    flavor: str,
-    timeout: str,
-    budget: float | None,
-    fit: str,
-    may_change: list[str],
+    about: dict[str, Any],
     out: Path | None,
     only_print: bool,
 ) -> None:
@@ -149,7 +159,7 @@ def _job(
         screen.print(*lines, sep="\n", highlight=False, markup=False)
 
     def prepare(prices: dict[str, float] | None = None) -> jobs.HubJob:
-        return jobs.prepare(recipe, repo, settings, flavor, timeout, budget, prices, fit, may_change)
+        return jobs.prepare(recipe, repo, settings, prices=prices, **about)
 
     job = prepare()
     if only_print:

@@ -95,6 +95,8 @@ A10G = Device("cuda", "NVIDIA A10G", (8, 6), real_bf16=True, memory_bytes=22_587
 """22.06 GiB: ``get_device_properties`` in torchcodec's documentation, which prints whole MiB."""
 A100_40GB = Device("cuda", "NVIDIA A100-SXM4-40GB", (8, 0), real_bf16=True, memory_bytes=42_298_834_944)
 """39.39 GiB: deviceQuery in bottlerocket pull request 3873."""
+A100_80GB = Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), real_bf16=True, memory_bytes=84_987_740_160)
+"""79.15 GiB: deviceQuery (CUDA 12.2): 81051 MBytes."""
 
 # The numbers are half_flops, full_flops, memory_rate and link_rate.
 _BY_DATASHEET: dict[str, Card] = {
@@ -104,6 +106,15 @@ _BY_DATASHEET: dict[str, Card] = {
     "l4": Card(L4, 121e12, 30.3e12, 300e9, 32e9, "NVIDIA L4 datasheet"),
     "a10g": Card(A10G, 70e12, 35e12, 600e9, 32e9, "NVIDIA A10G datasheet for AWS, 17 February 2022"),
     "a100": Card(A100_40GB, 312e12, 19.5e12, 1555e9, 32e9, "NVIDIA A100 40GB datasheet", ON_AN_A100),
+    "a100-80": Card(
+        A100_80GB,
+        312e12,
+        19.5e12,
+        2039e9,
+        32e9,
+        "NVIDIA A100 datasheet, by Lightning's throughput.py; bandwidth: 2 x 1593 MHz x 5120 bits, as deviceQuery says",
+        ON_AN_A100,
+    ),
 }
 CARDS: dict[str, Card] = {name: as_measured(card) for name, card in _BY_DATASHEET.items()}
 """The GPUs by short name, the one with the smallest memory first."""
@@ -137,13 +148,13 @@ FLAVORS: dict[str, Flavor] = {
         Flavor("a10g-large", "a10g", 1, 1.50),
         Flavor("a10g-largex2", "a10g", 2, 3.00),
         Flavor("a10g-largex4", "a10g", 4, 5.00),
-        Flavor("a100-large", "a100", 1, 2.50),
+        Flavor("a100-large", "a100-80", 1, 2.50),
     )
 }
 """The GPU machines of the Hardware Selection Guide (seed document 004), in its order, at the prices of PRICES_DATE.
 
 The package has no other list of prices: ``cria plan --rows``, ``cria hardware``, ``cria launch`` and the page "Will it
-fit?" all use this one. (The price list says that an ``a100-large`` has 80 GB; we compute with the 40 GB of the guide.)
+fit?" all use this one. An ``a100-large`` has the 80 GB of the price list; the guide says 40.
 """
 PRICES_DATE = "2026-08-21"
 """The date of the price list."""

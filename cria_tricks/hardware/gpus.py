@@ -18,7 +18,7 @@ from cria_tricks.common.names import nearest, plain
 from cria_tricks.hardware import calibration
 from cria_tricks.hardware.cards import CARDS, Card, as_measured
 from cria_tricks.hardware.device import Device
-from cria_tricks.hardware.reached import DEFAULT, ON_AN_A100, Reached
+from cria_tricks.hardware.reached import DEFAULT, Reached
 
 
 @dataclass(frozen=True)
@@ -138,15 +138,7 @@ GPUS: dict[str, Gpu] = {
         "NVIDIA Ada whitepaper, as public code quotes it, appendix A: dense 16-bit products with fp32 accumulate",
     ),
     "a100": _rented("a100", "deviceQuery in bottlerocket pull request 3873"),
-    "a100-80": _gpu(
-        "NVIDIA A100-SXM4-80GB",
-        (8, 0),
-        84_987_740_160,
-        "deviceQuery (CUDA 12.2): 81051 MBytes",
-        (312e12, 19.5e12, 2039e9, 32e9),
-        "NVIDIA A100 datasheet, by Lightning's throughput.py; bandwidth: 2 x 1593 MHz x 5120 bits, as deviceQuery says",
-        ON_AN_A100,
-    ),
+    "a100-80": _rented("a100-80", "deviceQuery (CUDA 12.2): 81051 MBytes"),
     "h100": _gpu(
         "NVIDIA H100 80GB HBM3",
         (9, 0),

@@ -11,6 +11,7 @@ These requests are sent, in this order, all with the token of the user's login:
 - download the files of the repository at their version tag.
 """
 
+import inspect
 import re
 import shlex
 import time
@@ -24,7 +25,7 @@ from cria_tricks.common.errors import BadInput, JobFailed, cure, in_one_line, re
 from cria_tricks.common.units import between, duration, human, money, money_between
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.launch.job import IMAGE, HubJob
+from cria_tricks.launch.job import BUCKET, IMAGE, HubJob
 from cria_tricks.models import network
 
 SECRETS = ("HF_TOKEN",)
@@ -51,6 +52,7 @@ def shown(job: HubJob) -> list[str]:
         "price": f"{money(job.price)} an hour, at most {money(job.most)}",
         "training": _training(job),
         "timeout": f"{job.timeout} s ({duration(job.timeout)})",
+        "attempts": _attempts(job),
         "image": IMAGE,
         "labels": " ".join(f"{key}={value}" for key, value in job.labels.items()),
         "secrets": f"{' '.join(SECRETS)} (of your login; the value is shown nowhere)",
@@ -74,6 +76,15 @@ def _flavor(job: HubJob) -> str:
     if job.tight:
         memory += f"; {trust.TIGHT}"
     return f"{job.flavor.name} ({machine}: {memory})"
+
+
+def _attempts(job: HubJob) -> str:
+    """Describe how often the hub starts the job, and from where a later attempt goes on."""
+    if job.bucket:
+        return f"{job.attempts}; checkpoints go to the bucket {job.bucket}, and the next attempt goes on from there"
+    if job.attempts > 1:
+        return f"{job.attempts}; each begins from the first step; with --bucket it would go on from a checkpoint"
+    return "1"
 
 
 def _training(job: HubJob) -> str:
@@ -123,6 +134,7 @@ class JobsHub:
             BadInput: if the repository holds files already, or is public.
             JobFailed: if the hub does not accept the job: no credit, no right to start it, or no answer.
         """
+        more = self._more(job)
         owner = self._ask(self.api.whoami)["name"]
         self._make_repository(job.repo)
         return self._ask(
@@ -135,7 +147,26 @@ class JobsHub:
             timeout=job.timeout,
             labels=job.labels,
             namespace=owner,
+            **more,
         )
+
+    def _more(self, job: HubJob) -> dict[str, Any]:
+        """Return the arguments that only some jobs need, and refuse those that this library does not have yet."""
+        import huggingface_hub
+
+        more: dict[str, Any] = {}
+        if job.attempts > 1:
+            more["attempts"] = job.attempts
+        if job.bucket:
+            more["volumes"] = [{"type": "bucket", "source": job.bucket, "mount_path": BUCKET}]
+        lacking = more.keys() - inspect.signature(self.api.run_job).parameters.keys()
+        if lacking:
+            option = "--attempts" if "attempts" in lacking else "--bucket"
+            version = huggingface_hub.__version__
+            raise BadInput(f"{option}: huggingface_hub {version} cannot ask for it; pip install -U huggingface_hub")
+        if job.bucket:
+            more["volumes"] = [huggingface_hub.Volume(**each) for each in more["volumes"]]
+        return more
 
     def follow(self, started: Any, job: HubJob, say: Say) -> None:
         """Pass each new line of the log to ``say``, until the job has ended.

@@ -11,7 +11,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cria_tricks import models, recipes
@@ -41,6 +41,9 @@ AROUND = 15 * 60
 evaluates.
 """
 
+BUCKET = "/bucket"
+"""Where a bucket of the hub is mounted in the container."""
+
 ROWS = {"nguzo_saba": 32, "history_notes": 357, "kwanzaa": 107, "kwanzaa_curated": 395}
 """The number of training rows in the data sets that this package knows."""
 
@@ -65,6 +68,8 @@ class HubJob:
         result: ``adapter``, or ``model`` if the whole model is trained.
         script: the bash script that runs in the container.
         environment: the environment variables that are not secret.
+        attempts: how often the hub starts the job at most, if it fails.
+        bucket: the bucket that keeps the run's checkpoints for the next attempt, OWNER/NAME; empty for none.
     """
 
     name: str
@@ -80,6 +85,8 @@ class HubJob:
     result: str
     script: str
     environment: Mapping[str, str]
+    attempts: int = 1
+    bucket: str = ""
 
     @property
     def command(self) -> list[str]:
@@ -93,8 +100,8 @@ class HubJob:
 
     @property
     def most(self) -> float:
-        """The highest possible cost: that of a job that runs until its timeout [USD]."""
-        return self.price * self.timeout / 3600
+        """The highest possible cost: that of a job of which every attempt runs until its timeout [USD]."""
+        return self.price * self.timeout / 3600 * self.attempts
 
     @property
     def training_range(self) -> tuple[float, float]:
@@ -129,6 +136,8 @@ def prepare(
     prices: Mapping[str, float] | None = None,
     fit: str = "",
     may_change: Iterable[str] = (),
+    attempts: int = 1,
+    bucket: str = "",
 ) -> HubJob:
     """Choose a machine, and return the job for it; nothing is sent, but the config of an unknown model is read.
 
@@ -144,16 +153,18 @@ def prepare(
         prices: the prices of the machines that are offered now [USD/h]; those of :data:`FLAVORS` when left out.
         fit: ``fastest``, ``smallest`` or ``longest``: on each machine, the toggles that a search finds best.
         may_change: toggles that it may change although they change results.
+        attempts: how often the hub starts the job at most, if it fails.
+        bucket: a bucket on the hub, OWNER/NAME, that keeps the checkpoints, so that the next attempt goes on from them.
 
     Raises:
         BadInput: for a setting that would end the job, for files that it cannot reach, and for too small a budget.
         OutOfMemory: if the recipe fits on none of the machines, or not on the one that was named.
     """
-    _refuse_wrong(budget, repo)
+    _refuse_wrong(budget, repo, bucket)
     settings = list(settings)
     if prices is None:
         prices = {name: each.price for name, each in FLAVORS.items()}
-    longest = _timeout(timeout)
+    limit = _timeout(timeout)
     flavors = list(FLAVORS.values()) if flavor == "auto" else [find_flavor(flavor)]
     jobs: list[HubJob] = []
     refused: list[BadInput | OutOfMemory] = []
@@ -162,7 +173,7 @@ def prepare(
             if each.name not in prices:
                 raise BadInput(f"--flavor {each.name}: the hub does not offer it now; see hf jobs hardware")
             chosen = [*settings, *_fitted(recipe, settings, each, fit, may_change)]
-            jobs.append(_job(recipe, repo, chosen, each, longest, prices[each.name]))
+            jobs.append(replace(_job(recipe, repo, chosen, each, limit, prices[each.name], bucket), attempts=attempts))
         except (BadInput, OutOfMemory) as error:
             refused.append(error)
     if not jobs:
@@ -170,6 +181,11 @@ def prepare(
         if isinstance(last, OutOfMemory) and len(refused) > 1:
             raise OutOfMemory(f"it fits on no machine: {last}")
         raise last
+    return _best(jobs, budget)
+
+
+def _best(jobs: list[HubJob], budget: float | None) -> HubJob:
+    """Choose the cheapest job within a budget [USD], preferably one with some room that ends in time."""
     affordable = [job for job in jobs if budget is None or job.most <= budget]
     if not affordable:
         least = min(jobs, key=lambda job: job.most)
@@ -180,11 +196,14 @@ def prepare(
     return min(affordable, key=lambda job: (job.tight, not job.finishes, job.most))
 
 
-def _refuse_wrong(budget: float | None, repo: str) -> None:
+def _refuse_wrong(budget: float | None, repo: str, bucket: str) -> None:
     if budget is not None and not (math.isfinite(budget) and budget > 0):
         raise BadInput(f"--budget {budget:g}: must be an amount of USD above 0")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", repo, re.ASCII):
+    owned = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
+    if not re.fullmatch(owned, repo, re.ASCII):
         raise BadInput(f"--repo {repo!r}: name a repository of the hub, OWNER/NAME, for the adapter")
+    if bucket and not re.fullmatch(owned, bucket, re.ASCII):
+        raise BadInput(f"--bucket {bucket!r}: name a bucket of the hub, OWNER/NAME, for the checkpoints")
 
 
 def _fitted(recipe: str, settings: list[str], flavor: Flavor, fit: str, may_change: Iterable[str]) -> tuple[str, ...]:
@@ -202,7 +221,9 @@ def _fitted(recipe: str, settings: list[str], flavor: Flavor, fit: str, may_chan
     return search(target, wanted, fit, full(wanted, "the rows are read in the job"), may_change).chosen.set
 
 
-def _job(recipe: str, repo: str, settings: list[str], flavor: Flavor, longest: int, price: float) -> HubJob:
+def _job(
+    recipe: str, repo: str, settings: list[str], flavor: Flavor, longest: int, price: float, bucket: str
+) -> HubJob:
     """Make the job for one machine; the arguments are those of :func:`prepare`, with the timeout in seconds."""
     card = CARDS[flavor.card]
     wanted = given.recipe(recipe, settings, card.device)
@@ -229,18 +250,21 @@ def _job(recipe: str, repo: str, settings: list[str], flavor: Flavor, longest: i
     package = "cria_tricks"
     if needed_libraries(wanted.data):
         package = "cria_tricks[data]"
-    script = _script(package, recipe, repo, settings, flavor.cards, limit, result)
+    script = _script(package, recipe, repo, settings, flavor.cards, limit, result, bucket)
     public = script + str(environment)
     if redacted(public) != public:
         raise BadInput(f"recipe {recipe}: holds a token, and a job's command can be read by others; take it out")
     needed, verdict = bill.memory.needed_bytes, bill.memory.verdict
     spread = bill.spread
     return HubJob(
-        wanted.name, flavor, price, needed, verdict, training, spread, timeout, limit, repo, result, script, environment
-    )
+        wanted.name, flavor, price, needed, verdict, training, spread, timeout, limit, repo, result, script,
+        environment, bucket=bucket,
+    )  # fmt: skip
 
 
-def _script(package: str, recipe: str, repo: str, settings: list[str], cards: int, limit: int, result: str) -> str:
+def _script(
+    package: str, recipe: str, repo: str, settings: list[str], cards: int, limit: int, result: str, bucket: str
+) -> str:
     """Write the bash script for the container; the first line that fails ends the job (``set -e``)."""
     name = recipe
     write_recipe = []
@@ -250,6 +274,9 @@ def _script(package: str, recipe: str, repo: str, settings: list[str], cards: in
     start = ["train", name]
     if cards > 1:
         start = ["launch", name, "--on", "torchrun", "--nproc", str(cards)]
+    if bucket:  # the next attempt begins with an empty disk; a folder for each result, as for each run
+        settings = [*settings, f"train.mirror={BUCKET}/{repo.replace('/', '-')}"]
+        start += ["--resume"]
     for setting in (*settings, f"train.time_budget={limit}"):
         start += ["--set", setting]
     lines = [
@@ -320,4 +347,4 @@ def _refuse_unreachable(recipe: Recipe) -> None:
     if not models.is_hub_id(model) or Path(model).exists():
         raise BadInput(f"model={recipe.model}: a job takes its model from the hub; give an id there, OWNER/NAME")
     if recipe.train.mirror:
-        raise BadInput(f"train.mirror={recipe.train.mirror}: a job's disk goes with it; leave it out")
+        raise BadInput(f"train.mirror={recipe.train.mirror}: a job's disk goes with it; use --bucket OWNER/NAME")

@@ -191,6 +191,11 @@ def run(words: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher import api
+
+    from cria_tricks.launch.final import Agent
+
+    api.LocalElasticAgent = Agent  # bad input is the same after a restart
 
     while "=" in words[0]:  # environment variables before the command, as in a shell
         name, _, value = words[0].partition("=")

@@ -83,6 +83,7 @@ def _numbers(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("tokens per second", f"{report['tokens_per_second']:,.0f}"),
         ("trained tokens per second", f"{report['trained_tokens_per_second']:,.0f}"),
         *_seconds(report["step_seconds"]),
+        ("MFU, model FLOP utilisation", _utilisation(report["utilisation"])),
         ("peak memory", human(report["peak_bytes"])),
         ("trainable parameters", f"{parameters['trainable']:,} of {parameters['total']:,}"),
         ("seconds, with loading and with the time before a resume", f"{report['seconds']:,.0f}"),
@@ -114,6 +115,18 @@ def _seconds(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("seconds of a step, measured", f"{found['measured']:.2f}"),
         ("seconds of a step, predicted", said),
     ]
+
+
+def _utilisation(found: Mapping[str, Any] | None) -> str:
+    """Return MFU, and HFU beside it where something was computed again; or why neither is known."""
+    if found is None:
+        return "unknown: the operations of this kind of model are not counted"
+    if found["mfu"] is None:
+        return "unknown: no datasheet rate of this device"
+    said = f"{found['mfu']:.1%} of {found['peak_flops'] / 1e12:,.1f} TFLOP/s"
+    if found["hardware_flops_per_token"] > found["model_flops_per_token"]:
+        said += f"; HFU, with what is computed again: {found['hfu']:.1%}"
+    return said
 
 
 def _loss(value: float | None) -> str:

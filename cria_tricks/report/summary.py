@@ -14,6 +14,7 @@ from cria_tricks.data.stream import Stream
 from cria_tricks.data.tokens import TokenRows
 from cria_tricks.load.stages import parts_of
 from cria_tricks.measure.memory import Meter
+from cria_tricks.measure.utilisation import Utilisation
 from cria_tricks.models.configs import beyond_context
 from cria_tricks.parallel.pipeline import bubble
 from cria_tricks.predict.toggles import Setting
@@ -205,8 +206,7 @@ def compare_seconds(predicted: Setting | None, run: Run) -> dict[str, Any]:
         ``by``, what backs the range. All but ``measured`` are ``None`` without an estimate, or without rates of this
         device.
     """
-    steps = [entry for entry in run.training if not entry.get("skipped")] or run.training
-    steps = steps[2:] if len(steps) > 4 else steps
+    steps = _timed(run)
     measured = sum(entry["step_seconds"] for entry in steps) / len(steps)
     found: dict[str, Any] = {"measured": measured, **dict.fromkeys(("predicted", "low", "high", "ratio", "by"))}
     if predicted and predicted.seconds is not None:
@@ -214,6 +214,39 @@ def compare_seconds(predicted: Setting | None, run: Run) -> dict[str, Any]:
         low, high = ends(seconds, predicted.spread)
         found |= {"predicted": seconds, "low": low, "high": high, "ratio": seconds / measured, "by": predicted.by}
     return {"step_seconds": found}
+
+
+def _timed(run: Run) -> list[Any]:
+    """Return the steps whose time counts: none that was skipped, and not the first two where others follow."""
+    steps = [entry for entry in run.training if not entry.get("skipped")] or run.training
+    return steps[2:] if len(steps) > 4 else steps
+
+
+def utilisation(counted: Utilisation | None, run: Run) -> dict[str, Any]:
+    """Return which share of the peak rate of its cards the run reached.
+
+    Args:
+        counted: the operations of a token, and the peak; ``None`` for a kind of model that cannot be estimated.
+        run: what happened.
+
+    Returns:
+        One key, ``utilisation``; ``None`` without a count. Else it has ``model_flops_per_token`` and
+        ``hardware_flops_per_token``, ``peak_flops`` [operations/s], and ``mfu`` and ``hfu``, from 0 to 1. The last
+        three are ``None`` where no datasheet has a rate for the device.
+    """
+    if counted is None:
+        return {"utilisation": None}
+    steps = _timed(run)
+    speed = sum(entry["tokens"] for entry in steps) / sum(entry["step_seconds"] for entry in steps)
+    return {
+        "utilisation": {
+            "model_flops_per_token": counted.model_flops,
+            "hardware_flops_per_token": counted.hardware_flops,
+            "peak_flops": counted.peak,
+            "mfu": counted.mfu(speed),
+            "hfu": counted.hfu(speed),
+        }
+    }
 
 
 def of_the_pipeline(plan: Plan, run: Run, model: Any) -> dict[str, Any]:

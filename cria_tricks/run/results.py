@@ -19,6 +19,7 @@ from cria_tricks.load.model import Loaded
 from cria_tricks.measure import profiler
 from cria_tricks.measure.memory import Meter
 from cria_tricks.measure.monitor import Monitor
+from cria_tricks.measure.utilisation import Utilisation, of_run
 from cria_tricks.models import Weights, identity
 from cria_tricks.models.configs import context_of
 from cria_tricks.models.shape import Shape, find_shape
@@ -165,7 +166,7 @@ def _summary(job: Job, of: Made, trained: Trained, folder: Path) -> dict[str, An
     adapted = job.folders.adapted
     summary |= report.compare(trained.estimated, trained.run, trained.meter, adapted[-1].step if adapted else 0)
     summary["adapted"] = adaptations.written(adapted)
-    summary |= _step_seconds(job, of, trained)
+    summary |= _speeds(job, of, trained)
     summary |= {"adapter": str(folder), "model": of.weights.name, "model_note": of.weights.note}
     return summary | {"base": identity.of(of.weights)}
 
@@ -201,16 +202,31 @@ def _saving(
     return lambda: artifact.save(folder, model, of.tokenizer, weights.name, text, job.recipe, made, in_one)
 
 
-def _step_seconds(job: Job, of: Made, trained: Trained) -> dict[str, Any]:
-    """Compare the predicted seconds of a step, for rows of the mean length, with the measured ones."""
+def _speeds(job: Job, of: Made, trained: Trained) -> dict[str, Any]:
+    """Compare the predicted seconds of a step, for rows of the mean length, with the measured ones; and add MFU."""
     shape = shape_of(job.recipe, of.weights.path)
     target = Target(shape, job.plan.device, job.world.size) if shape else None
     if target is None:
-        return report.compare_seconds(None, trained.run)
-    train = of.rows["train"]
-    mean = job.plan.collator.get("packed_length") or max(8, round(train.tokens / max(1, train.count)))
-    predicted = target.bill(as_long_as(mean, job.recipe))
-    return report.compare_seconds(predicted, trained.run)
+        return report.compare_seconds(None, trained.run) | report.utilisation(None, trained.run)
+    predicted = target.bill(as_long_as(mean_tokens(job, of.rows["train"]), job.recipe))
+    counted = counted_work(job, of.rows["train"], target.shape)
+    return report.compare_seconds(predicted, trained.run) | report.utilisation(counted, trained.run)
+
+
+def counted_work(job: Job, train: Any, shape: Shape) -> Utilisation:
+    """Count the operations of a token of this run, for rows of the mean length; the peak is that of its cards."""
+    share = train.trained_tokens / max(1, train.tokens) or 1.0
+    return of_run(job.plan, job.recipe, shape, job.world.size, mean_tokens(job, train), share)
+
+
+def mean_tokens(job: Job, train: Any) -> int:
+    """Return the mean length of the rows that are trained on [tokens]: the packed ones, if they are packed.
+
+    The rows of a stream that was not read yet are taken as full.
+    """
+    if not train.count:
+        return job.recipe.data.max_length
+    return job.plan.collator.get("packed_length") or max(8, round(train.tokens / train.count))
 
 
 def shape_of(recipe: Recipe, model: str) -> Shape | None:

@@ -147,7 +147,8 @@ def _attempt(job: Job, known: recovery.Known, of: results.Made, monitor: Monitor
     eval_batches = math.ceil(len(rows["eval"].rows) / batch / world.data)
     expected = estimated.allocated_bytes if estimated else None
     asked = samples.of(recipe, job.sources["eval"].rows, of.tokenizer, job.warn)
-    progress = ShowProgress(job.console, eval_batches, expected, lambda: monitor.newest)
+    counted = results.counted_work(job, rows["train"], shape) if shape else None
+    progress = ShowProgress(job.console, eval_batches, expected, lambda: monitor.newest, counted)
     with _memory_in_one_line(job, longest, shape):
         with meter.phase("load"), doing(f"loading {of.weights.name}"):
             # A checkpoint's weights take the place of the adapter's start, which takes seconds to compute.

@@ -136,14 +136,14 @@ class Folders:
         with atomic_files.only_writer(self.folder):
             if not self.resume:
                 self._refuse_another("--out", self.folder)  # since the first check another process may have begun here
-            saved = f"no step is saved in {self.folder} yet"
+            saved = f"no step is saved in {self.folder} yet; begin again"
             if self.start:
-                saved = f"{self.start.path} is whole"
+                saved = f"{self.start.path} is whole; go on"
                 self.checkpoints.put_aside_after(self.start)
                 if self.mirror and not _records(self.folder):
                     self._copy_records(self.mirror, self.folder)  # a new machine, which has only the mirror of the run
                 self._bring_best_back()
-            interrupts.now_saved(f"{saved}; go on with --resume")
+            interrupts.now_saved(f"{saved} with --resume")
             for place in self._places().values():
                 atomic_files.write_file(place / "recipe.toml", self.recipe.to_toml())
                 atomic_files.write_file(place / RUN, json.dumps(self.about, indent=2) + "\n")

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from cria_tricks.common.progress_bars import new_bar
 from cria_tricks.common.units import human
 from cria_tricks.data.samples import answer_line, one_line
+from cria_tricks.measure.utilisation import Utilisation
 
 HEIGHTS = "▁▂▃▄▅▆▇█"
 SHOWN = 24
@@ -46,6 +47,7 @@ class ShowProgress(TrainerCallback):
         eval_batches: how many batches an evaluation has.
         predicted: the estimated peak memory of a step [bytes].
         sample: returns the newest sample of the monitor.
+        counted: the operations of a token and the peak of the cards, for MFU.
     """
 
     def __init__(
@@ -54,11 +56,13 @@ class ShowProgress(TrainerCallback):
         eval_batches: int,
         predicted: int | None = None,
         sample: Callable[[], Mapping[str, Any]] = dict,
+        counted: Utilisation | None = None,
     ):
         self.console = console
         self.eval_batches = eval_batches
         self.predicted = predicted
         self.sample = sample
+        self.counted = counted
         self.bar = new_bar(console)  # not started, so it does not draw itself: the panel draws it
         self.evaluating: Any = None
         self.losses: list[float] = []
@@ -112,6 +116,9 @@ class ShowProgress(TrainerCallback):
         if self.losses:
             rows["loss"] = f"{self.losses[-1]:.3f}  {curve(self.losses[-SHOWN:])}"
             rows["speed"] = f"{self.speed:,.0f} tokens/s"
+        if self.losses and self.counted:
+            mfu = self.counted.mfu(self.speed)
+            rows["MFU"] = "unknown: no datasheet rate of this device" if mfu is None else f"{mfu:.0%} of the peak"
         if self.peak:
             predicted = f" of {human(self.predicted)} predicted" if self.predicted else ""
             rows["peak"] = f"{human(self.peak)}{predicted}"

@@ -1,0 +1,91 @@
+"""Compute which share of its card's peak rate a run reached: MFU, and HFU.
+
+MFU, model FLOP utilisation, is the floating-point operations a second that the training needs, divided by the peak rate
+of the hardware (Chowdhery et al. 2022, PaLM, arXiv 2204.02311, section 4.1 and appendix B). What is computed a second
+time to save memory is not needed, so checkpointing lowers MFU. HFU, hardware FLOP utilisation, counts it, so it says
+how busy the arithmetic units were.
+
+Both take the operations from ``bill/step_time.py``. So a frozen weight needs 4 operations a token and a trained one 6,
+and causal attention needs half of all token pairs where the kernel leaves the others out; PaLM counts 6 and all pairs.
+"""
+
+from dataclasses import dataclass, replace
+
+from cria_tricks.bill import products
+from cria_tricks.bill.step_time import counts
+from cria_tricks.bill.work import Work
+from cria_tricks.hardware.gpus import by_datasheet
+from cria_tricks.models.shape import Shape
+from cria_tricks.recipe import Recipe
+from cria_tricks.step_plan import Plan
+from cria_tricks.tricks import folds
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """What MFU and HFU are computed from.
+
+    Attributes:
+        model_flops: floating-point operations that one token needs.
+        hardware_flops: the same with what is computed again.
+        peak: the peak rate of all cards together, for the precision of the products [operations/s]; ``None`` where no
+            datasheet has one.
+    """
+
+    model_flops: float
+    hardware_flops: float
+    peak: float | None
+
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """Return the share of the peak that the needed operations took, from 0 to 1; ``None`` without a peak."""
+        return None if self.peak is None else self.model_flops * tokens_per_second / self.peak
+
+    def hfu(self, tokens_per_second: float) -> float | None:
+        """Return the share of the peak that all operations took, from 0 to 1; ``None`` without a peak."""
+        return None if self.peak is None else self.hardware_flops * tokens_per_second / self.peak
+
+
+def of_run(plan: Plan, recipe: Recipe, shape: Shape, processes: int, tokens: int, trained_share: float) -> Utilisation:
+    """Count the operations of a token of a run, and find the peak of its cards.
+
+    Args:
+        plan: what runs.
+        recipe: the recipe.
+        shape: the model's shape.
+        processes: how many processes share the run; on GPUs each has one.
+        tokens: the mean length of a row [tokens].
+        trained_share: which share of the tokens is trained, from 0 to 1.
+    """
+    work = folds.work(recipe, shape, plan.device, tokens, trained_share)
+    card = by_datasheet(plan.device)
+    peak = None
+    # strategy=model spreads one model over all cards of the machine from one process, and only one of them computes.
+    if card and recipe.parallel.strategy != "model":
+        peak = processes * card.flops(work.precision)
+    return Utilisation(model_flops(work), hardware_flops(work), peak)
+
+
+def hardware_flops(work: Work) -> float:
+    """Count the operations of a step's products, for one of its tokens."""
+    return sum(part.flops for part in counts(work)) / _tokens(work)
+
+
+def model_flops(work: Work) -> float:
+    """Count the operations of a step's products without those that are computed again, for one of its tokens."""
+    once = replace(work, repeated_blocks=0, mlp_tile=0, fused_adapters=False)
+    return sum(part.flops * _needed(part.name, once) for part in counts(once)) / _tokens(work)
+
+
+def _needed(name: str, work: Work) -> float:
+    """Return which share of a part's operations is computed for the first time, if no block and no MLP is repeated.
+
+    Of seven products of attention in a fused kernel, the backward pass computes one, the scores, a second time.
+    """
+    if name != "attention" or work.kernel not in ("flash", "memory-efficient"):
+        return 1.0
+    blocks = products.blocks(work)
+    return 1 - blocks.attended_back / (2 * blocks.attended + 5 * blocks.attended_back)
+
+
+def _tokens(work: Work) -> int:
+    return work.micro_batches * work.batch * work.tokens
