@@ -97,8 +97,9 @@ def _record(folder: Path, rank: int) -> None:
     """Write what the flight recorder holds, again and again."""
     import torch
 
+    recorder: Any = torch._C._distributed_c10d
     while True:
-        text = torch._C._distributed_c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False)
+        text = recorder._dump_fr_trace_json(includeCollectives=True, onlyActive=False)
         write_file(folder / f"flight_{rank}.json", text.decode())
         time.sleep(0.3)
 

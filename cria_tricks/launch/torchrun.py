@@ -195,7 +195,7 @@ def run(words: list[str]) -> int:
 
     from cria_tricks.launch.final import Agent
 
-    api.LocalElasticAgent = Agent  # bad input is the same after a restart
+    api.LocalElasticAgent = Agent  # type: ignore[misc] # bad input is the same after a restart
 
     while "=" in words[0]:  # environment variables before the command, as in a shell
         name, _, value = words[0].partition("=")
