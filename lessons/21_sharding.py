@@ -13,10 +13,9 @@
 # > **Card.** saves state: 1 / N of weights, gradients and optimizer states in each process / costs the blocks' weights
 # > twice a micro-batch, over the wire / exact within rounding / 40 minutes / after lesson 20
 #
-# The job is QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens. In lesson 20 each of two cards held
-# all of it: the same weights, the same gradients after the all-reduce, the same optimizer states. Bit for bit the same
-# things, twice. Must that be? ZeRO (the *zero redundancy optimizer*) says no; torch calls it FSDP2, *fully sharded data
-# parallel*.
+# The job is QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens. In lesson 20 each of two cards held all
+# of it: the same weights, the same gradients after the all-reduce, the same optimizer states. All twice. Must that be?
+# ZeRO (the *zero redundancy optimizer*) says no; torch calls it FSDP2, *fully sharded data parallel*.
 
 # %% tags=["hide-input"]
 import logging
@@ -42,7 +41,7 @@ from torch import nn
 
 from cria_tricks import course, parallel
 from cria_tricks.bench.case import TRAINED_SHARE
-from cria_tricks.bench.style import Theme, panels
+from cria_tricks.bench.style import Theme, marked, panels
 from cria_tricks.bill.calls import CountCollectives, ring_share
 from cria_tricks.common.errors import BadInput
 from cria_tricks.course.processes import Ranks
@@ -147,11 +146,9 @@ course.show(
 # Stages 1 and 2 together save 65 of 1,152 MiB. Only stage 3 finds something: it halves the state. However, its *peak*
 # grows all the same (section 5).
 #
-# In full fine-tuning the peak depends on when gradients are reduced. A process computes several micro-batches in a
-# step. If gradients are reduced once a step, each process keeps whole ones until the last micro-batch, so stage 2's
-# half of the gradients is lost. If they are reduced after each micro-batch, only pieces wait. That is our default
-# (`parallel.reduce=micro_batch`), because memory is what we shard for. Section 4 shows what it costs on the wire. We
-# build stage 3 first, because with larger blocks it is what lets a model fit at all.
+# In full fine-tuning the peak depends on when gradients are reduced. Once a step: each process keeps whole ones until
+# the last micro-batch. After each micro-batch: only pieces wait. The latter is our default
+# (`parallel.reduce=micro_batch`), and section 4 shows what it costs on the wire. We build stage 3 first.
 #
 # ## 2. From scratch, in three steps
 # Four blocks, two processes, as in lesson 20. A block's weights are one vector of $E$ numbers, so that cutting is easy.
@@ -320,7 +317,7 @@ course.show(over_time, "Figure 2. Half of every block, and one of them whole, tw
 # %% [markdown]
 # Bit for bit the same gradients, no weights between the passes; the peak is one block, its gradient, and all pieces'
 # gradients. That is stage 3. The package's `fsdp.Sharded` wraps any module so. torch's `fully_shard` adds prefetching:
-# the next block's all-gather runs under this block's products. Prefetching takes a buffer of one more block.
+# the next block's all-gather runs under this block's products.
 #
 # ## 3. Prove it
 # Twenty AdamW steps: one process, the package's, torch's. AdamW treats every number by itself, so it takes a piece as
@@ -392,11 +389,10 @@ for name, size in by.items():
 assert by["fsdp"] > 50 * by["ddp"]
 
 # %% [markdown]
-# Seventy times. torch hides under products what it can, and a tenth of a step may be hidden. Over Ethernet of 10 Gbit a
-# second it would be seconds.
+# Seventy times. torch hides under products what it can, and a tenth of a step may be hidden.
 #
-# And the gradients? They are reduced after each of the four micro-batches in place of once. Predict how many times the
-# bytes of a step grow by that, for QLoRA and for full fine-tuning.
+# Gradients are reduced after each of the four micro-batches in place of once. Predict how many times the bytes of a
+# step grow by that, for QLoRA and for full fine-tuning.
 
 # %%
 for name, recipe in {"QLoRA": job, "full": full}.items():
@@ -408,9 +404,8 @@ for name, recipe in {"QLoRA": job, "full": full}.items():
     assert round(each / step, 2) == {"QLoRA": 1.02, "full": 1.37}[name]
 
 # %% [markdown]
-# QLoRA reduces so few gradients that it does not matter. In full fine-tuning each micro-batch adds a reduction to its
-# two gathers, so a step of four sends 37 % more. If the wire is slow and the card has room, choose
-# `parallel.reduce=step`.
+# QLoRA reduces so few gradients that it does not matter. A step of full fine-tuning sends 37 % more. If the wire is
+# slow and the card has room, choose `parallel.reduce=step`.
 #
 # ## 5. The production switch
 
@@ -421,14 +416,13 @@ shared = with_settings(job, ["parallel.strategy=fsdp"])
 print(diff(resolve(job, T4), resolve(shared, T4, processes=2)))
 
 # %% [markdown]
-# Our switch calls `fully_shard` on *groups* of weights. A group is gathered as a whole when it runs, and freed after
-# it. Every block is a group, NF4 matrices too. Where embedding and head are two matrices, the embedding is a group, and
-# the last norm with the head is another, as in torchtitan. Where they are one matrix, it is needed at both ends of the
-# model: it belongs to the *root*, and stays whole from the beginning of the forward pass to the end of the backward
-# pass.
+# Our switch calls `fully_shard` on *groups* of weights. A group is gathered when it runs, and freed after it. Every
+# block is a group. Where embedding and head are two matrices, the embedding is a group, and the last norm with the head
+# is another, as in torchtitan. Where they are one matrix, it belongs to the *root*, and stays whole from the beginning
+# of the forward pass to the end of the backward pass.
 #
-# Weights travel as they are stored, and gradients are summed in fp32. Rows are shared as in lesson 20. When is it worth
-# it? Predict for each line whether a card needs less when there are two:
+# Weights travel as they are stored, and gradients are summed in fp32. When is it worth it? Predict for each line
+# whether a card needs less when there are two:
 
 # %%
 models = {"llama-3.2-1b": job, "llama-3.1-8b": job, "llama-2-13b": job, "llama-3.2-1b, full": full}
@@ -449,7 +443,7 @@ def of_needs(theme: Theme):
     """What each card must have, against the number of cards."""
     drawn, axes = course.figure(height=3.2)
     for number, (name, sizes) in enumerate(needs.items()):
-        axes.plot((1, 2, 4, 8), sizes, color=theme.series[number], marker="osD^v"[number], label=name)
+        axes.plot((1, 2, 4, 8), sizes, **marked(theme, number), label=name)
     axes.axhline(T4.memory_bytes / GIB, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.text(8, T4.memory_bytes / GIB + 0.4, "a T4 has 14.7", color=theme.alarm, ha="right")
     axes.set_xscale("log", base=2)
@@ -468,13 +462,12 @@ course.show(
 
 # %% [markdown]
 # The rule: it pays where the blocks are most of the bill, or where embedding and head are two matrices. Llama-2-13B has
-# 32,000 words and large blocks, so a card of two needs 36 % less. Llama-3.1-8B has 128,256 words in two matrices, and
-# needs 15 % less, because only one of the two is whole at a time. The 1B's embedding is its head as well, and half of
-# its frozen bytes: it is whole through the step, *beside* the process's own piece of it. So there a second card costs
-# memory.
+# large blocks, so a card of two needs 36 % less. Llama-3.1-8B needs 15 % less, because only one of its two large
+# matrices is whole at a time. The 1B's embedding is its head as well: it is whole through the step, *beside* the
+# process's own piece of it. So there a second card costs memory.
 #
-# How much do the groups decide? Take a toy with two matrices of 16 MiB. First both are left in the root, then each is a
-# group of its own. Predict the two peaks:
+# How much do the groups decide? Take a toy with two matrices of 16 MiB, first both in the root, then each a group of
+# its own. Predict the two peaks:
 
 
 # %% tags=["hide-input"]
@@ -509,9 +502,9 @@ assert apart_from_it < in_root - 15 * MIB
 
 # %% [markdown]
 # ## 6. Where it breaks
-# **More cards, and a higher peak.** Here it is in the real trainer, on a tiny Llama with 49,152 words of width 256, in
-# fp32, whose embedding is its head as well. An embedding and its half live in each process, and when it arrives also
-# the buffer in which it comes. Predict by how many MB the peak grows.
+# **More cards, and a higher peak.** Here it is in the real trainer, in fp32, on a tiny Llama with 49,152 words of width
+# 256, whose embedding is its head as well. An embedding and its half live in each process, and when it arrives also its
+# buffer. Predict by how many MB the peak grows.
 
 # %% tags=["hide-input"]
 folder = tempfile.TemporaryDirectory()
@@ -576,8 +569,7 @@ except BadInput as refused:
 # %% [markdown]
 # **A warning, and nothing is sharded.** accelerate's way to FSDP2 leaves 4-bit weights whole when they are stored as
 # bytes. That is how they are stored if nobody says otherwise, and QLoRA's base consists of them. Cure there:
-# `bnb_4bit_quant_storage`, a float type that holds the same bits. `fully_shard` itself takes bytes as they are, in
-# torch 2.11 with a little help.
+# `bnb_4bit_quant_storage`, a float type that holds the same bits. `fully_shard` itself takes bytes as they are.
 
 
 # %% tags=["hide-input"]
@@ -633,7 +625,7 @@ ranks.close()
 # 3. **Reach.** Prefetching. Fill in `forward_seconds(computes, gathers)`, two lists of seconds: block $i$ takes
 #    `gathers[i]` on the wire and `computes[i]` to run. It starts when its weights have come and the block before it is
 #    done. The weights of block $i + 1$ set off when block $i$ starts. Return the seconds from the first gather to the
-#    end of the last block. (Then ask how slow the wire may be before you notice.)
+#    end of the last block.
 
 # %% tags=["exercise"]
 cards_of_80_gb = None
