@@ -87,11 +87,13 @@ assert [round(after(stage) / 1e9, 1) for stage in range(4)] == [120, 31.4, 16.6,
 # neither gradient nor states. How many MiB does each stage take off *our* state, on two cards? Guess three numbers.
 # (AdamW has fp32 states here; section 6 says why.)
 
-# %%
+# %% tags=["hide-input"]
 job = with_settings(course.CAPSTONE, ["tricks.optimizer=adamw", "tricks.paged_optimizer=false"])
 whole_model = ("peft=none", "quantization=none", "double_quantization=false", "lean_preparation=false")
 full = with_settings(job, [f"tricks.{off}" for off in whole_model])
 once = with_settings(full, ["parallel.reduce=step"])  # gradients are reduced once a step
+of_one_card = with_settings(job, ["tricks.gradient_accumulation=4"])  # one card of two has half of the micro-batches
+shape = find_shape(job.model)
 stages = {"all whole": "none", "stage 1": "zero1", "stage 2": "zero2", "stage 3": "fsdp"}
 
 
@@ -99,6 +101,7 @@ def bill(recipe, strategy, cards=2, model="llama-3.2-1b"):
     return per_process(recipe, find_shape(model), T4, strategy, 1 if strategy == "none" else cards)
 
 
+# %%
 for name, recipe in {"full": full, "QLoRA": job}.items():
     for stage, strategy in stages.items():
         found = bill(recipe, strategy)
@@ -107,14 +110,10 @@ state = {strategy: bill(job, strategy).state_bytes for strategy in stages.values
 assert state["none"] - state["zero2"] < 0.06 * state["none"]
 assert state["fsdp"] < 0.51 * state["none"]
 assert bill(job, "fsdp").peak_bytes > bill(job, "none").peak_bytes
-gradients = {
-    name: sum(line.bytes for line in bill(recipe, "fsdp").lines if line.name == "gradients")
-    for name, recipe in {"once a step": once, "after each micro-batch": full}.items()
-}
-for name, size in gradients.items():
+for name, recipe, each in (("once a step", once, 4), ("after each micro-batch", full, 2)):
+    size = sum(line.bytes for line in bill(recipe, "fsdp").lines if line.name == "gradients")
     print(f"full, stage 3, gradients reduced {name}: {size / MIB:6,.0f} MiB of gradients at the peak")
-assert gradients["once a step"] == 4 * find_shape("llama-3.2-1b").weights
-assert gradients["after each micro-batch"] * 2 == gradients["once a step"]
+    assert size == each * shape.weights
 
 
 # %% tags=["hide-input"]
@@ -379,9 +378,7 @@ assert with_fsdp == 1.5 * with_ddp
 # bytes is that? Guess before you run.
 
 # %%
-shape = find_shape(job.model)
-mine = with_settings(job, ["tricks.gradient_accumulation=4"])
-work = folds.step(mine, shape, CARDS["t4"], trained_share=TRAINED_SHARE).seconds
+work = folds.step(of_one_card, shape, CARDS["t4"], trained_share=TRAINED_SHARE).seconds
 by = {name: sum(call.sent for call in way.traffic(job, shape, 2)) for name, way in (("ddp", ddp), ("fsdp", fsdp))}
 for name, size in by.items():
     wire = size / CARDS["t4"].link_rate / LINK
@@ -396,10 +393,8 @@ assert by["fsdp"] > 50 * by["ddp"]
 
 # %%
 for name, recipe in {"QLoRA": job, "full": full}.items():
-    each, step = (
-        sum(call.sent for call in fsdp.traffic(with_settings(recipe, [f"parallel.reduce={when}"]), shape, 2))
-        for when in ("micro_batch", "step")
-    )
+    both = (with_settings(recipe, ["parallel.reduce=step"]), recipe)
+    step, each = (sum(call.sent for call in fsdp.traffic(one, shape, 2)) for one in both)
     print(f"{name:6}{step / 1e6:7,.0f} MB a step, or {each / 1e6:7,.0f}: {each / step:.2f} times")
     assert round(each / step, 2) == {"QLoRA": 1.02, "full": 1.37}[name]
 
