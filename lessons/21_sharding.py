@@ -145,8 +145,8 @@ course.show(
 # Stages 1 and 2 together save 65 of 1,152 MiB. Only stage 3 finds something: it halves the state. However, its *peak*
 # grows all the same (section 5).
 #
-# In full fine-tuning the peak depends on when gradients are reduced. Once a step: each process keeps whole ones until
-# the last micro-batch. After each micro-batch: only pieces wait. The latter is our default
+# In full fine-tuning the peak depends on when gradients are reduced. If once a step, each process keeps whole ones
+# until the last micro-batch. If after each micro-batch, only pieces wait. That is our default
 # (`parallel.reduce=micro_batch`), and section 4 shows what it costs on the wire. We build stage 3 first.
 #
 # ## 2. From scratch, in three steps
