@@ -77,7 +77,10 @@ TOGGLES_LATER: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """What settings are drawn from, and the file of their results. With one thing more in it, they would be others."""
+    """What settings are drawn from, and the file of their results.
+
+    A family is never changed: with one model or toggle more, the same seed would draw other settings.
+    """
 
     models: tuple[str, ...]
     toggles: dict[str, tuple[Any, ...]]

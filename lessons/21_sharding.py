@@ -13,10 +13,9 @@
 # > **Card.** saves state: 1 / N of weights, gradients and optimizer states in each process / costs the blocks' weights
 # > twice a micro-batch, over the wire / exact within rounding / 40 minutes / after lesson 20
 #
-# The job is QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens. In lesson 20 each of two cards held
-# all of it: the same weights, the same gradients after the all-reduce, the same optimizer states. Bit for bit the same
-# things, twice. Must that be? ZeRO (the *zero redundancy optimizer*) says no; torch calls it FSDP2, *fully sharded data
-# parallel*.
+# The job is QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens. In lesson 20 each of two cards held all
+# of it: the same weights, the same gradients after the all-reduce, the same optimizer states. All twice. Must that be?
+# ZeRO (the *zero redundancy optimizer*) says no; torch calls it FSDP2, *fully sharded data parallel*.
 
 # %% tags=["hide-input"]
 import logging
@@ -42,7 +41,7 @@ from torch import nn
 
 from cria_tricks import course, parallel
 from cria_tricks.bench.case import TRAINED_SHARE
-from cria_tricks.bench.style import Theme, panels
+from cria_tricks.bench.style import Theme, marked, panels
 from cria_tricks.bill.calls import CountCollectives, ring_share
 from cria_tricks.common.errors import BadInput
 from cria_tricks.course.processes import Ranks
@@ -88,11 +87,13 @@ assert [round(after(stage) / 1e9, 1) for stage in range(4)] == [120, 31.4, 16.6,
 # neither gradient nor states. How many MiB does each stage take off *our* state, on two cards? Guess three numbers.
 # (AdamW has fp32 states here; section 6 says why.)
 
-# %%
+# %% tags=["hide-input"]
 job = with_settings(course.CAPSTONE, ["tricks.optimizer=adamw", "tricks.paged_optimizer=false"])
 whole_model = ("peft=none", "quantization=none", "double_quantization=false", "lean_preparation=false")
 full = with_settings(job, [f"tricks.{off}" for off in whole_model])
 once = with_settings(full, ["parallel.reduce=step"])  # gradients are reduced once a step
+of_one_card = with_settings(job, ["tricks.gradient_accumulation=4"])  # one card of two has half of the micro-batches
+shape = find_shape(job.model)
 stages = {"all whole": "none", "stage 1": "zero1", "stage 2": "zero2", "stage 3": "fsdp"}
 
 
@@ -100,6 +101,7 @@ def bill(recipe, strategy, cards=2, model="llama-3.2-1b"):
     return per_process(recipe, find_shape(model), T4, strategy, 1 if strategy == "none" else cards)
 
 
+# %%
 for name, recipe in {"full": full, "QLoRA": job}.items():
     for stage, strategy in stages.items():
         found = bill(recipe, strategy)
@@ -108,14 +110,10 @@ state = {strategy: bill(job, strategy).state_bytes for strategy in stages.values
 assert state["none"] - state["zero2"] < 0.06 * state["none"]
 assert state["fsdp"] < 0.51 * state["none"]
 assert bill(job, "fsdp").peak_bytes > bill(job, "none").peak_bytes
-gradients = {
-    name: sum(line.bytes for line in bill(recipe, "fsdp").lines if line.name == "gradients")
-    for name, recipe in {"once a step": once, "after each micro-batch": full}.items()
-}
-for name, size in gradients.items():
+for name, recipe, each in (("once a step", once, 4), ("after each micro-batch", full, 2)):
+    size = sum(line.bytes for line in bill(recipe, "fsdp").lines if line.name == "gradients")
     print(f"full, stage 3, gradients reduced {name}: {size / MIB:6,.0f} MiB of gradients at the peak")
-assert gradients["once a step"] == 4 * find_shape("llama-3.2-1b").weights
-assert gradients["after each micro-batch"] * 2 == gradients["once a step"]
+    assert size == each * shape.weights
 
 
 # %% tags=["hide-input"]
@@ -147,11 +145,9 @@ course.show(
 # Stages 1 and 2 together save 65 of 1,152 MiB. Only stage 3 finds something: it halves the state. However, its *peak*
 # grows all the same (section 5).
 #
-# In full fine-tuning the peak depends on when gradients are reduced. A process computes several micro-batches in a
-# step. If gradients are reduced once a step, each process keeps whole ones until the last micro-batch, so stage 2's
-# half of the gradients is lost. If they are reduced after each micro-batch, only pieces wait. That is our default
-# (`parallel.reduce=micro_batch`), because memory is what we shard for. Section 4 shows what it costs on the wire. We
-# build stage 3 first, because with larger blocks it is what lets a model fit at all.
+# In full fine-tuning the peak depends on when gradients are reduced. If once a step, each process keeps whole ones
+# until the last micro-batch. If after each micro-batch, only pieces wait. That is our default
+# (`parallel.reduce=micro_batch`), and section 4 shows what it costs on the wire. We build stage 3 first.
 #
 # ## 2. From scratch, in three steps
 # Four blocks, two processes, as in lesson 20. A block's weights are one vector of $E$ numbers, so that cutting is easy.
@@ -320,7 +316,7 @@ course.show(over_time, "Figure 2. Half of every block, and one of them whole, tw
 # %% [markdown]
 # Bit for bit the same gradients, no weights between the passes; the peak is one block, its gradient, and all pieces'
 # gradients. That is stage 3. The package's `fsdp.Sharded` wraps any module so. torch's `fully_shard` adds prefetching:
-# the next block's all-gather runs under this block's products. Prefetching takes a buffer of one more block.
+# the next block's all-gather runs under this block's products.
 #
 # ## 3. Prove it
 # Twenty AdamW steps: one process, the package's, torch's. AdamW treats every number by itself, so it takes a piece as
@@ -382,9 +378,7 @@ assert with_fsdp == 1.5 * with_ddp
 # bytes is that? Guess before you run.
 
 # %%
-shape = find_shape(job.model)
-mine = with_settings(job, ["tricks.gradient_accumulation=4"])
-work = folds.step(mine, shape, CARDS["t4"], trained_share=TRAINED_SHARE).seconds
+work = folds.step(of_one_card, shape, CARDS["t4"], trained_share=TRAINED_SHARE).seconds
 by = {name: sum(call.sent for call in way.traffic(job, shape, 2)) for name, way in (("ddp", ddp), ("fsdp", fsdp))}
 for name, size in by.items():
     wire = size / CARDS["t4"].link_rate / LINK
@@ -392,25 +386,21 @@ for name, size in by.items():
 assert by["fsdp"] > 50 * by["ddp"]
 
 # %% [markdown]
-# Seventy times. torch hides under products what it can, and a tenth of a step may be hidden. Over Ethernet of 10 Gbit a
-# second it would be seconds.
+# Seventy times. torch hides under products what it can, and a tenth of a step may be hidden.
 #
-# And the gradients? They are reduced after each of the four micro-batches in place of once. Predict how many times the
-# bytes of a step grow by that, for QLoRA and for full fine-tuning.
+# Gradients are reduced after each of the four micro-batches in place of once. Predict how many times the bytes of a
+# step grow by that, for QLoRA and for full fine-tuning.
 
 # %%
 for name, recipe in {"QLoRA": job, "full": full}.items():
-    each, step = (
-        sum(call.sent for call in fsdp.traffic(with_settings(recipe, [f"parallel.reduce={when}"]), shape, 2))
-        for when in ("micro_batch", "step")
-    )
+    both = (with_settings(recipe, ["parallel.reduce=step"]), recipe)
+    step, each = (sum(call.sent for call in fsdp.traffic(one, shape, 2)) for one in both)
     print(f"{name:6}{step / 1e6:7,.0f} MB a step, or {each / 1e6:7,.0f}: {each / step:.2f} times")
     assert round(each / step, 2) == {"QLoRA": 1.02, "full": 1.37}[name]
 
 # %% [markdown]
-# QLoRA reduces so few gradients that it does not matter. In full fine-tuning each micro-batch adds a reduction to its
-# two gathers, so a step of four sends 37 % more. If the wire is slow and the card has room, choose
-# `parallel.reduce=step`.
+# QLoRA reduces so few gradients that it does not matter. A step of full fine-tuning sends 37 % more. If the wire is
+# slow and the card has room, choose `parallel.reduce=step`.
 #
 # ## 5. The production switch
 
@@ -421,14 +411,13 @@ shared = with_settings(job, ["parallel.strategy=fsdp"])
 print(diff(resolve(job, T4), resolve(shared, T4, processes=2)))
 
 # %% [markdown]
-# Our switch calls `fully_shard` on *groups* of weights. A group is gathered as a whole when it runs, and freed after
-# it. Every block is a group, NF4 matrices too. Where embedding and head are two matrices, the embedding is a group, and
-# the last norm with the head is another, as in torchtitan. Where they are one matrix, it is needed at both ends of the
-# model: it belongs to the *root*, and stays whole from the beginning of the forward pass to the end of the backward
-# pass.
+# Our switch calls `fully_shard` on *groups* of weights. A group is gathered when it runs, and freed after it. Every
+# block is a group. Where embedding and head are two matrices, the embedding is a group, and the last norm with the head
+# is another, as in torchtitan. Where they are one matrix, it belongs to the *root*, and stays whole from the beginning
+# of the forward pass to the end of the backward pass.
 #
-# Weights travel as they are stored, and gradients are summed in fp32. Rows are shared as in lesson 20. When is it worth
-# it? Predict for each line whether a card needs less when there are two:
+# Weights travel as they are stored, and gradients are summed in fp32. When is it worth it? Predict for each line
+# whether a card needs less when there are two:
 
 # %%
 models = {"llama-3.2-1b": job, "llama-3.1-8b": job, "llama-2-13b": job, "llama-3.2-1b, full": full}
@@ -449,7 +438,7 @@ def of_needs(theme: Theme):
     """What each card must have, against the number of cards."""
     drawn, axes = course.figure(height=3.2)
     for number, (name, sizes) in enumerate(needs.items()):
-        axes.plot((1, 2, 4, 8), sizes, color=theme.series[number], marker="osD^v"[number], label=name)
+        axes.plot((1, 2, 4, 8), sizes, **marked(theme, number), label=name)
     axes.axhline(T4.memory_bytes / GIB, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.text(8, T4.memory_bytes / GIB + 0.4, "a T4 has 14.7", color=theme.alarm, ha="right")
     axes.set_xscale("log", base=2)
@@ -468,13 +457,12 @@ course.show(
 
 # %% [markdown]
 # The rule: it pays where the blocks are most of the bill, or where embedding and head are two matrices. Llama-2-13B has
-# 32,000 words and large blocks, so a card of two needs 36 % less. Llama-3.1-8B has 128,256 words in two matrices, and
-# needs 15 % less, because only one of the two is whole at a time. The 1B's embedding is its head as well, and half of
-# its frozen bytes: it is whole through the step, *beside* the process's own piece of it. So there a second card costs
-# memory.
+# large blocks, so a card of two needs 36 % less. Llama-3.1-8B needs 15 % less, because only one of its two large
+# matrices is whole at a time. The 1B's embedding is its head as well: it is whole through the step, *beside* the
+# process's own piece of it. So there a second card costs memory.
 #
-# How much do the groups decide? Take a toy with two matrices of 16 MiB. First both are left in the root, then each is a
-# group of its own. Predict the two peaks:
+# How much do the groups decide? Take a toy with two matrices of 16 MiB, first both in the root, then each a group of
+# its own. Predict the two peaks:
 
 
 # %% tags=["hide-input"]
@@ -509,9 +497,9 @@ assert apart_from_it < in_root - 15 * MIB
 
 # %% [markdown]
 # ## 6. Where it breaks
-# **More cards, and a higher peak.** Here it is in the real trainer, on a tiny Llama with 49,152 words of width 256, in
-# fp32, whose embedding is its head as well. An embedding and its half live in each process, and when it arrives also
-# the buffer in which it comes. Predict by how many MB the peak grows.
+# **More cards, and a higher peak.** Here it is in the real trainer, in fp32, on a tiny Llama with 49,152 words of width
+# 256, whose embedding is its head as well. An embedding and its half live in each process, and when it arrives also its
+# buffer. Predict by how many MB the peak grows.
 
 # %% tags=["hide-input"]
 folder = tempfile.TemporaryDirectory()
@@ -576,8 +564,7 @@ except BadInput as refused:
 # %% [markdown]
 # **A warning, and nothing is sharded.** accelerate's way to FSDP2 leaves 4-bit weights whole when they are stored as
 # bytes. That is how they are stored if nobody says otherwise, and QLoRA's base consists of them. Cure there:
-# `bnb_4bit_quant_storage`, a float type that holds the same bits. `fully_shard` itself takes bytes as they are, in
-# torch 2.11 with a little help.
+# `bnb_4bit_quant_storage`, a float type that holds the same bits. `fully_shard` itself takes bytes as they are.
 
 
 # %% tags=["hide-input"]
@@ -633,7 +620,7 @@ ranks.close()
 # 3. **Reach.** Prefetching. Fill in `forward_seconds(computes, gathers)`, two lists of seconds: block $i$ takes
 #    `gathers[i]` on the wire and `computes[i]` to run. It starts when its weights have come and the block before it is
 #    done. The weights of block $i + 1$ set off when block $i$ starts. Return the seconds from the first gather to the
-#    end of the last block. (Then ask how slow the wire may be before you notice.)
+#    end of the last block.
 
 # %% tags=["exercise"]
 cards_of_80_gb = None

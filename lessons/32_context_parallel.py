@@ -158,10 +158,10 @@ print(f"merged from two parts: off by {(merged - whole[:, :, last]).abs().max():
 torch.testing.assert_close(merged, whole[:, :, last])
 
 # %% [markdown]
-# **Step 2: who gets which tokens?** In order, process 0 would have the first tokens, which see almost nothing, and the
-# last process those that see everything. All wait for the slowest. So cut the row into $2N$ chunks, and give process
-# $r$ chunk $r$ and chunk $2N - 1 - r$: a *zigzag*. Count pairs of chunks for four processes. How much more work has the
-# last one than the first, in order?
+# **Step 2: who gets which tokens?** Suppose that we cut the row in order. Then process 0 has the first tokens, which
+# see almost nothing. The last process has those that see everything, and all wait for it. So cut the row into $2N$
+# chunks, and give process $r$ chunk $r$ and chunk $2N - 1 - r$: a *zigzag*. Count pairs of chunks for four processes.
+# How much more work has the last one than the first, in order?
 
 
 # %%
