@@ -15,6 +15,7 @@ Shapes: a window of k micro-batches of (B, T); each of N processes takes k / N o
 """
 
 import contextlib
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -118,6 +119,10 @@ def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
         plan: not used here.
         world: the processes.
     """
+    # The trainer forgets the gradients after each step. Here it sets them to zero, so that they stay views of the
+    # buckets: DDP would fill new tensors beside them in all micro-batches but the last.
+    model: Any = total.model
+    model.zero_grad = functools.partial(model.zero_grad, set_to_none=False)
     # DDP averages the gradients over the processes. The trainer multiplies its loss by their number, so the average is
     # the sum. Buffers need no broadcast, because training changes none of them. Gradients that are views of DDP's
     # all-reduce buckets need no memory of their own.
