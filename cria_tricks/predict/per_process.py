@@ -206,15 +206,14 @@ def stages_of(recipe: Recipe, shape: Shape, strategy: str, processes: int) -> li
     else:
         cards = [layer * stages // shape.layers for layer in range(shape.layers)]
         blocks = [cards.count(number) for number in range(stages)]
-    # With a device map, transformers leaves a tied head where the embedding is. A pipeline's last stage has its own
-    # copy.
-    head = 0 if shape.tied and not piped else stages - 1
+    # The device map puts the head where the embedding and the labels are. A pipeline's last stage has its own.
+    head = stages - 1 if piped else 0
     found = []
     for number, layers in enumerate(blocks):
-        # With a vocabulary of 0 the formulas count no embedding, no head and no logits. tied=True makes them count one
-        # matrix of this size: a stage that has both the embedding and the head has them as one tied matrix.
+        # With a vocabulary of 0 the formulas count no embedding, no head and no logits. With tied=True they count one
+        # matrix of this size, and only a stage that has both embedding and head can have two.
         words = shape.vocabulary if number in (0, head) else 0
-        part = replace(shape, layers=layers, vocabulary=words, tied=True)
+        part = replace(shape, layers=layers, vocabulary=words, tied=shape.tied or number != 0 or head != 0)
         here = in_stage(own, sum(blocks[:number]), layers)
         found.append(StagePart(here, part, number, stages, number == head))
     return found
@@ -225,9 +224,25 @@ def _stage(
 ) -> Bill:
     """Estimate one stage: the moments of a model with its blocks only, plus a pipeline's other micro-batches."""
     memory = facts(part.recipe, part.shape, device, tokens, trained_tokens)
+    if strategy != "pipeline":
+        return Bill(memory, _moments_of(part, memory, 0), strategy, processes)
+    k = part.recipe.tricks.gradient_accumulation
+    under_way = k if part.recipe.parallel.pipeline_schedule == "gpipe" else min(part.stages - part.number, k)
+    found = [Bill(memory, _moments_of(part, memory, under_way), strategy, processes)]
+    if under_way == k:
+        # All of the step are under way only until the first backward pass ends. Until then there are no gradients.
+        first = replace(memory, waiting_gradient_bytes=0)
+        found[0] = Bill(first, _moments_of(part, first, k), strategy, processes)
+        if k > 1:
+            found.append(Bill(memory, _moments_of(part, memory, k - 1), strategy, processes))
+    return max(found, key=lambda one: one.peak_bytes)
+
+
+def _moments_of(part: StagePart, memory: StepFacts, under_way: int) -> tuple[Moment, ...]:
+    """Return the moments of a stage while so many micro-batches are under way; 0 without a pipeline."""
     steps = moments(memory)
     at_the_end = () if part.has_head else ("loss", "log-softmax", "head", "last norm")
-    beside = _other_micro_batches(part, memory, steps) if strategy == "pipeline" else ()
+    beside = _other_micro_batches(part, memory, steps, under_way) if under_way else ()
     # The formulas give every model a last norm, of D weights; only the last stage has it.
     no_norm = 0 if part.is_last else part.shape.width * memory.other_weight_itemsize
     found = []
@@ -237,35 +252,35 @@ def _stage(
         lines = (_less(line, "weights: all others", no_norm) for line in moment.lines)
         waiting = beside[-1:] if moment.name == "optimizer step" else beside  # by then only the buffers are left
         found.append(Moment(moment.name, (*lines, *waiting)))
-    if strategy == "pipeline" and part.recipe.parallel.pipelines > 1:
+    if under_way and part.recipe.parallel.pipelines > 1:
         found.insert(-1, _averaging(memory.trained_weights, found[-1]))
-    return Bill(memory, tuple(found), strategy, processes)
+    return tuple(found)
 
 
-def _other_micro_batches(part: StagePart, memory: StepFacts, steps: list[Moment]) -> tuple[Line, ...]:
+def _other_micro_batches(part: StagePart, memory: StepFacts, steps: list[Moment], under_way: int) -> tuple[Line, ...]:
     """Return the lines of what a pipeline's stage holds, besides the micro-batch on which it works.
 
     Args:
         part: the stage.
         memory: the facts of its step.
         steps: the moments of its step, for one micro-batch.
+        under_way: how many micro-batches are under way, with that one.
 
     Returns:
-        The saved activations of other micro-batches, the logits that were returned, and the receive buffers.
+        The saved activations of other micro-batches, what was put out and is kept, and the receive buffers.
     """
     k = part.recipe.tricks.gradient_accumulation
-    under_way = k if part.recipe.parallel.pipeline_schedule == "gpipe" else min(part.stages - part.number, k)
     kept = next(line.bytes for line in steps[0].lines if line.name == "saved activations")
     logits = 0
     if part.has_head and "log-softmax" in memory.loss_moments(memory):  # the full loss, of all tokens at once
         logits = memory.all_tokens * part.shape.vocabulary
     kept += logits * FP32  # the loss saves the result of log-softmax
     hidden = memory.all_tokens * part.shape.width * memory.hidden_itemsize
-    put_out = logits * memory.product_itemsize
+    put_out = logits * memory.product_itemsize or hidden
     neighbours = 2 - (part.number == 0) - part.is_last  # a stage at either end has one neighbour only
     return (
         Line("saved: other micro-batches", (under_way - 1) * kept, f"activations and logits of {under_way - 1} more"),
-        Line("pipeline: logits", under_way * put_out, "kept until the backward pass"),
+        Line("pipeline: outputs", under_way * put_out, "logits or hidden states, kept until the backward pass"),
         Line("pipeline: receive buffers", k * hidden * neighbours, f"for all {k} micro-batches"),
     )
 

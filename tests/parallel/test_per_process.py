@@ -1,6 +1,5 @@
 """What a process holds: the state against real ones, to the byte; the peak against a counted step; ZeRO's figure."""
 
-import contextlib
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -9,19 +8,28 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.per_process import (
+    LORA,
+    PACKED,
+    counted_cards,
+    counted_peak,
+    counted_stage,
+    made,
+    moments_of,
+    saved,
+    shares,
+)  # fmt: skip
+from benchmarks.per_process import WIDTHS as WIDTHS_OF
 from cria_tricks.bill import fsdp_bytes
 from cria_tricks.bill.lines import Line
 from cria_tricks.bill.moments import moments
 from cria_tricks.common.errors import BadInput
-from cria_tricks.load import losses
 from cria_tricks.load.stages import cut, find_blocks
 from cria_tricks.measure.memory import LiveBytes, _quantization_tensors
 from cria_tricks.models.shape import Shape, find_shape, shape_of
-from cria_tricks.parallel import STRATEGIES, dtensor, fsdp
 from cria_tricks.parallel.pipeline import one_forward_one_backward
 from cria_tricks.predict.per_process import STRATEGIES as ESTIMATED
 from cria_tricks.predict.per_process import Bill, local, per_process, stages_of
-from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import folds
 from cria_tricks.tricks.folds import estimate
@@ -29,17 +37,8 @@ from tests.helpers import prepare
 from tests.memory.cases import CPU, T4
 from tests.sweeps import sample
 
-WIDTHS = {
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 1024,
-    "tie_word_embeddings": True,
-}
+WIDTHS = WIDTHS_OF["toy"]
 SHAPE = shape_of({"model_type": "llama", **WIDTHS}, "five blocks")
-LORA = ("tricks.peft=lora", "lora.r=8", "tricks.attention=sdpa")
 CHECKPOINTED = (*LORA, "tricks.gradient_checkpointing=true")
 TWO = (*LORA, "tricks.gradient_checkpointing=2")
 FULL = ("tricks.attention=sdpa",)
@@ -48,76 +47,14 @@ CHUNKED = "tricks.chunked_loss=true"
 HEAD = ("tricks.peft=head",)
 
 
-def saved(where: Path, tied: bool) -> Path:
-    """Five blocks, whose heads, key heads and inner width four processes can share."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    LlamaForCausalLM(LlamaConfig(**WIDTHS | {"tie_word_embeddings": tied})).save_pretrained(where)
-    return where
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return saved(tmp_path_factory.mktemp("five-blocks"), True)
+    return saved(tmp_path_factory.mktemp("five-blocks"), WIDTHS)
 
 
 @pytest.fixture(scope="module")
 def folder_untied(tmp_path_factory) -> Path:
-    return saved(tmp_path_factory.mktemp("five-blocks-untied"), False)
-
-
-class Live(LiveBytes):
-    """Sees at every operation that FSDP has given the bytes of a gathered weight back, not only at its next gather."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.remeasure()
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-class Summed(torch.nn.Module):
-    """A model and its loss, summed."""
-
-    def __init__(self, model: torch.nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1].float().flatten(0, 1)
-        return torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
-
-
-def made(folder: Path, strategy: str, data: int, settings: tuple[str, ...]) -> tuple[Any, Any, Any]:
-    """A model that processes share, its optimizer, and a function that takes one micro-batch of a row through."""
-    _, plan, loaded = prepare(folder, *settings)
-    loaded.model.train()
-    summed: torch.nn.Module = Summed(loaded.model)
-    if strategy == "context":  # it cuts batches
-        summed = losses.LossSum(loaded.model, losses.full_loss_sum)
-    world = World.of(data, "cpu")
-    total = STRATEGIES[strategy].spread(summed, plan, world)
-    optimizer = torch.optim.AdamW([p for p in total.parameters() if p.requires_grad], fused=True)
-    dtensor.group_apart(optimizer)
-
-    def micro_batch(tokens: int, last: bool = True) -> None:
-        if strategy == "fsdp":
-            fsdp.window(total, world, last)
-        ids = torch.arange(tokens)[None]
-        if strategy == "context":
-            with STRATEGIES[strategy].window(total, world, last):
-                total({"input_ids": ids, "labels": ids}).backward()
-            return
-        sums = contextlib.nullcontext()
-        if strategy in ("tensor", "ddp_tensor"):
-            sums = STRATEGIES[strategy].window(total, world, last)
-        with sums:
-            total(ids).backward()
-
-    return total, optimizer, micro_batch
-
-
-def moments_of(optimizer: Any) -> list[torch.Tensor]:
-    """The two states of each trained tensor, without its count of steps."""
-    return [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    return saved(tmp_path_factory.mktemp("five-blocks-untied"), WIDTHS | {"tie_word_embeddings": False})
 
 
 def held(tensors: Any) -> int:
@@ -129,38 +66,12 @@ def held(tensors: Any) -> int:
 
 def state(folder: Path, strategy: str, data: int, settings: tuple[str, ...]) -> tuple[int, int, int]:
     """What a process holds after a step: bytes of weights, gradients, optimizer states."""
-    total, optimizer, micro_batch = made(folder, strategy, data, settings)
-    micro_batch(8)
+    _, total, optimizer, micro_batch = made(folder, strategy, data, settings)
+    micro_batch(8, True)
     optimizer.step()
     scales = [tensor for module in total.modules() for tensor in _quantization_tensors(module)]  # of 4-bit weights
     gradients = [p.grad for p in total.parameters() if p.requires_grad]
     return held([*total.parameters(), *scales]), held(gradients), held(moments_of(optimizer))
-
-
-def counted_peak(
-    folder: Path, strategy: str, data: int, settings: tuple[str, ...], micro_batches: int, tokens: int = 64,
-    reduce: str = "micro_batch",
-) -> int:  # fmt: skip
-    """The most bytes that are alive in the second step, in one process."""
-    total, optimizer, micro_batch = made(folder, strategy, data, settings)
-    live = Live()
-    for number in range(2):
-        if number == 1:
-            live.track_all(total.parameters())
-            live.track_all(moments_of(optimizer))
-            live.track_all([p.grad for p in total.parameters() if p.grad is not None])  # DDP's buckets
-            live.__enter__()
-        for index in range(micro_batches):
-            micro_batch(tokens, index == micro_batches - 1 or reduce == "micro_batch")
-        optimizer.step()
-        optimizer.zero_grad()
-    live.__exit__(None, None, None)
-    return live.peak
-
-
-def shares(strategy: str, processes: int) -> int:
-    """Shares of the rows."""
-    return {"tensor": 1, "context": 1, "ddp_tensor": processes // 2}.get(strategy, processes)
 
 
 def bill(strategy: str, processes: int, *settings: str, shape: Shape = SHAPE, **options: Any) -> Bill:
@@ -212,7 +123,9 @@ def test_fsdp_cuts_rows_and_not_elements(four, folder):
 
 
 @pytest.mark.parametrize("tokens", sample([61, 128, 256], 2))
-@pytest.mark.parametrize("settings", sample([LORA, CHECKPOINTED, TWO, FULL], 2), ids=lambda settings: settings[-1])
+@pytest.mark.parametrize(
+    "settings", sample([LORA, CHECKPOINTED, TWO, FULL, (*LORA, PACKED)], 2), ids=lambda settings: settings[-1]
+)
 def test_the_peak_of_a_row_that_processes_share_is_that_of_a_counted_step(two, folder, settings, tokens):
     counted = two.run(counted_peak, folder, "context", 1, settings, 1, tokens)[0]
     found = bill("context", 2, *settings, tokens=tokens)
@@ -271,6 +184,34 @@ def test_the_peak_of_four_processes_that_cut_matrices(four, folder, strategy, se
     found = bill(strategy, 4, f"tricks.gradient_accumulation={shares(strategy, 4)}", *settings)
     print(f"{strategy}: {found.peak_bytes / counted - 1:+.1%} at the {found.peak.name}")
     assert found.peak_bytes == pytest.approx(counted, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("settings", "micro_batches", "pool"),
+    sample(itertools.product((LORA, CHECKPOINTED, TWO), (4, 7), ("two", "four")), 2),
+)
+def test_the_peak_of_a_pipelines_stages(request, folder, settings, micro_batches, pool):
+    counted = request.getfixturevalue(pool).run(counted_stage, folder, settings, micro_batches, 64)
+    window = f"tricks.gradient_accumulation={micro_batches}"
+    found = [bill("pipeline", len(counted), window, *settings, stage=stage).peak_bytes for stage in range(len(counted))]
+    print(*(f"{one / real - 1:+.1%}" for one, real in zip(found, counted, strict=True)))
+    assert max(found) == pytest.approx(max(counted), rel=0.02)
+    assert all(one > 0.98 * real for one, real in zip(found, counted, strict=True)), "a stage would run out of memory"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "micro_batches", "cards"), sample(itertools.product((LORA, CHECKPOINTED, FULL), (1, 2), (2, 4)), 2)
+)
+def test_the_peak_of_a_device_maps_cards(folder, folder_untied, tied, settings, micro_batches, cards):
+    counted = counted_cards(folder if tied else folder_untied, cards, settings, micro_batches, 64)
+    shape = shape_of({"model_type": "llama", **WIDTHS, "tie_word_embeddings": tied}, "five blocks")
+    window = f"tricks.gradient_accumulation={micro_batches}"
+    found = [bill("model", cards, window, *settings, shape=shape, stage=card).peak_bytes for card in range(cards)]
+    print(*(f"{one / real - 1:+.1%}" for one, real in zip(found, counted, strict=True)))
+    assert max(found) == pytest.approx(max(counted), rel=0.02)
+    # Without the largest, whose embedding hides it, a card with one block shows what a block is off: one MLP tensor.
+    assert found == pytest.approx(counted, abs=4 * 64 * (WIDTHS["intermediate_size"] + WIDTHS["hidden_size"]))
 
 
 def test_with_short_rows_the_peak_under_fsdp_is_where_weights_arrive(two, folder):
