@@ -212,7 +212,7 @@ def is_hub_set(name: str) -> bool:
 
 def is_prepared(name: str) -> bool:
     """Tell whether a name means a folder of token shards, which ``cria prepare`` has written."""
-    return Path(name, PREPARED).is_file()
+    return os.path.isfile(os.path.join(name, PREPARED))  # also for a name that can be no path
 
 
 def _from_texts(path: Path, part: Part) -> DataSource:
