@@ -60,7 +60,7 @@ def of_run(plan: Plan, recipe: Recipe, shape: Shape, processes: int, tokens: int
     card = by_datasheet(plan.device)
     peak = None
     # strategy=model spreads one model over all cards of the machine from one process, and only one of them computes.
-    if card and recipe.parallel.strategy != "model":
+    if card and plan.parallel["strategy"] != "model":
         peak = processes * card.flops(work.precision)
     return Utilisation(model_flops(work), hardware_flops(work), peak)
 
