@@ -8,16 +8,15 @@
 
 # %% [markdown]
 # # 26. Data at scale: read what you need, each row once
-# > **Promise.** You clean a folder of books, write its tokens into a file that training reads without holding it in
-# > memory, and stream another one, stop in the middle, and go on: the stop repeats no row and skips none. And you find
-# > the test's questions among the training rows.
+# > **Promise.** You clean a folder of books, and write its tokens into a file that training reads row by row. You
+# > stream a folder, stop and go on, and no row comes twice or is lost. And you find test questions among training rows.
 #
 # > **Card.** saves the memory of all rows: 12 bytes a character as Python lists, 0.6 as 16-bit ids / costs a pass
-# > beforehand, or tokenizing in each epoch / exact: each row once a pass, also over a stop / 35 minutes / after
-# > lesson 14
+# > beforehand, or tokenizing in each epoch / exact: each row once a pass, also over a stop / 35 minutes / after lesson
+# > 14
 #
-# Our job has 107 rows, and one line of Python reads them. Here a collection of books takes their place. The adapter
-# trains on whole texts (*continued pretraining*), to learn a subject before it learns to answer.
+# Our job has 107 rows. Here a collection of books takes their place. The adapter trains on whole texts (*continued
+# pretraining*), to learn a subject before it learns to answer.
 
 # %% tags=["hide-input"]
 import json
@@ -78,15 +77,14 @@ folder = Path(place.name)
 
 # %% [markdown]
 # ## 1. The bill
-# 200 MB of English like ours, below, are some 60 million tokens. They can wait for the training in four ways:
+# 200 MB of English like ours, below, are some 60 million tokens. They can wait in four ways:
 #
 # - **lists** of Python integers, ids and labels
 # - **an array** of 16-bit ids (our vocabulary has 49,152 tokens; Llama-3.2's 128,256 need 32 bits)
-# - **a mapped file** of the array: the system reads a page when asked, and may drop it again
+# - **a mapped file** of the array: the system reads a *page* of it (4 KiB) when asked, and may drop it again
 # - **a stream**, which tokenizes during the training
 #
-# How many bytes of memory does each take for a character of the text? And which of them reads all rows fastest? Write
-# down four guesses, and a name.
+# How many bytes of memory does each take for a character of the text? Which reads all rows fastest? Guess.
 
 # %%
 T = 128
@@ -180,11 +178,11 @@ assert taken[stream_of][1] > 5 * taken[mapped][1]  # an epoch of a stream tokeni
 assert taken[stream_of][0] < taken[mapped][0] / 5  # but its first row needs no pass beforehand
 
 # %% [markdown]
-# A Python integer is an object of 32 bytes (those up to 256 exist only once), and each list needs 8 to point to it: in
-# all nineteen times an array's 2 bytes. The last two ways take the same for any text. But `tracemalloc` does not see
-# mapped pages. What does the *process* show after 64 MiB of a mapped file were read?
+# A Python integer takes 28 bytes (those up to 256 exist only once), and each list 8 more to point to it: in all
+# nineteen times an array's 2 bytes. A mapped file and a stream take the same for a text of any length. But
+# `tracemalloc` does not see mapped pages. What does the *process* show after it has read 64 MiB of a mapped file?
 
-# %%
+# %% tags=["hide-input"]
 with (folder / "zeros").open("wb") as file:
     file.truncate(2**26)
 with (folder / "zeros").open("rb") as file:
@@ -198,20 +196,19 @@ print(f"read: {read / 2**20:+.0f} MiB, dropped: {dropped / 2**20:+.0f} MiB")
 assert read > 2**25 > 4 * abs(dropped)
 
 # %% [markdown]
-# The process keeps what it read until memory runs short, because the file still has it. So a mapped file does not fill
-# the memory, but a monitor may show that it does. The package maps one row at a time, and its memory stays as it is.
+# Mapped pages count as memory of the process, but the system drops them when memory runs short, because the file still
+# has them.
 #
-# A mapped file suits tokens that stay as they are: any row can be read at any time, so all rows can be shuffled,
-# counted and divided as in a list, and a position is one number. nanoGPT trains from such a file, and `datasets` maps
-# its own. It costs disk space and a pass beforehand. `cria prepare` makes that pass (section 5).
+# Any row of a mapped file can be read at any time. So rows can be shuffled and divided as in a list, and a position is
+# one number. nanoGPT trains from such a file, and `cria prepare` writes one (section 5).
 #
-# A stream begins at once and needs no disk. But each epoch tokenizes again, and what was easy becomes hard: shuffle,
-# divide among processes, find what came before, *stop and go on*. This lesson builds that.
+# A stream begins at once and needs no disk. But each epoch tokenizes again, and four things become hard: to shuffle, to
+# divide among processes, to find what came before, and to *stop and go on*. This lesson builds them.
 #
 # ## 2. From scratch, in four steps
-# **Cut.** A book is longer than a row, so its tokens are cut every $T$. How many are never trained? A token is
-# predicted from the one before it, so the first of each row is not. Cure: each row begins with the last tokens of the
-# row before, as *context*. They get the label -100, which makes no loss.
+# **Cut.** A book is longer than a row, so its tokens are cut every $T$. A token is predicted from the one before it, so
+# the first one of each row is never trained. Cure: each row begins with the last tokens of the row before, as
+# *context*. They get the label -100, which makes no loss.
 
 
 # %%
@@ -254,11 +251,11 @@ course.show(
 )
 
 # %% [markdown]
-# **Compare.** Which texts are the same but for a few words? Take all runs of five words, the *shingles*, as a set. Two
-# texts are as similar as $J = |A \cap B| / |A \cup B|$. But a million texts are 500 billion pairs. *MinHash* makes a
-# short signature of a set: hash all shingles, keep the smallest; with another hash function again; 128 times. The
-# smallest of $A \cup B$ is equally likely to be any of them. If it is in both sets, their smallest are equal, and that
-# has the probability $J$. So the share of equal numbers estimates $J$.
+# **Compare.** Which texts are the same but for a few words? Take all sequences of five words, the *shingles*, as a set.
+# Two texts are as similar as $J = |A \cap B| / |A \cup B|$. But a million texts are 500 billion pairs. *MinHash* makes
+# a short *signature* of a set: the smallest hash of its shingles, for each of 128 hash functions. Each shingle of
+# $A \cup B$ is equally likely to have the smallest. If that one is in both sets, their numbers are equal, which has the
+# probability $J$. So the share of equal numbers estimates $J$.
 
 
 # %%
@@ -284,19 +281,17 @@ for A, B in pairs:
     assert abs(estimate - J) < 4 * (J * (1 - J) / 128) ** 0.5
 
 # %% [markdown]
-# One changed word in fifty spoils five shingles. A tenth of each set is then its own, so $J$ falls to 0.9 / 1.1, about
-# 0.8. That is where the package draws its line; of a long row it signs the first 4,000 words.
+# A changed word changes five shingles. So one word in fifty changes a tenth of each set, and $J$ falls to 0.9 / 1.1,
+# about 0.8. From there on the package calls two texts near duplicates.
 #
-# **Meet.** To find a near text without comparing with each, cut the signature into 16 bands of 8 numbers, and keep a
-# table for each band. Texts with an equal band meet. A band is equal with probability $J^8$, so two texts meet with
-# probability $1 - (1 - J^8)^{16}$.
-
-# %%
-bands = {J: 1 - (1 - J**8) ** 16 for J in (0.3, 0.5, 0.7, 0.8, 0.9)}
-print(", ".join(f"{J}: {chance:.3f}" for J, chance in bands.items()))
-
+# **Meet.** Cut the signature into 16 *bands* of 8 numbers, and keep a table for each band. Texts with an equal band
+# meet, and are compared. A band is equal with probability $J^8$, so two texts meet with probability
+# $1 - (1 - J^8)^{16}$.
 
 # %% tags=["hide-input"]
+assert [round(1 - (1 - 0.8**rows) ** count, 2) for rows, count in ((8, 16), (13, 9))] == [0.95, 0.4]
+
+
 def meeting(theme: Theme):
     """How likely two texts meet, by their similarity."""
     drawn, axes = course.figure(height=2.6)
@@ -348,9 +343,9 @@ assert sorted(before + list(second)) == list(range(100))
 
 # %% [markdown]
 # ## 3. Prove it
-# Twelve books in a folder: one twice, and once more with other words here and there; one in French. The package reads
-# them as a stream of four *lanes*: micro-batch $i$ of every step comes from lane $i$, which has shards of its own. Two
-# processes take two lanes each, so a step has the same rows for one process, two or four. A run that stops goes on from
+# Twelve books: one comes twice, and once more with other words here and there; one is in French. The package reads them
+# as a stream of four *lanes*: micro-batch $i$ of every step comes from lane $i$, which has shards of its own. Two
+# processes take two lanes each, so a step has the same rows for one process, two or four. A stopped run goes on from
 # the lanes' places. A lane that ends begins again at once.
 
 # %%
@@ -390,16 +385,14 @@ print("lane 0 after 900 steps:", {name: state["0"][name] for name in ("before", 
 print("passes of each lane that are done:", [state[lane]["epoch"] for lane in "0123"])
 
 # %% [markdown]
-# *before* is the position that `datasets` keeps, behind the last shard that is done. *given* says how many rows of the
-# next one went out. Lane 2 has one shard of one book, and is in its fourth pass while lane 0 is in its first: a stream
+# *before* is the position that `datasets` keeps, behind the last shard that is done. *given* counts the rows of the
+# next shard that went out. Lane 2 has one shard only, and is in its fourth pass while lane 0 is in its first: a stream
 # should have many more shards than lanes.
 #
 # ## 4. What it costs
-# The package's stream of texts holds a shard of each lane as lists, 1 MiB of text at most: by the bill, 12 MB. Of JSON
-# lines it holds 16 bytes for each row of the open shards. Filters look at one row alone, so they work while rows come.
-# A search for duplicates takes one pass over everything before the run. If it keeps what it compares with in memory, it
-# takes for each row that stays a number of 64 bits; for near ones also 128 numbers of 32 bits, and an entry in each of
-# the 16 tables. Predict: hundreds of bytes a row, or thousands?
+# The package's stream holds a shard of each lane as lists, 1 MiB of text at most: by the bill, 12 MB. A search for
+# duplicates takes a pass over everything before the run. In memory it keeps a hash of 64 bits for each row; for near
+# ones also 128 numbers, and an entry in each of 16 tables. Predict: hundreds of bytes a row, or thousands?
 
 # %%
 several = [Chat((), "", "", "here", book(6)) for _ in range(600)]
@@ -416,15 +409,14 @@ for kind, near in (("exact", False), ("near", True)):
 assert bytes_a_row["near"] > 2000 > 10 * bytes_a_row["exact"]
 
 # %% [markdown]
-# A number is an object in a set, and each table has a key and a set of its own for the row. So for millions of rows the
-# search belongs on files. datatrove does it so, and `cria_tricks/data/prepared/repeats.py` takes its stages:
+# Each table has a key and a set of its own for the row. So for millions of rows the search belongs on files, as in the
+# library datatrove. `cria_tricks/data/prepared/repeats.py` takes its stages:
 #
-# 1. Each part of the rows writes its signatures, and for each band the hashes of its rows' bands, *sorted*.
-# 2. The sorted files are merged, so that equal bands are neighbours. What stands alone is dropped.
+# 1. Each part of the rows writes its signatures, and the hashes of their bands, *sorted*.
+# 2. The sorted hashes are merged, so that equal ones are neighbours. What stands alone is dropped.
 # 3. Rows with an equal band are compared, and a row that repeats an earlier one is left out.
 #
-# Parts do not depend on each other, so several processes can share them. Only bands that rows share have to fit into
-# memory.
+# Several processes can share the parts.
 
 # %%
 parts = []
@@ -440,16 +432,15 @@ peak = tracemalloc.get_traced_memory()[1] / 600
 tracemalloc.stop()
 print(f"on files: {on_disk:,.0f} bytes a row on the disk, {peak:,.0f} in memory at the most")
 assert [repeats.REASONS[verdict] for verdict in verdicts] == reasons  # the same rows as in memory
-assert 716 <= on_disk < 730  # 128 x 4 of the signature, 17 x (8 + 4) of the sorted keys and the words' hash
+assert 716 <= on_disk < 730  # 128 x 4 of the signature; 17 x (8 + 4) of 16 bands and the whole text: hash and row
 assert peak < bytes_a_row["near"] / 5
 
 # %% [markdown]
-# The sort takes 4 million keys at a time, so for more rows than that its memory no longer grows. datatrove's third
-# stage differs: it does not compare, but joins all rows that are connected by equal bands into a cluster and keeps one.
+# Memory holds 4 million hashes at a time, and the bands that rows share.
 #
 # ## 5. The production switch
-# Each step of the cleaning is a field of the recipe. All are off but `data.leakage`, which warns (section 6); each says
-# in the report what it took away. Here the books are read as a list.
+# Each step of the cleaning is a field of the recipe, and the report says what it left out. All are off but
+# `data.leakage`, which warns (section 6). They clean a stream as well as a list; here it is a list.
 
 # %%
 cleaned = ["data.stream=false", "data.duplicates=near", "data.language=en", "data.min_words=100", "data.leakage=drop"]
@@ -461,13 +452,9 @@ left_out = ("in another language", "duplicate", "near duplicate")
 assert [counts[step]["rows"] for step in left_out] == [1, 1, 1]
 
 # %% [markdown]
-# The same fields clean a stream; then the counts are of what was read by the last step. What is longer than 1 MiB is
-# read, and counted, in pieces that end at a blank line.
-#
-# **Once, for all runs.** `cria prepare RECIPE --out shards` writes what is left as token shards: 16 bits a token, the
-# ends of the documents beside them, and a manifest with the sums of all files. The same command goes on after a kill.
-# Then `cria train RECIPE --set data.train=shards` reads each row from there. Its rows are those of the list, so every
-# step of the run is the same, bit for bit; `max_length`, `overlap` and the batch can still change.
+# **Once, for all runs.** `cria prepare RECIPE --out shards` writes what is left as token shards, 16 bits a token. After
+# a kill the same command goes on. Then `cria train RECIPE --set data.train=shards` maps each row. Its rows are those of
+# the list, so the run is the same, bit for bit; `max_length`, `overlap` and the batch can still change.
 
 # %%
 to_map = with_settings(recipe, cleaned)
@@ -481,12 +468,11 @@ assert mapped_rows.tally.to_dict() == counts
 assert size == 2 * about["tokens"]
 
 # %% [markdown]
-# **Leave out what repeats itself.** Pages of the web hold menus, lists and texts made by machines.
-# `data.quality=gopher` leaves out a text in which too much is repeated: lines, paragraphs, or sequences of 2 to 10
-# words. The limits are DeepMind's for Gopher, and FineWeb takes them, too. It is off by default, because a poem with a
-# refrain breaks them. Does one of our made books?
+# **Leave out what repeats itself.** Pages of the web hold menus and texts made by machines. `data.quality=gopher`
+# leaves out a text if too many of its lines, paragraphs or word sequences are repeated, by the limits of DeepMind's
+# Gopher. It is off by default, because a poem with a refrain breaks them. Does one of our made books?
 
-# %%
+# %% tags=["hide-input"]
 pages = {
     "a docstring": duplicates.__doc__,
     "one of our books": book(40),
@@ -499,13 +485,11 @@ for name, rule in found.items():
 assert [bool(rule) for rule in found.values()] == [False, True, True, True]
 
 # %% [markdown]
-# Our books have three patterns of sentences, so five words in a row come again and again.
+# Our books have only three patterns of sentences.
 #
-# **More rows of what you have.** Answers cite documents by number. An adapter could learn that document 1 is always
-# right. So `data.shuffle_documents=0.5` gives about half of the rows a copy with the documents in another order, and
-# the numbers in the answer follow. `data.drop_cited` takes away what was cited and lets the copy refuse to answer. A
-# copy whose answer breaks the required form, or scores lower than its row's, is not made. Try it on `nguzo_saba`, 40
-# small rows of our own:
+# **More rows of what you have.** Answers cite documents by number, and an adapter could learn that document 1 is always
+# right. `data.shuffle_documents=0.5` gives about half of the rows a copy with the documents, and the numbers in the
+# answer, in another order. `data.drop_cited` takes away what was cited and lets the copy refuse to answer:
 
 # %%
 chat = next(row for row in sources.find("nguzo_saba", "train").rows if "[2]" in row.messages[-1]["content"])
@@ -517,10 +501,9 @@ for kind, copy in answers.items():
 
 # %% [markdown]
 # ## 6. Where it breaks
-# **The evaluation loss is wonderful.** The test's rows are in the training data: the same question, or the same with
-# another name. A hash sees the first kind only. Cure: heed the warning, and set `data.leakage=drop`. The guard compares
-# the words and word pairs of what is *asked*, and reports from a similarity of 0.5 on; the form of the answers is the
-# same in all rows.
+# **The evaluation loss is wonderful.** Test questions are in the training data, as they are or with another name. A
+# hash finds only the first kind. Cure: heed the warning, and set `data.leakage=drop`. The guard compares the words and
+# word pairs of what is *asked*, because all answers look alike. It reports a similarity of 0.5 or more.
 
 # %%
 test = sources.find("nguzo_saba", "eval").rows
@@ -542,12 +525,11 @@ assert all(map(guard.find, planted))
 assert not any(map(guard.find, sources.find("nguzo_saba", "train").rows))
 
 # %% [markdown]
-# In the real data the guard finds 15 of the 107 training rows. Two of the 27 test questions are in training word for
-# word, six more with another name or subject: "How many people celebrate Kwanzaa in UK?" is there with France.
+# In the real data the guard finds 15 of 107 training rows. Two of the 27 test questions are in training word for word,
+# six more with another name or subject.
 #
-# **After a resume the loss is fine, and some rows were never seen.** The stream was shuffled by a buffer, and what is
-# in it is lost, as `datasets` documents. This one takes 20 rows, gives ten in random order, and takes ten more. Cure:
-# shuffle shards, and rows inside a shard.
+# **After a resume the loss is fine, and some rows were never seen.** The stream was shuffled by a buffer, and what was
+# in it is lost, as `datasets` documents. Cure: shuffle shards, and rows inside a shard. Here the buffer holds 20 rows:
 
 
 # %%
@@ -568,15 +550,14 @@ print(f"{len(lost)} of 100 rows are lost")
 assert lost
 
 # %% [markdown]
-# **Two processes, and each row comes twice.** Each opened the whole stream. The loss falls as it should, on half as
-# many different rows. Cure: divide by lanes, as above, or with `datasets.distributed.split_dataset_by_node`.
+# **Two processes, and each row comes twice.** Each opened the whole stream. The loss falls, on half as many different
+# rows. Cure: divide by lanes, as above, or with `split_dataset_by_node` of `datasets`.
 #
 # ## 7. Exercises
 # 1. **Predict.** A book of 100,500 tokens, rows of 2,048, overlap 256. How many rows (a whole number)?
 # 2. **Build.** Documents were put in another order: `order[k]` is the old number of what is now document k + 1. Write
-#    `renumber(text, order)`, which returns the text, a string, with the new numbers in labels such as `[2]`, `[1][3]`
-#    or `[12]`, and nothing else changed. With the order `[2, 3, 1]`, `[2]` becomes `[1]`. (Two `replace` in a row will
-#    not do.)
+#    `renumber(text, order)`, which returns the text with the new numbers in labels such as `[2]`, `[1][3]` or `[12]`.
+#    With the order `[2, 3, 1]`, `[2]` becomes `[1]`. (Two `replace` in a row will not do.)
 # 3. **Reach.** 128 numbers in bands of $r$. What is the largest $r$, of 4, 8, 16 and 32, for which two texts of
 #    similarity 0.8 meet in at least nine cases of ten?
 

@@ -137,7 +137,7 @@ assert 0 <= cheapest.timeout - timeout < 60
 # step; a rename, so that the file is the old one or the new one and never half of one (lesson 14); and a start that
 # looks for it. Here is a whole run: eight weights are fitted, rows are shared, gradients are added up. `world.joined`
 # joins the processes that a launcher started (lesson 20); ours is torch's, torchrun, which counts its restarts in
-# `TORCHELASTIC_RESTART_COUNT`. In their life 0, process 1 kills itself in step 12.
+# `TORCHELASTIC_RESTART_COUNT`. In life 0, process 1 kills itself in step 12.
 
 # %%
 CODE = '''
@@ -183,8 +183,8 @@ _ = (folder / "survivor.py").write_text(CODE)
 
 # %% [markdown]
 # **Be started again.** Somebody outside must notice the death, end the other workers, which cannot go on alone, and
-# start all anew. That is torchrun's *agent*, the process that started them; `--max-restarts` says how often. After
-# which step will the second life begin?
+# start all of them again. That is torchrun's *agent*, the process that started them; `--max-restarts` says how often.
+# After which step will the second life begin?
 
 # %%
 torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -349,8 +349,8 @@ for elastic, out in (
     print("$", launch.shown(launch.command("kwanzaa", "torchrun", 1, out=out, elastic=elastic)))
 
 # %% [markdown]
-# `--resume` is always there: whoever starts again looks for a checkpoint, and the first start finds none. Without the
-# variable, a machine that joins later does not find the others (torch 2.13).
+# `--resume` is always there: each start looks for a checkpoint, and the first one finds none. The variable is there
+# because without it a machine that joins later does not find the others (torch 2.13).
 #
 # ## 6. Where it breaks
 # **The job ran for 30 minutes, its log ends in the middle of the training, and there is nothing.** The timeout took
@@ -378,11 +378,11 @@ for flavor in ("t4-small", "a100-large"):
 
 # %% [markdown]
 # **After a restart the workers say `Connection refused`, sometimes.** They learn each other's addresses from a *store*,
-# a dictionary that torchrun's agent keeps. It outlives them, and holds the addresses of the dead. Whoever reads before
-# the others have written calls a dead process; the restart count cannot tell starts apart, as each agent counts its own
-# failures. Cure: a new name for every start, and all else under it (`dist.PrefixStore`). Process 0 makes the name. Each
-# other puts a fresh word under the name that it finds, and process 0 repeats all words under its own: who finds its
-# word there has the name of this start. `rounds.agree` does that:
+# a dictionary that torchrun's agent keeps. It outlives them, and holds the addresses of the dead. A worker that reads
+# before the others have written calls a dead process. The restart count cannot tell starts apart, because each agent
+# counts its own failures. Cure: a new name for every start, and all else under it (`dist.PrefixStore`). Process 0 makes
+# the name. Every other process writes a random token under the name it read; process 0 echoes all tokens under its new
+# name. A process that finds its token there has the name of this start. `rendezvous.agree` does that:
 
 # %%
 store = HashStore()  # stands for torchrun's

@@ -8,14 +8,14 @@
 # %% [markdown]
 # # 33. What one card cannot teach
 # > **Promise.** You say with one number how fast a run was for its card. Then you write one inequality for each way to
-# > share a model, and read from it where more cards stop helping. Last come two methods for clusters, counted here and
-# > run nowhere here: experts on different cards, and a pipeline that does not wait.
+# > share a model, and read from it where more cards stop helping. Last come two methods for clusters, which this lesson
+# > counts and cannot run: experts on different cards, and a pipeline that does not wait.
 #
 # > **Card.** saves the rent of cards that wait / costs arithmetic / operations and bytes exact, seconds as good as the
 # > rates / 30 minutes / after lesson 25
 #
 # Lessons 20 to 25 shared a run in every way that two or four processes can show. Published figures come from thousands
-# of cards, and from words that a single card never needs: MFU, expert parallelism, zero bubble. This lesson explains
+# of cards, and with words that a single card never needs: MFU, expert parallelism, zero bubble. This lesson explains
 # them with the counts that you know.
 
 # %% tags=["hide-input"]
@@ -37,7 +37,8 @@ from cria_tricks.tricks import folds
 # ## 1. The bill
 # A card is "100 % busy" while any kernel runs (lesson 27). The number that people compare is *MFU*, model FLOP
 # utilisation: the operations a second that the training *needs*, divided by the card's peak. A needed operation is
-# counted once. What checkpointing computes again is work, but no progress; with it the share is called *HFU*.
+# counted once. What checkpointing computes again does not count, because the training does not need it. *HFU*, hardware
+# FLOP utilisation, counts it, too.
 #
 # Two public runs with checkpointing: QLoRA of Llama-3.2-1B on a T4 at 1,060 tokens a second, and LoRA of Llama-2-7B on
 # an A100 at 2,954. Both cards were busy all the time. Guess the two MFUs.
@@ -62,15 +63,16 @@ for model, name, tokens, speed, words in (
 assert mfu["t4"] < 0.1 < 0.2 < mfu["a100"] < 0.3
 
 # %% [markdown]
-# A tenth, and a quarter. Lesson 15 takes higher shares for the same runs, because it divides each part of a step by
-# *its* roof, and half of a T4's step waits for memory. MFU has one roof for all. So it says how far you are from a step
-# that only multiplies.
+# Less than a tenth, and a quarter. Lesson 15 has higher shares for the same runs, because it compares each part of a
+# step with its own limit, the card's products or its memory, and half of a T4's step waits for memory. MFU compares all
+# parts with the products' limit. So it says how far you are from a step that only multiplies.
 #
 # ## 2. From scratch, in two steps
 # **The inequality.** Computing and sending can run side by side at best. So a way to share a model pays while computing
-# takes at least as long as sending. Let $n$ tokens go through $L$ blocks of $P$ weights, all trained: $6 n L P$
-# operations. A card does `RATE` of them a second. (That is the share of the peak that public runs reached.) $N = 8$
-# cards stand on a ring; lesson 25 counted what each sends. For each way, write down computing and sending in seconds.
+# takes at least as long as sending; otherwise the cards wait. Let $n$ tokens go through $L$ blocks of $P$
+# weights, all trained: $6 n L P$ operations. A card does `RATE` of them a second. (It is the share of the peak that
+# public runs reached, times the peak.) $N = 8$ cards stand on a ring; lesson 25 counted what each sends. For each way,
+# write down computing and sending in seconds.
 
 # %%
 shape, card, N = find_shape("llama-3.1-8b"), CARDS["a100"], 8
@@ -100,22 +102,26 @@ def pipe(n, rate):
 
 
 def context(n, rate):
-    """A row of n tokens, n / N on each card; keys and values go around once, then again with their gradients."""
+    """Attention of a row of n tokens, n / N a card; keys and values go around, then again with their gradients."""
     return L * 6 * n * n * Q / N / RATE, 3 * L * (N - 1) * 2 * 2 * n / N * KV / rate
 
 
 WAYS = {"data": data, "sharded": sharded, "tensor": tensor, "pipeline": pipe, "context": context}
 for name in ("nvlink_a100", "hdr", "10gbe"):
-    ratio = {way: found[0] / found[1] for way, f in WAYS.items() for found in [f(1, LINKS[name].rate)]}
+    ratio = {}
+    for way, f in WAYS.items():
+        computing, sending = f(1, LINKS[name].rate)
+        ratio[way] = computing / sending
     least = {way: math.ceil(1 / ratio[way]) for way in ("data", "sharded", "context")}
     print(f"{LINKS[name].name:18}", *(f"{way} from {n:,} tokens;" for way, n in least.items()), end=" ")
     print(*(f"{way} {ratio[way]:.1f} times" for way in ("tensor", "pipeline")))
 
 # %% [markdown]
-# The lines fall into two kinds. With *data*, *sharded* and *context*, computing grows faster with $n$ than sending, so
-# enough tokens always pay for the link. In the first two the size of the model cancels. In the last, $n$ is the length
-# of one row. With *tensor* and *pipeline*, $n$ cancels: more tokens change nothing. There, only the link and the width
-# of the model decide. That is why tensor parallelism stays inside one machine, and a pipeline may cross even Ethernet.
+# The ways fall into two kinds. With *data*, *sharded* and *context*, computing grows faster with $n$ than sending, so
+# enough tokens always pay for the link. In *data* and *sharded* the size of the model cancels. In *context*, $n$ is the
+# length of one row. With *tensor* and *pipeline*, $n$ cancels: more tokens change nothing. There, only the link and the
+# width of the model decide. That is why tensor parallelism stays inside one machine, and a pipeline may cross even
+# Ethernet.
 
 # %%
 for name, ways in {"nvlink_a100": ("tensor", "pipeline"), "10gbe": ("pipeline",)}.items():
@@ -151,8 +157,9 @@ course.show(
 # %% [markdown]
 # **The bubble.** In a pipeline a stage waits at the beginning and at the end (lesson 23). A backward pass has two
 # halves: the gradient of the input (B), for which the stage before waits, and the gradients of the weights (W), for
-# which nobody does. *Zero bubble* does B first and moves W into the waiting time. Build it: each stage takes what it
-# can begin first; if several can, B before F before W. `split=False` does W right behind B, which is 1F1B.
+# which nobody does. *Zero bubble* does B first and moves W into the waiting time. Build it: each stage does the pass
+# that it can begin earliest, and of several B before F before W. `split=False` does W directly after B, which is lesson
+# 23's 1F1B.
 
 
 # %%
@@ -164,10 +171,14 @@ def waiting(stages, k, F, B, W, split):
     for _ in range(3 * stages * k):
         ready = []
         for s, done in enumerate(count):
-            before = {"F": ends.get(("F", s - 1, done["F"]), None if s else 0.0)}
-            last = s == stages - 1
-            before["B"] = ends.get(("F", s, done["B"]) if last else ("B", s + 1, done["B"]))
-            before["W"] = ends.get(("B", s, done["W"]))
+            # When the pass ended that each kind waits for; None if it has not run yet.
+            first, last = s == 0, s == stages - 1
+            before = {
+                "F": 0.0 if first else ends.get(("F", s - 1, done["F"])),
+                "B": ends.get(("F", s, done["B"]) if last else ("B", s + 1, done["B"])),
+                "W": ends.get(("B", s, done["W"])),
+            }
+            # At most as many micro-batches are under way as there are stages from here on.
             allowed = {"F": done["F"] < k and done["F"] - done["B"] < stages - s, "B": True, "W": True}
             for order, kind in enumerate("BFW"):
                 if allowed[kind] and before[kind] is not None:
@@ -180,7 +191,7 @@ def waiting(stages, k, F, B, W, split):
 
 for stages, k in ((4, 8), (4, 16), (8, 32)):
     plain, zero = (waiting(stages, k, 1, 1, 1, split) for split in (False, True))
-    print(f"{stages} stages, {k} micro-batches: 1F1B waits {plain:.0f}, split {zero:.0f}: {zero / plain:.2f} of it")
+    print(f"{stages} stages, {k} micro-batches: 1F1B waits {plain:.0f}, zero bubble {zero:.0f}")
     assert (plain, zero) == ((stages - 1) * 3, stages - 1)
 
 # %% [markdown]
@@ -209,10 +220,10 @@ print(f"{6 * n * L * P:,} operations and {gradients.sent:,.0f} bytes: as counted
 # ## 4. What it costs
 # **Experts on other cards.** A mixture of experts sends each token to $k$ of its MLPs. With *expert parallelism* each
 # card holds some experts, so tokens travel: to the experts and back, forward, and the same for the gradients. These are
-# four *all-to-all*s a block, each of $k D$ numbers a token (GShard, Switch Transformers). The
-# computing is $3 k$ matrices of $D \times F$. So $k$ and $D$ cancel, and only the width $F$ of an expert decides. Two
-# models: Mixtral 8x7B has $F = 14{,}336$, and DeepSeek-V3 has $F = 2{,}048$ with 8 of 256 experts a token. Guess which
-# one can be trained over InfiniBand.
+# four *all-to-all*s a block, in which each card sends a piece to every other one; each has $k D$ numbers a token
+# (GShard, Switch Transformers). The computing is $3 k$ matrices of $D \times F$. So $k$ and $D$ cancel, and only the
+# width $F$ of an expert decides. Two models: Mixtral 8x7B has $F = 14{,}336$, and DeepSeek-V3 has $F = 2{,}048$ with 8
+# of 256 experts a token. Guess which one can be trained over InfiniBand.
 
 
 # %%
@@ -228,21 +239,21 @@ for model, width in (("Mixtral 8x7B", find_shape("mixtral-8x7b").inner), ("DeepS
 assert ratios["DeepSeek-V3"][1] < 1 < ratios["Mixtral 8x7B"][1]
 
 # %% [markdown]
-# Newer mixtures have many small experts, which makes the ratio worse. DeepSeek-V3's report says the same of its own
+# Newer mixtures have many narrow experts, which makes the ratio worse. DeepSeek-V3's report says the same of its own
 # cluster: "computation-to-communication ratio of approximately 1:1" (section 3.2.1). It has three cures. A token goes
 # to experts on at most four machines (3.2.2). The all-to-alls run beside another micro-batch's computing (DualPipe,
-# 3.2.1). Kernels of its own move the bytes (3.2.2). What our count leaves out: loads are unequal, so all wait for the
-# card with the favourite expert, and an all-to-all of small pieces reaches less of a link than a ring.
+# 3.2.1). Kernels of its own move the bytes (3.2.2). Our count leaves two things out. Loads are unequal, so all cards
+# wait for the one with the most popular expert. And an all-to-all of small pieces reaches less of a link than a ring.
 #
 # **Zero bubble.** The price is memory: until W has run, a block keeps its inputs *and* the gradients of its outputs.
-# ZB-H1 lets few W wait. ZB-H2 waits not at all if F = B = W, and holds about twice the activations. Clipping by the
-# norm of *all* gradients breaks both, because the norm is known only after the last W; the authors take the step first,
-# and roll it back if the norm was too large.
+# ZB-H1 postpones few W. ZB-H2 has no bubble if F = B = W, and holds about twice the activations. Clipping by the norm
+# of *all* gradients would bring a bubble back, because the norm is known only after the last W. So the authors take the
+# step first, and undo it if the norm was too large.
 #
 # ## 5. The production switch
-# Of this, one thing is here: `report.md` of every run and the panel have a line *MFU*, on a card with a datasheet rate.
-# On a CPU it says `unknown`. For the methods, torch has schedules that `cria` does not use: our trainer's pipeline is
-# 1F1B or GPipe. torchtitan runs torch's schedules, and has expert parallelism.
+# Of all this `cria` has MFU: a line in the panel and in `report.md` of every run. On a CPU, or a card without a
+# datasheet rate, it says `unknown`. Of the methods `cria` has none: our trainer's pipeline is 1F1B or GPipe. torch has
+# zero-bubble schedules, which torchtitan runs, and torchtitan has expert parallelism.
 
 # %%
 for schedule in ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"):
@@ -250,26 +261,27 @@ for schedule in ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZe
 
 # %% [markdown]
 # ## 6. Where it breaks
-# **Zero bubble, and LoRA waits as before.** Frozen weights have no gradient. So W is the adapter's alone, about a
-# hundredth of B, and there is nothing to move into the bubble.
+# **Zero bubble, and LoRA waits as before.** Frozen weights have no gradient. So W is the adapter's alone, and there is
+# nothing to move into the bubble. With rank $r$, W is $r (1/D_{in} + 1/D_{out})$ of B: for $r = 16$ and a width of
+# 2,048, 0.016.
 
 # %%
-for W in (1, 0.5, 0.01):
+for W in (1, 0.5, 16 * (1 / 2048 + 1 / 2048)):
     plain, zero = (waiting(4, 16, 1, 1, W, split) for split in (False, True))
-    print(f"W = {W}: 1F1B waits {plain:.2f}, split {zero:.2f}: {zero / plain:.0%} of it")
+    print(f"W = {W:.3f}: 1F1B waits {plain:.2f}, zero bubble {zero:.2f}: {zero / plain:.0%} of it")
 assert zero > 0.9 * plain
 
 # %% [markdown]
-# Cure: more micro-batches. They lower the bubble's share with frozen weights, too.
+# Cure: more micro-batches, which lower the bubble's share with frozen weights, too.
 #
 # **Two MFUs that cannot be compared.** PaLM counts all pairs of tokens in attention; a causal kernel computes half of
 # them. A frozen weight takes 4 operations and not 6. An fp8 run divided by the 16-bit peak shows twice the share. Cure:
-# ask which operations, which peak, and whether what was computed again counts. Ours counts half of the pairs, 4 for a
-# frozen weight, and the dense peak of the products' own precision.
+# ask which operations, which peak, and whether what was computed again counts. Ours counts half of the pairs where the
+# kernel leaves the others out, 4 for a frozen weight, and the dense peak of the products' own precision.
 #
-# **The inequality holds, and the cards wait all the same.** It assumes that sending is hidden behind computing, and a
-# link all to itself. The last gradient of a step has nothing left behind which to hide, and each call has a fixed start
-# (lesson 25). Cure: measure. `cria doctor --collectives` gives the rates of your links.
+# **The inequality holds, and the cards wait all the same.** It assumes that all sending is hidden behind computing, and
+# that each transfer has the link to itself. The last gradient of a step has nothing left behind which to hide, and each
+# call has a fixed start (lesson 25). Cure: measure. `cria doctor --collectives` gives the rates of your links.
 #
 # ## 7. Exercises
 # 1. **Predict.** Eight A100s train all weights of a model with 6.74 billion weights, 20,000 tokens a second together,

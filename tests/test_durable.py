@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -265,6 +266,15 @@ def test_anything_else_that_stops_a_result_names_it_and_the_reason(tmp_path):
     assert isinstance(caught.value.__cause__, KeyError), "for whoever looks for the bug"
     assert names(tmp_path) == ["f"]
     assert atomic_files.damage(tmp_path / "f") == ""
+
+
+@pytest.mark.parametrize(
+    "error", [Unwritten(Path("f"), "full"), Unfinished(Path("f"), KeyError("x")), OutOfMemory("no")]
+)
+def test_an_error_comes_whole_out_of_another_process(error):
+    """A worker sends it to the first process, and rank 0 sends it to the other ranks, as a pickle."""
+    found = pickle.loads(pickle.dumps(error))
+    assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
 
 
 @pytest.mark.parametrize("error", [BadInput("refused"), Diverged("nan"), Unwritten(Path("g"), "full"), Lost("gone")])

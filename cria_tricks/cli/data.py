@@ -126,7 +126,11 @@ def prepare(
     )
 
 
-STAGES = {"look": "reading and signing", "judge": "looking for repeated rows", "tokenise": "writing tokens"}
+STAGES = {
+    "sign": "reading and signing",
+    "deduplicate": "looking for repeated rows",
+    "tokenise": "writing tokens",
+}
 """How the stages of ``cria prepare`` are called."""
 
 

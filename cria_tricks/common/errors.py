@@ -22,7 +22,23 @@ _SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_TOKEN")
 """Environment variables that hold an access token of the Hugging Face hub."""
 
 
-class BadInput(ValueError):
+class _Pickled(Exception):
+    """An error that comes whole out of a pickle, in which another process sends it.
+
+    Python would call ``__init__`` with the message, but some of these errors are made from other arguments.
+    """
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _again, (type(self), str(self), vars(self))
+
+
+def _again(kind: type[Exception], line: str, attributes: Mapping[str, object]) -> Exception:
+    error = kind.__new__(kind, line)  # it takes over the message; __init__ is not called
+    vars(error).update(attributes)
+    return error
+
+
+class BadInput(_Pickled, ValueError):
     """The input is wrong: one line says what, where, and what would be right. Exit code 2.
 
     Args:
@@ -60,7 +76,7 @@ WHOLE = "what was saved before is whole"
 AGAIN = "run the command again (a training run: with --resume)"
 
 
-class Unfinished(RuntimeError):
+class Unfinished(_Pickled, RuntimeError):
     """An unforeseen error stopped a result from being written; everything saved before is complete. Exit code 1.
 
     Args:

@@ -152,6 +152,7 @@ class JobsHub:
 
     def _more(self, job: HubJob) -> dict[str, Any]:
         """Return the arguments that only some jobs need, and refuse those that this library does not have yet."""
+        # It takes a while to import, and only a job that is sent needs it.
         import huggingface_hub
 
         more: dict[str, Any] = {}

@@ -1,9 +1,9 @@
 """Compute which share of its card's peak rate a run reached: MFU, and HFU.
 
-MFU, model FLOP utilisation, is the floating-point operations a second that the training needs, divided by the peak rate
-of the hardware (Chowdhery et al. 2022, PaLM, arXiv 2204.02311, section 4.1 and appendix B). What is computed a second
-time to save memory is not needed, so checkpointing lowers MFU. HFU, hardware FLOP utilisation, counts it, so it says
-how busy the arithmetic units were.
+MFU, model FLOP utilisation, is the number of floating-point operations that the training needs in a second, divided by
+the peak rate of the hardware (Chowdhery et al. 2022, PaLM, arXiv 2204.02311, section 4.1 and appendix B). What is
+computed a second time to save memory is not needed, so checkpointing lowers MFU. HFU, hardware FLOP utilisation, counts
+it too, so it says how busy the arithmetic units were.
 
 Both take the operations from ``bill/step_time.py``. So a frozen weight needs 4 operations a token and a trained one 6,
 and causal attention needs half of all token pairs where the kernel leaves the others out; PaLM counts 6 and all pairs.
@@ -60,18 +60,18 @@ def of_run(plan: Plan, recipe: Recipe, shape: Shape, processes: int, tokens: int
     card = by_datasheet(plan.device)
     peak = None
     # strategy=model spreads one model over all cards of the machine from one process, and only one of them computes.
-    if card and plan.parallel.get("strategy") != "model":
+    if card and plan.parallel["strategy"] != "model":
         peak = processes * card.flops(work.precision)
     return Utilisation(model_flops(work), hardware_flops(work), peak)
 
 
 def hardware_flops(work: Work) -> float:
-    """Count the operations of a step's products, for one of its tokens."""
+    """Count the floating-point operations that a step does in its matrix products, for each of its tokens."""
     return sum(part.flops for part in counts(work)) / _tokens(work)
 
 
 def model_flops(work: Work) -> float:
-    """Count the operations of a step's products without those that are computed again, for one of its tokens."""
+    """Count the same without what is computed again: the operations that a token needs."""
     once = replace(work, repeated_blocks=0, mlp_tile=0, fused_adapters=False)
     return sum(part.flops * _needed(part.name, once) for part in counts(once)) / _tokens(work)
 
@@ -79,7 +79,8 @@ def model_flops(work: Work) -> float:
 def _needed(name: str, work: Work) -> float:
     """Return which share of a part's operations is computed for the first time, if no block and no MLP is repeated.
 
-    Of seven products of attention in a fused kernel, the backward pass computes one, the scores, a second time.
+    A fused kernel of attention computes seven products: two forward and five backward. One of the five, the scores, it
+    computes a second time.
     """
     if name != "attention" or work.kernel not in ("flash", "memory-efficient"):
         return 1.0

@@ -2,14 +2,16 @@
 
 import dataclasses
 import json
+import multiprocessing
 import random
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cria_tricks.common.errors import BadInput
+from cria_tricks.common.errors import BadInput, Unfinished
 from cria_tricks.data import rules, sources
 from cria_tricks.data.duplicates import Repeats
 from cria_tricks.data.filters import repetitive
@@ -87,7 +89,7 @@ def prepared(wanted: Recipe, out: Path, tokenizer: Words, processes: int = 1) ->
     part_bytes = source.size // 4 + 1
     job = write.Preparation(wanted.data, source, source.shards(), held_out, lambda: tokenizer, work, part_bytes)
     if processes > 1:  # a function without a name cannot be pickled
-        job = dataclasses.replace(job, open_tokenizer=Words)
+        job = dataclasses.replace(job, open_tokenizer=type(tokenizer))
     about = layout.made_of(wanted.data, source, held_out, tokenizer, "words")
     return write.write(job, out, about, processes, lambda stage, done, parts: None)
 
@@ -200,6 +202,48 @@ def test_several_processes_write_the_same_bytes(folder):
     assert content(folder / "one") == content(folder / "two")
 
 
+def test_one_part_is_left_when_several_processes_go_on(folder, monkeypatch):
+    """The first process carries it out, and what it has opened for that is not sent to the others."""
+    wanted = recipe(folder, "data.duplicates=near")
+    prepared(wanted, folder / "whole", Words())
+    original = write.Preparation.sign
+
+    def killed_at_the_last(job, part):
+        if part == 3:
+            raise KeyboardInterrupt
+        original(job, part)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(write.Preparation, "sign", killed_at_the_last)
+        with pytest.raises(KeyboardInterrupt):
+            prepared(wanted, folder / "out", Words())
+    prepared(wanted, folder / "out", Words(), processes=2)
+    assert content(folder / "out") == content(folder / "whole")
+
+
+class Unreadable(Words):
+    """It tokenises one line, for its identity, and no text."""
+
+    def __call__(self, text: str, **options) -> dict[str, list[int]]:
+        if text != layout.PROBE:
+            raise ValueError("this tokenizer cannot read it")
+        return super().__call__(text)
+
+
+def test_an_error_in_another_process_is_told_and_ends_only_our_processes(folder):
+    """It was told as a process that was killed, because the error could not be made again from its pickle."""
+    bystander = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    bystander.start()
+    try:
+        with pytest.raises(Unfinished, match="ValueError: this tokenizer cannot read it"):
+            prepared(recipe(folder), folder / "out", Unreadable(), processes=2)
+        bystander.join(1)
+        assert bystander.is_alive()
+    finally:
+        bystander.kill()
+        bystander.join()
+
+
 def test_other_shards_are_refused(folder):
     wanted = recipe(folder)
     out = folder / "out"
@@ -228,6 +272,15 @@ def test_other_shards_are_refused(folder):
     (folder / "cut" / "00001.ds").unlink()
     with pytest.raises(BadInput, match="No such file .*00001.ds.*; prepare it again"):
         TokenShards(folder / "cut")
+    for name, damaged, said in (
+        ("prepared.json", "{}", "prepared.json has another size than was written"),
+        ("prepared.json", "[]", "prepared.json has another size than was written"),
+        ("manifest.json", '{"files": [1]}', "prepared.json or manifest.json is damaged"),
+    ):
+        shutil.copytree(folder / "out", folder / "cut", dirs_exist_ok=True)
+        (folder / "cut" / name).write_text(damaged)
+        with pytest.raises(BadInput, match=f"{said}; prepare it again"):
+            TokenShards(folder / "cut")
 
 
 def test_other_work_is_not_gone_on_with(folder, monkeypatch):
@@ -238,6 +291,9 @@ def test_other_work_is_not_gone_on_with(folder, monkeypatch):
     with pytest.raises(BadInput, match="holds the beginning of other shards"):
         prepared(recipe(folder, "data.min_words=2"), folder / "out", Words())
     rows = folder / "texts.jsonl"
+    rows.write_text("\n" * 9)
+    with pytest.raises(BadInput, match=r"data.train=.*texts.jsonl: there is no text in it"):
+        prepared(recipe(folder), folder / "blank", Words())
     rows.write_text(json.dumps({"prompt": "Who?", "completion": "Nobody."}))
     with pytest.raises(BadInput, match="this row is a completion, and token shards are made of texts"):
         prepared(recipe(folder), folder / "other", Words())

@@ -1,8 +1,8 @@
 """The files of a folder of token shards, and what its ``prepared.json`` says.
 
 A shard is two files. ``00000.ds`` holds the token ids of its documents one after another, uint16 or uint32,
-little-endian. ``00000.ds.index`` holds the end of each document [tokens], uint64. These are the two files that
-datatrove's ``DocumentTokenizer`` writes. ``manifest.json`` has the size and sha256 of each file. ``prepared.json`` says
+little-endian. ``00000.ds.index`` holds the end of each document [tokens], uint64. datatrove's ``DocumentTokenizer``
+writes the same two files. ``manifest.json`` has the size and sha256 of each file. ``prepared.json`` says
 what the tokens were made of, so that a run can refuse tokens of another tokenizer or other settings.
 """
 

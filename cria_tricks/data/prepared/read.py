@@ -29,7 +29,7 @@ class TokenShards:
         description: one line for the report and the model card.
 
     Raises:
-        BadInput: if a file is missing, or has not the size that was written.
+        BadInput: if a file is missing or has another size than was written, or if its description cannot be read.
     """
 
     def __init__(self, folder: Path):
@@ -39,9 +39,13 @@ class TokenShards:
             listed = atomic_files.listed(folder)
             self.sha256 = atomic_files.entry(folder / atomic_files.MANIFEST)["sha256"]
             cut = [name for name, entry in listed.items() if (folder / name).stat().st_size != entry["bytes"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except OSError as error:
             raise BadInput(f"data.train={folder}: {error}; prepare it again with cria prepare") from None
-        if self.about["version"] != VERSION or cut:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # not JSON, or another JSON
+            what = f"{PREPARED} or {atomic_files.MANIFEST} is damaged"
+            raise BadInput(f"data.train={folder}: {what}; prepare it again with cria prepare") from None
+        # The sizes come first: a prepared.json that was changed may have no version.
+        if cut or self.about["version"] != VERSION:
             what = f"{cut[0]} has another size than was written" if cut else "is of another version"
             raise BadInput(f"data.train={folder}: {what}; prepare it again with cria prepare")
         self.dtype = np.dtype(self.about["dtype"])
@@ -98,7 +102,7 @@ class TokenShards:
 class Rows(Sequence[TokenRow]):
     """The rows of all documents, each read from its shard when it is asked for.
 
-    In memory are three numbers of 8 bytes for each document.
+    It keeps three numbers of 8 bytes in memory for each document.
 
     Args:
         shards: where the tokens are.

@@ -11,7 +11,8 @@ those of datatrove's MinHash (``datatrove.pipeline.dedup.minhash``):
    repeats an earlier row *which was kept* is left out. (datatrove does not compare them. It leaves out all but one row
    of each cluster of rows that are connected by equal keys.)
 
-Stage 3 keeps 16 bytes in memory for each key that two or more rows share, and one byte for each row.
+Stage 2 sorts at most about :data:`AT_ONCE` keys at a time. Stage 3 keeps one byte in memory for each row, and at its
+peak about 60 bytes for each key of a row that another row has, too: 1 KB for a row that shares all 17.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ KEPT = 0
 REASONS = (None, "duplicate", "near duplicate")
 """What :func:`find` says of a row, by its number: kept, or why it is left out."""
 AT_ONCE = 2**22
-"""About how many keys are sorted at a time: 4 million take 64 MiB."""
+"""About how many keys are sorted at a time: 4 million take 160 MiB, 40 bytes each."""
 
 
 class Signatures:
@@ -54,7 +55,11 @@ class Signatures:
         self.signatures.clear()
 
     def write(self, part: Path) -> None:
-        """Write the files of this part: its path with ``.keys.npy``, ``.rows.npy`` and ``.signatures`` behind it."""
+        """Write the files of this part: its path with ``.signatures``, ``.rows.npy`` and ``.keys.npy`` behind it.
+
+        ``.keys.npy`` holds the keys in ascending order, a line for the words' hash and one for each band, and
+        ``.rows.npy`` the row of each key.
+        """
         signatures = np.array(self.signatures, np.uint32).reshape(-1, PERMUTATIONS)
         keys = [np.array(self.digests, np.uint64)]
         if self.near:
@@ -70,8 +75,8 @@ class Signatures:
 
 
 def is_written(part: Path) -> bool:
-    """Tell whether all files of a part are there; :meth:`Signatures.write` writes this one last."""
-    return _file(part, "keys.npy").is_file()
+    """Tell whether all files of a part are there."""
+    return _file(part, "keys.npy").is_file()  # Signatures.write writes this one last
 
 
 def _file(part: Path, name: str) -> Path:
@@ -99,8 +104,9 @@ def find(parts: Sequence[Path]) -> np.ndarray:
     """
     store = _Store(parts)
     verdicts = np.zeros(store.starts[-1], np.uint8)
-    # A member is a row in a group, which is a key that several rows share.
+    # A group is the rows that share a key. A row is a member of several groups, one for each of its shared keys.
     rows, groups, exact_groups = store.members()
+    # The kept members of each group are a linked list, because a group may have any number of them.
     newest = np.full(groups.max(initial=-1) + 1, -1)  # the last kept member of each group
     before = np.full(len(rows), -1)  # the kept member before each kept member of the same group
     begins = np.flatnonzero(np.diff(rows, prepend=-1))
@@ -122,6 +128,7 @@ def find(parts: Sequence[Path]) -> np.ndarray:
 
 
 def _kept(group: int, newest: np.ndarray, before: np.ndarray) -> Iterator[int]:
+    """Yield the kept members of a group, the last one first."""
     member = int(newest[group])
     while member >= 0:
         yield member

@@ -3,12 +3,13 @@
 The source is cut into parts of about 16 MiB, and each part becomes a shard. With duplicates to be found there are three
 stages, else only the last one:
 
-1. each part is read and filtered, and its signatures are written (``repeats.Signatures``);
-2. repeated rows are found in the files of all parts (``repeats.find``), which gives a verdict for each row;
-3. each part is read again, and the tokens of the rows that are kept are written.
+1. sign: each part is read and filtered, and its signatures are written (``repeats.Signatures``);
+2. deduplicate: repeated rows are found in the files of all parts (``repeats.find``): a verdict for each row;
+3. tokenise: each part is read again, and the tokens of the rows that are kept are written.
 
-A file is written under a temporary name and renamed when it is complete. So after a kill the same command skips what is
-there, and the folder becomes the same, byte for byte. Nor does it depend on the number of processes.
+A file is written under a temporary name and renamed when it is complete. So after a kill the same command skips each
+part that a stage has finished; only stage 2, which has no parts, begins again. The folder becomes the same, byte for
+byte, whenever the command was killed and however many processes shared the work.
 """
 
 import json
@@ -73,6 +74,10 @@ class Preparation:
     def parts(self) -> int:
         return math.ceil(self.source.size / self.part_bytes)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Each process makes these two for itself, because this process's own may hold what cannot be pickled.
+        return {name: value for name, value in vars(self).items() if name not in ("tokenizer", "row_filter")}
+
     @cached_property
     def tokenizer(self) -> Any:
         return self.open_tokenizer()
@@ -97,7 +102,7 @@ class Preparation:
                 )
             yield row
 
-    def look(self, part: int) -> None:
+    def sign(self, part: int) -> None:
         """Stage 1: filter the rows of a part, and write the signatures of those that are left."""
         signatures = repeats.Signatures(near=self.data.duplicates == "near")
         tally = Tally()
@@ -111,7 +116,7 @@ class Preparation:
         atomic_files.write_file(self._at(part, "tally"), json.dumps(tally.to_dict()))
         signatures.write(self._at(part, "part"))
 
-    def judge(self) -> None:
+    def deduplicate(self) -> None:
         """Stage 2: find the repeated rows of all parts, and write a verdict for each row of each part."""
         found = repeats.find([self._at(part, "part") for part in range(self.parts)])
         begin = 0
@@ -133,7 +138,7 @@ class Preparation:
             for row in kept:
                 ids = document(row, self.tokenizer)
                 tally.kinds[row.kind] += 1
-                highest = max(highest, *ids)
+                highest = max(highest, max(ids))
                 end += len(ids)
                 ends.append(end)
                 np.array(ids, dtype).tofile(file)
@@ -177,11 +182,11 @@ class Preparation:
 
     def missing(self, stage: str) -> list[int]:
         """List the parts whose last file of a stage is not there yet."""
-        files = {"look": lambda part: self._at(part, "part.keys.npy"), "tokenise": lambda part: self._at(part, "done")}
+        files = {"sign": lambda part: self._at(part, "part.keys.npy"), "tokenise": lambda part: self._at(part, "done")}
         return [part for part in range(self.parts) if not files[stage](part).is_file()]
 
     @property
-    def is_judged(self) -> bool:
+    def is_deduplicated(self) -> bool:
         return self._verdicts(self.parts - 1, "judged").is_file()
 
     def _at(self, part: int, name: str) -> Path:
@@ -221,7 +226,7 @@ def write(
         if summary is None:
             summary = about | _all_stages(job, about, processes, progress)
             atomic_files.write_file(job.work / PREPARED, json.dumps(summary, indent=2) + "\n")
-        elif any(summary[name] != value for name, value in about.items()):
+        elif any(summary.get(name) != value for name, value in about.items()):
             raise _other_work(job.work)
         shutil.rmtree(job.work / "stages", ignore_errors=True)
         for leftover in (job.work / ".lock", *job.work.glob(f"*{atomic_files.ASIDE}")):
@@ -241,12 +246,14 @@ def _all_stages(
     """Carry out what is missing of the stages, and add up what the shards hold."""
     _begin(job, about)
     if job.data.duplicates != "keep":
-        _share(job, "look", processes, progress)
-        if not job.is_judged:
-            progress("judge", 0, 1)
-            job.judge()
+        _share(job, "sign", processes, progress)
+        if not job.is_deduplicated:
+            progress("deduplicate", 0, 1)
+            job.deduplicate()
     _share(job, "tokenise", processes, progress)
     found = job.summary()
+    if not found["steps"]:
+        raise BadInput(f"data.train={job.data.train}: there is no text in it")
     if not found["tokens"]:
         raise BadInput(f"data.train={job.data.train}: {Tally(found['steps']).in_words()}, so nothing is left")
     return found
@@ -285,6 +292,7 @@ class _Workers:
 
     def __init__(self, job: Preparation, processes: int):
         self.job = job
+        self.not_ours = multiprocessing.active_children()  # children that this process had before
         self.pool: ProcessPoolExecutor | None = None
         if processes > 1:
             # Spawned and not forked, because a process with the threads of a tokenizer must not be forked.
@@ -309,7 +317,7 @@ class _Workers:
     def __exit__(self, *error: object) -> None:
         if self.pool:
             if any(error):
-                for process in multiprocessing.active_children():
+                for process in set(multiprocessing.active_children()) - set(self.not_ours):
                     process.terminate()
             self.pool.shutdown(cancel_futures=True)
 
@@ -326,7 +334,7 @@ def _start(job: Preparation) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when the first one is gone, which would otherwise be waited for without an end."""
+    """End this process when the first one is gone: it would otherwise wait for more work forever."""
     parent = multiprocessing.parent_process()
     if parent:
         parent.join()
@@ -334,7 +342,4 @@ def _end_with_parent() -> None:
 
 
 def _one(stage: str, part: int) -> None:
-    try:
-        getattr(_job, stage)(part)
-    except BadInput as error:
-        raise BadInput(str(error)) from None  # the subclasses cannot be pickled
+    getattr(_job, stage)(part)
