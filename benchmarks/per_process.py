@@ -292,6 +292,10 @@ def shares(strategy: str, processes: int) -> int:
 def cases(processes: int) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Yield the strategy, the name of the settings, and what else differs."""
     for label in SETTINGS:
+        if processes == 1:
+            for tokens in LENGTHS:
+                yield "none", label, {"tokens": tokens}
+            continue
         for strategy in ("ddp", "tensor", "ddp_tensor", "pipeline", "model"):
             # A tied embedding cannot train in two stages.
             if (strategy, processes) != ("ddp_tensor", 2) and (strategy, label) != ("pipeline", "all weights"):
@@ -311,9 +315,9 @@ def measured(
     """Count one case, and bill it."""
     settings, processes = (*SETTINGS[label], *more), ranks.size
     tokens = tokens or TOKENS[name]
-    share = 1 if strategy in ("pipeline", "model") else shares(strategy, processes)
+    share = 1 if strategy in ("none", "pipeline", "model") else shares(strategy, processes)
     own = ROWS // share
-    if strategy == "model":
+    if strategy in ("none", "model"):  # one process is a device map with one card
         counted = counted_cards(folder, processes, settings, own, tokens)
     elif strategy == "pipeline":
         counted = ranks.run(counted_stage, folder, settings, own, tokens)
@@ -346,7 +350,7 @@ def main() -> None:
     found = []
     with tempfile.TemporaryDirectory() as out:
         folders = {name: saved(Path(out, name), WIDTHS[name]) for name in chosen.models}
-        for processes in (2, 4):
+        for processes in (1, 2, 4):
             with Ranks(processes) as ranks:
                 for name, folder in folders.items():
                     for strategy, label, options in cases(processes):

@@ -45,6 +45,11 @@ def blocks(cases: list[Case]) -> dict[str, str]:
         found["without_checkpointing"] = tables.without_checkpointing(without["cases"])
     if long_rows := study("long_rows"):
         found["long_rows"] = tables.long_rows(long_rows)
+    if per_process := study("per_process"):
+        large = [case for case in per_process["cases"] if case["model"] == "smollm2"]
+        found["per_process"] = tables.per_process(large, "LoRA")
+        found["per_process_of_all_weights"] = tables.per_process(large, "all weights")
+        found["shared_rows"] = tables.shared_rows(large)
     if frontier := study("frontier"):
         found["frontier"] = speed_tables.frontier(frontier)
     if seconds_error := study("seconds_error"):

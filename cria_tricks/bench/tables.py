@@ -133,6 +133,33 @@ def long_rows(found: Mapping[str, Any]) -> str:
     return table(("tokens of the row", "peak", "by hand", "off by"), rows)
 
 
+def per_process(cases: Iterable[Mapping[str, Any]], settings: str) -> str:
+    """Lay out the peaks of several processes, by strategy; of those that share a row, in the next table."""
+    found: dict[str, dict[int, str]] = {}
+    for case in cases:
+        if case["settings"] == settings and case["strategy"] not in ("none", "context"):
+            name = f"{case['strategy']}, {case['reduce']}" if case["reduce"] else case["strategy"]
+            found.setdefault(name, {})[case["processes"]] = _peak(case)
+    rows = ((name, peaks.get(2, ""), peaks.get(4, "")) for name, peaks in found.items())
+    return table(("strategy", "two processes", "four processes"), rows)
+
+
+def shared_rows(cases: Iterable[Mapping[str, Any]]) -> str:
+    """Lay out the peaks of processes that share a row, by its tokens."""
+    found: dict[tuple[str, int], dict[int, str]] = {}
+    for case in cases:
+        if case["strategy"] in ("none", "context"):
+            found.setdefault((case["settings"], case["tokens"]), {})[case["processes"]] = _peak(case)
+    rows = ((name, f"{tokens:,}", *(peaks.get(n, "") for n in (1, 2, 4))) for (name, tokens), peaks in found.items())
+    return table(("settings", "tokens of the row", "one process", "two", "four"), rows)
+
+
+def _peak(case: Mapping[str, Any]) -> str:
+    """Write the peak of a case, and how far the bill is off."""
+    off = 100 * (case["billed_bytes"] / case["peak_bytes"] - 1)
+    return f"{case['peak_bytes'] / 2**20:,.1f} MiB ({off:+.1f} %)"
+
+
 def without_checkpointing(counted: Mapping[str, Mapping[str, Any]]) -> str:
     """Lay out peaks without checkpointing by dry run; each label ends with the tokens of the row."""
     rows = []

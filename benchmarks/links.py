@@ -1,0 +1,156 @@
+"""The links' model of a step's time, against steps of two processes that are joined by gloo.
+
+``python -m benchmarks.links`` first measures the collectives between the two processes, as ``cria doctor
+--collectives`` does, and fits a line to each. A step of a strategy should then take what one process computes, plus
+the time of its calls on these lines (``predict/links.py``). What it computes is measured without any communication,
+in both processes at once, because they share the memory's bandwidth. The real steps are timed in between, by turns.
+
+Nothing else may run on the machine. Writes ``benchmarks/results/cpu/links.json``.
+"""
+
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from benchmarks import common
+from benchmarks.per_process import LORA, WIDTHS, adamw, made, prepared, saved, shares
+from cria_tricks.bench.case import stamp
+from cria_tricks.bill.calls import Call
+from cria_tricks.course.processes import Ranks
+from cria_tricks.doctor import collectives
+from cria_tricks.load import losses
+from cria_tricks.load.model import quiet_libraries
+from cria_tricks.models.shape import shape_of
+from cria_tricks.parallel import STRATEGIES
+from cria_tricks.predict.links import FittedLine, StepTime, Timing, fit_line
+from cria_tricks.recipe import Recipe, with_settings
+
+PROCESSES = 2
+TOKENS = 256
+ROUNDS = 7
+"""Steps of each kind; the median counts."""
+SHAPES = {
+    "whole": WIDTHS["smollm2"],
+    # What one of two processes has of each block under tensor parallelism.
+    "halves": WIDTHS["smollm2"]
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 72, "intermediate_size": 768},
+}
+FULL = ("tricks.attention=sdpa",)
+CASES = (
+    ("ddp", "LoRA", LORA),
+    ("ddp", "all weights", FULL),
+    ("fsdp", "LoRA", LORA),
+    ("fsdp", "all weights", FULL),
+    ("tensor", "LoRA", LORA),
+    ("tensor", "all weights", FULL),
+)
+
+
+def timed(step: Callable[[], Any]) -> float:
+    """Return the seconds of a step that all processes begin together."""
+    dist.barrier()
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began
+
+
+def both(
+    folder: Path, of_one: Path, strategy: str, settings: Sequence[str], micro_batches: int
+) -> tuple[float, float, float]:
+    """Return the seconds of a step, of this process's own passes without communication, and of its own optimizer."""
+    model, _, optimizer, micro_batch = made(folder, strategy, shares(strategy, PROCESSES), settings)
+    plan, alone = prepared(of_one, *settings)
+    total = losses.LossSum(alone, losses.find(plan, contextlib.nullcontext))
+    own = adamw(alone)
+    ids = torch.arange(TOKENS)[None]
+
+    def shared_step() -> None:
+        for number in range(micro_batches):
+            micro_batch(TOKENS, number == micro_batches - 1)
+        optimizer.step()
+        model.zero_grad()
+
+    def passes() -> None:
+        for _ in range(micro_batches):
+            total({"input_ids": ids, "labels": ids}).backward()
+
+    def update() -> None:
+        own.step()
+        alone.zero_grad(set_to_none=False)
+
+    kinds = {"shared": shared_step, "passes": passes, "update": update}
+    for step in kinds.values():
+        step()  # allocates states and buffers
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(ROUNDS):
+        for kind, step in kinds.items():
+            seconds[kind].append(timed(step))
+    shared, of_passes, of_update = (statistics.median(of_kind) for of_kind in seconds.values())
+    return shared, of_passes, of_update
+
+
+def time_of(call: Call, lines: dict[str, FittedLine]) -> float:
+    """Return the seconds of a call in a step on the line of its kind, with all its repetitions."""
+    line = lines[call.kind]
+    return call.times * line.latency + call.sent / line.rate
+
+
+def measured(ranks: Ranks, folders: dict[str, Path], lines: dict[str, FittedLine], case: Any) -> dict[str, Any]:
+    """Time one strategy, and predict it."""
+    strategy, label, settings = case
+    rows = PROCESSES
+    recipe = with_settings(Recipe(), [f"data.max_length={TOKENS}", f"tricks.gradient_accumulation={rows}", *settings])
+    of_one = folders["halves" if strategy == "tensor" else "whole"]
+    micro_batches = rows // shares(strategy, PROCESSES)
+    found = ranks.run(both, folders["whole"], of_one, strategy, settings, micro_batches)
+    shared, passes, update = (max(one) for one in zip(*found, strict=True))
+    calls = STRATEGIES[strategy].traffic(
+        recipe, shape_of({"model_type": "llama", **SHAPES["whole"]}, "whole"), PROCESSES
+    )
+    # Under fsdp each process updates its own shards only.
+    compute = passes + update / (PROCESSES if strategy == "fsdp" else 1)
+    predicted = StepTime(compute, tuple((call.why, time_of(call, lines)) for call in calls), 0.0)
+    return {
+        "strategy": strategy, "settings": label, "compute_seconds": compute, "sent_bytes": sum(c.sent for c in calls),
+        "calls": sum(call.times for call in calls), "communication_seconds": predicted.communication,
+        "predicted_seconds": predicted.seconds, "measured_seconds": shared,
+        "error": predicted.seconds / shared - 1,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure the lines and every case, and write the result."""
+    quiet_libraries()
+    console = Console(highlight=False, soft_wrap=True)
+    with tempfile.TemporaryDirectory() as out, Ranks(PROCESSES) as ranks:
+        folders = {name: saved(Path(out, name), widths) for name, widths in SHAPES.items()}
+        timings: list[Timing] = ranks.run(collectives.measure)[0]
+        kinds = dict.fromkeys(timing.kind for timing in timings)
+        lines = {kind: fit_line(timing for timing in timings if timing.kind == kind) for kind in kinds}
+        for kind, line in lines.items():
+            console.print(f"{kind}: {1e3 * line.latency:.2f} ms + sent / {line.rate / 1e9:.2f} GB/s")
+        found = []
+        for case in CASES:
+            one = measured(ranks, folders, lines, case)
+            found.append(one)
+            console.print(
+                f"{one['strategy']}, {one['settings']}: computes {one['compute_seconds']:.3f} s, talks "
+                f"{one['communication_seconds']:.3f} s, together {one['predicted_seconds']:.3f}; measured "
+                f"{one['measured_seconds']:.3f}, off by {one['error']:+.1%}"
+            )
+    fitted = {kind: line._asdict() for kind, line in lines.items()}
+    result = {"processes": PROCESSES, "tokens": TOKENS, "lines": fitted, "timings": [asdict(one) for one in timings]}
+    common.write("links", stamp(Recipe()) | result | {"cases": found})
+
+
+if __name__ == "__main__":
+    main()
