@@ -258,9 +258,9 @@ course.show(
 # their gradients for it anyway. So one f stands in front of attention and one in front of the MLP: two sums on the way
 # back, and not five.
 #
-# **LoRA: cut beside.** It adds lesson 4's $B A x$. Beside columns $B$ is cut, because it has the same outputs, and $A$
-# is whole. Beside rows $A$ is cut, and $B$ is whole. Both stay between f and g, so the loss and the gradient of $x$ are
-# right. Which gradients are still wrong? Decide before you read on.
+# **LoRA: cut beside.** It adds lesson 4's $B A x$. Beside a matrix cut by columns $B$ is cut, because it has the same
+# outputs, and $A$ is whole. Beside one cut by rows $A$ is cut, and $B$ is whole. Both stay between f and g, so the loss
+# and the gradient of $x$ are right. Which gradients are still wrong? Decide.
 
 # %%
 H, K, C, r = 4, 2, 16, 4  # heads, key heads, width of a head, rank
@@ -304,8 +304,7 @@ def once_a_step(w):
 # the parts after the last micro-batch, in one call.
 #
 # ## 3. Prove it
-# The claim is *exact within rounding*, so finer numbers must bring a smaller error. Compare with one process in fp32
-# and in fp64.
+# The claim is *exact within rounding*, so finer numbers must bring a smaller error. Compare in fp32 and in fp64.
 
 
 # %%
@@ -446,8 +445,8 @@ assert 119 < sums / gradients < 120
 
 # %% [markdown]
 # Hardly a call can hide, because the next product needs its result. By lesson 15's estimate one A100 computes for some
-# 1.6 seconds. A call takes a start, hops, and its bytes at the rate that NCCL really gets (lesson 25): 24 GB a second
-# of PCIe 4.0. Guess the best number of A100s on PCIe.
+# 1.6 seconds. A call takes microseconds, however small, and its bytes at the rate that NCCL really gets (lesson 25): 24
+# GB a second of PCIe 4.0. Guess the best number of A100s on PCIe.
 
 
 # %% tags=["hide-input"]
@@ -510,8 +509,7 @@ course.show(
 # Over PCIe eight cards are 1.4 times as fast as one. Over NVLink two are 1.4 times as fast, and eight 2.1 times. Over
 # Ethernet a step takes more than three times as long as on one card. Two cards on PCIe that share *rows* are about as
 # fast as eight on NVLink that share matrices. So share rows if you can. Cut matrices when a card cannot train even one
-# row. On slower cards, such as L4s, sending weighs less. A T4 has no bf16, and our switch takes no fp16, so fp32 is
-# left:
+# row. Sending weighs less on slower cards (L4). A T4 has no bf16, and our switch takes no fp16, so fp32 is left:
 
 # %%
 l4 = [seconds_of("l4", whole, N, "pcie4") for N in (1, 2)]
@@ -533,7 +531,7 @@ print(diff(resolve(whole, A100.device), resolve(switched, A100.device, processes
 # %% [markdown]
 # The plan changes in one word; everything else is done to the loaded model. The switch cuts peft's matrices as in
 # section 2, and hooks put f and g around attention and MLP. Inside nothing is sent, so `fused_lora` (lesson 29) runs
-# unchanged. The saved adapter is whole. A tiny model: loss and gradient norm of two steps, and an evaluation:
+# unchanged. The saved adapter is whole. A tiny model: loss and gradient norm, twice, and an evaluation:
 
 
 # %% tags=["hide-input"]
@@ -673,8 +671,8 @@ for setting in ("quantization=nf4", "optimizer=adamw_8bit", "precision=fp16"):
 #    `hidden` is (tokens, D), `my_head` (some words, D) has the words from number `first` on, `labels` (tokens) are any
 #    words. (About nine lines, forward only. Logits are beyond 88, where fp32's exp overflows; `dist.all_reduce` also
 #    knows `dist.ReduceOp.MAX`.)
-# 3. **Reach.** From which rate on, in bytes a second that collectives get, are two A100s faster than one? Leave starts
-#    and hops out. (Use `compute_seconds`, as in `seconds_of`, and `call.sent`, bytes, of each of `calls`.)
+# 3. **Reach.** From which rate on, in bytes a second that collectives get, are two A100s faster than one? Leave the
+#    calls' fixed time out. (Use `compute_seconds`, as in `seconds_of`, and `call.sent`, bytes, of each of `calls`.)
 
 # %% tags=["exercise"]
 mib_of_a_row = None
