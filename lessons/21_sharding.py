@@ -8,14 +8,14 @@
 # %% [markdown]
 # # 21. Sharding: everybody keeps a piece
 # > **Promise.** Two processes keep half of every weight, gradient and optimizer state each, and train to the same
-# > losses. You build it, count its bytes, and find that on our own job it saves less than nothing.
+# > losses. You build it, count its bytes, and find that on our own job the peak grows.
 #
 # > **Card.** saves state: 1 / N of weights, gradients and optimizer states in each process / costs the blocks' weights
 # > twice a micro-batch, over the wire / exact within rounding / 40 minutes / after lesson 20
 #
 # The job is QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens. In lesson 20 each of two cards held all
-# of it: the same weights, the same gradients after the all-reduce, the same optimizer states. All twice. Must that be?
-# ZeRO (the *zero redundancy optimizer*) says no; torch calls it FSDP2, *fully sharded data parallel*.
+# of it: the same weights, the same gradients after the all-reduce, the same optimizer states. Must it all be there
+# twice? ZeRO (the *zero redundancy optimizer*) says no. torch's version is FSDP2, *fully sharded data parallel*.
 
 # %% tags=["hide-input"]
 import logging
@@ -61,14 +61,14 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 # %% [markdown]
 # ## 1. The bill
-# Who needs what, and when? An optimizer's state is needed in the optimizer's step only, and there each number by
-# itself. So process $r$ could keep the states of its own $N$-th part of the weights, step that part, and hand it
-# around: *stage 1*. Then it also needs no more than its part of the gradient: *stage 2*. And a weight is needed only
-# while its block runs: *stage 3*, and FSDP2.
+# Who needs what, and when? Optimizer states are needed only in the optimizer step, and each weight's step needs only
+# its own. So process $r$ could keep the states of its own $N$-th part of the weights, update that part, and send it to
+# the others: *stage 1*. Then it needs only its part of the gradient: *stage 2*. And a weight is needed only while its
+# block runs: *stage 3*, and FSDP2.
 #
 # ZeRO's example: 7.5 billion weights on 64 cards, in mixed precision: 2 bytes a weight, 2 a gradient, 12 for AdamW (an
-# fp32 copy and two moments). 120 GB in every card. Write down what is left of it after each stage. Then compare with
-# the paper's figure 1: 31.4, 16.6 and 1.9.
+# fp32 copy and two moments). That is 120 GB in every card. Write down what is left of it after each stage. Then compare
+# with the paper's figure 1: 31.4, 16.6 and 1.9.
 
 
 # %%
@@ -84,14 +84,14 @@ assert [round(after(stage) / 1e9, 1) for stage in range(4)] == [120, 31.4, 16.6,
 
 # %% [markdown]
 # That is full fine-tuning. In our job 11 million numbers learn beside 1.2 billion that do not, and what is frozen has
-# neither gradient nor states. How many MiB does each stage take off *our* state, on two cards? Guess three numbers.
-# (AdamW has fp32 states here; section 6 says why.)
+# neither gradient nor states. Call weights, gradients and optimizer states together the *state*. How many MiB does each
+# stage take off ours, on two cards? Guess three numbers. (AdamW has fp32 states here; section 6 says why.)
 
 # %% tags=["hide-input"]
 job = with_settings(course.CAPSTONE, ["tricks.optimizer=adamw", "tricks.paged_optimizer=false"])
 whole_model = ("peft=none", "quantization=none", "double_quantization=false", "lean_preparation=false")
 full = with_settings(job, [f"tricks.{off}" for off in whole_model])
-once = with_settings(full, ["parallel.reduce=step"])  # gradients are reduced once a step
+once = with_settings(full, ["parallel.reduce=step"])  # gradients are summed over the processes once a step
 of_one_card = with_settings(job, ["tricks.gradient_accumulation=4"])  # one card of two has half of the micro-batches
 shape = find_shape(job.model)
 stages = {"all whole": "none", "stage 1": "zero1", "stage 2": "zero2", "stage 3": "fsdp"}
@@ -137,17 +137,17 @@ def of_the_state(theme: Theme):
 
 course.show(
     of_the_state,
-    "Figure 1. Stages 1 and 2 divide gradients and optimizer states. LoRA left next to nothing of either; what there "
-    "is to divide are the frozen weights, in 4 bits and 16.",
+    "Figure 1. Stages 1 and 2 divide gradients and optimizer states, of which LoRA left next to nothing. What is left "
+    "to divide are the frozen weights, in 4 bits and 16.",
 )
 
 # %% [markdown]
-# Stages 1 and 2 together save 65 of 1,152 MiB. Only stage 3 finds something: it halves the state. However, its *peak*
-# grows all the same (section 5).
+# Stages 1 and 2 together save 65 of 1,152 MiB. Only stage 3 helps: it halves the state. However, the *peak* grows
+# (section 5).
 #
-# In full fine-tuning the peak depends on when gradients are reduced. If once a step, each process keeps whole ones
-# until the last micro-batch. If after each micro-batch, only pieces wait. That is our default
-# (`parallel.reduce=micro_batch`), and section 4 shows what it costs on the wire. We build stage 3 first.
+# In full fine-tuning the peak depends on when gradients are *reduced*: summed over the processes. If once a step, each
+# process keeps whole gradients until the last micro-batch. If after each micro-batch, it keeps pieces only. That is our
+# default (`parallel.reduce=micro_batch`), and section 4 shows what it sends. We build stage 3 first.
 #
 # ## 2. From scratch, in three steps
 # Four blocks, two processes, as in lesson 20. A block's weights are one vector of $E$ numbers, so that cutting is easy.
@@ -168,7 +168,7 @@ rows, targets = torch.randn(2, 32, D)
 
 
 def block(whole, x):
-    """What a block makes of x, its weights in one vector."""
+    """Run a block on x; the vector `whole` has its weights."""
     parts = whole.split([math.prod(shape) for shape in shapes])
     up, up_bias, down, down_bias = (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
     return F.linear(F.gelu(F.linear(x, up, up_bias)), down, down_bias)
@@ -183,9 +183,9 @@ _ = ranks.run(warnings.simplefilter, "ignore")  # torch renames some collectives
 # **Cut.** Process $r$ keeps part $r$ of each vector, and that is all it keeps of the model.
 #
 # **Gather for the forward pass, scatter on the way back.** An *all-gather* gives everyone all parts. Each process runs
-# the block on its own rows, so each gets a gradient of the *whole* block, of its rows. A *reduce-scatter* adds those up
-# and gives each process its part of the sum: the first half of an all-reduce, an all-gather being the second. A
-# reduce-scatter is the all-gather's backward pass.
+# the block on its own rows, so each gets the gradient of the *whole* block from its rows. A *reduce-scatter* adds these
+# up and gives each process its part of the sum. (Followed by an all-gather, it makes an all-reduce.) A reduce-scatter
+# is the all-gather's backward pass.
 
 
 # %%
@@ -216,7 +216,7 @@ def keeping(piece, x):
 
 
 def passes(way):
-    """Bytes that live between the two passes, and at most, beside the pieces; and the pieces' gradients."""
+    """Live bytes without the pieces, between the two passes and at the peak; and the pieces' gradients."""
     pieces = [piece_of(block) for block in new_model()]
     y = rows[dist.get_rank() :: dist.get_world_size()]
     count = LiveBytes()
@@ -253,10 +253,10 @@ assert kept[0][0] > 4 * L * E
 
 # %% [markdown]
 # Right, and useless: at the end of the forward pass all blocks are whole. Autograd did what it must (lesson 3): a
-# product keeps what it multiplied, and that is the weight.
+# product saves what it multiplied, and one of the two is the weight.
 #
-# **Forget, and fetch again.** torch lets us say what is kept in a tensor's place. Of the gathered vector's parts we
-# keep their places only: shape, strides, offset. When the backward pass asks, we gather once more. Predict by how much
+# **Forget, and fetch again.** torch lets us choose what is saved instead of a tensor. For a part of the gathered vector
+# we save only where it lies: shape, strides, offset. When the backward pass asks, we gather again. Predict by how much
 # the bytes between the passes will fall.
 
 
@@ -266,7 +266,7 @@ def sharded(piece, x):
     address = whole.untyped_storage().data_ptr()
 
     def keep(tensor):
-        if tensor.untyped_storage().data_ptr() != address:
+        if tensor.untyped_storage().data_ptr() != address:  # no part of the gathered vector
             return tensor
         return tensor.size(), tensor.stride(), tensor.storage_offset()
 
@@ -311,17 +311,17 @@ def over_time(theme: Theme):
     return sketch.figure
 
 
-course.show(over_time, "Figure 2. Half of every block, and one of them whole, twice a micro-batch.")
+course.show(over_time, "Figure 2. Half of every block, and the one that runs is whole: each twice a micro-batch.")
 
 # %% [markdown]
-# Bit for bit the same gradients, no weights between the passes; the peak is one block, its gradient, and all pieces'
-# gradients. That is stage 3. The package's `fsdp.Sharded` wraps any module so. torch's `fully_shard` adds prefetching:
-# the next block's all-gather runs under this block's products.
+# Bit for bit the same gradients, and no whole weights between the passes. At the peak one block and its gradient are
+# whole. That is stage 3. The package's `fsdp.Sharded` wraps any module so. torch's `fully_shard` adds prefetching: the
+# next block is gathered while this one computes.
 #
 # ## 3. Prove it
-# Twenty AdamW steps: one process, the package's, torch's. AdamW treats every number by itself, so it takes a piece as
-# it takes a matrix. (What looks at all numbers must talk: for clipping the squares of the norms are summed over the
-# processes, then the root taken.) Claim: equal losses to rounding, and half of the state.
+# Twenty AdamW steps: in one process, with the package's sharding, with torch's. AdamW treats every number by itself, so
+# it takes a piece as it takes a matrix. (Clipping looks at all numbers, so processes sum the squares of their norms,
+# then take the root.) Claim: equal losses within rounding, and half of the state.
 
 
 # %%
@@ -360,9 +360,9 @@ for way in ("package", "torch"):
 
 # %% [markdown]
 # ## 4. What it costs
-# **The wire.** Each block is gathered twice a step, and its gradient scattered once: predict the bytes of the 20 steps
-# that were counted above. An all-gather is half of an all-reduce, and so is a reduce-scatter. So three halves against
-# DDP's two: 1.5 times the bytes (ZeRO, section 7).
+# **The wire.** Each block is gathered twice a step, and its gradient reduced and scattered once. Predict the bytes of
+# the 20 steps that were counted above. An all-gather sends half as much as an all-reduce, and so does a reduce-scatter.
+# So these are three halves against DDP's two: 1.5 times the bytes (ZeRO, section 7).
 
 # %%
 assert sent == {"all_gather": 20 * 2 * 4 * L * E, "reduce_scatter": 20 * 4 * L * E}
@@ -372,7 +372,7 @@ print(f"of the model's bytes each process sends {with_ddp} in a step with ddp, {
 assert with_fsdp == 1.5 * with_ddp
 
 # %% [markdown]
-# That is the famous factor, and it is of full fine-tuning with one micro-batch a step. *We* freeze the weights. DDP
+# That is the famous factor. It holds for full fine-tuning with one micro-batch a step. *We* freeze the weights. DDP
 # sends nothing of them. FSDP sends them all for each of four micro-batches: the blocks' weights twice, and the
 # embedding once, because it is the head as well and stays whole until the backward pass is over. How many times DDP's
 # bytes is that? Guess before you run.
@@ -382,13 +382,13 @@ work = folds.step(of_one_card, shape, CARDS["t4"], trained_share=TRAINED_SHARE).
 by = {name: sum(call.sent for call in way.traffic(job, shape, 2)) for name, way in (("ddp", ddp), ("fsdp", fsdp))}
 for name, size in by.items():
     wire = size / CARDS["t4"].link_rate / LINK
-    print(f"{name:5}{size / 1e6:6,.0f} MB a step, {wire:.3f} s on PCIe at 3/4 of its rate, beside {work:.1f} s of work")
-assert by["fsdp"] > 50 * by["ddp"]
+    print(f"{name:5}{size / 1e6:6,.0f} MB; at 3/4 of PCIe's rate {wire:.3f} s, {wire / work:.1%} of {work:.1f} s")
+assert 70 < by["fsdp"] / by["ddp"] < 75
 
 # %% [markdown]
-# Seventy times. torch hides under products what it can, and a tenth of a step may be hidden.
+# Seventy times. Even so it takes less than a twentieth of the step, and torch sends while it computes.
 #
-# Gradients are reduced after each of the four micro-batches in place of once. Predict how many times the bytes of a
+# Here gradients are reduced after each of four micro-batches, instead of once. Predict how many times the bytes of a
 # step grow by that, for QLoRA and for full fine-tuning.
 
 # %%
@@ -399,8 +399,8 @@ for name, recipe in {"QLoRA": job, "full": full}.items():
     assert round(each / step, 2) == {"QLoRA": 1.02, "full": 1.37}[name]
 
 # %% [markdown]
-# QLoRA reduces so few gradients that it does not matter. A step of full fine-tuning sends 37 % more. If the wire is
-# slow and the card has room, choose `parallel.reduce=step`.
+# QLoRA has so few gradients that it does not matter. A step of full fine-tuning sends 37 % more. If the link is slow
+# and the card has room, choose `parallel.reduce=step`.
 #
 # ## 5. The production switch
 
@@ -431,6 +431,7 @@ assert needs["llama-3.2-1b"][1] > needs["llama-3.2-1b"][0]
 for name, less in {"llama-3.1-8b": 0.15, "llama-2-13b": 0.36}.items():
     assert round(1 - needs[name][1] / needs[name][0], 2) == less
 assert needs["llama-3.2-1b, full"][1] < T4.memory_bytes / GIB < needs["llama-3.2-1b, full, once a step"][1]
+assert needs["llama-3.2-1b, full, once a step"][2] < T4.memory_bytes / GIB  # with four cards
 
 
 # %% tags=["hide-input"]
@@ -457,12 +458,12 @@ course.show(
 
 # %% [markdown]
 # The rule: it pays where the blocks are most of the bill, or where embedding and head are two matrices. Llama-2-13B has
-# large blocks, so a card of two needs 36 % less. Llama-3.1-8B needs 15 % less, because only one of its two large
-# matrices is whole at a time. The 1B's embedding is its head as well: it is whole through the step, *beside* the
+# large blocks, so each of two cards needs 36 % less. Llama-3.1-8B needs 15 % less, because only one of its two large
+# matrices is whole at a time. The 1B's embedding is its head as well, so it is whole through both passes, *beside* the
 # process's own piece of it. So there a second card costs memory.
 #
-# How much do the groups decide? Take a toy with two matrices of 16 MiB, first both in the root, then each a group of
-# its own. Predict the two peaks:
+# How much do groups matter? Take a toy with an embedding and a head of 16 MiB each: first both in the root, then each a
+# group of its own. Predict the peaks:
 
 
 # %% tags=["hide-input"]
@@ -498,8 +499,8 @@ assert apart_from_it < in_root - 15 * MIB
 # %% [markdown]
 # ## 6. Where it breaks
 # **More cards, and a higher peak.** Here it is in the real trainer, in fp32, on a tiny Llama with 49,152 words of width
-# 256, whose embedding is its head as well. An embedding and its half live in each process, and when it arrives also its
-# buffer. Predict by how many MB the peak grows.
+# 256, whose embedding is its head as well. Each process holds the whole embedding beside its own half, and for a moment
+# also a buffer. Predict by how many MB the peak grows.
 
 # %% tags=["hide-input"]
 folder = tempfile.TemporaryDirectory()
@@ -536,8 +537,8 @@ assert two_peak - one_peak > 0.9 * half
 # Equal losses; more memory. Cure: look at the bill first, and take `ddp` when one card holds the run.
 #
 # **`got mixed torch.Tensor and DTensor`.** `fully_shard` makes each weight a `DTensor`: a piece that knows of the
-# whole. torch's operations take those, bitsandbytes' kernels do not, and the 8-bit AdamW of lesson 7 is one of them.
-# Cure: `optimizer=adamw`, whose states are divided by the cards and not by four. Our switch refuses the pair.
+# whole. torch's operations take those; bitsandbytes' kernels, such as lesson 7's 8-bit AdamW, do not. Cure:
+# `optimizer=adamw`: the cards divide its 32-bit states. Our switch refuses the pair.
 
 
 # %%
@@ -563,8 +564,8 @@ except BadInput as refused:
 
 # %% [markdown]
 # **A warning, and nothing is sharded.** accelerate's way to FSDP2 leaves 4-bit weights whole when they are stored as
-# bytes. That is how they are stored if nobody says otherwise, and QLoRA's base consists of them. Cure there:
-# `bnb_4bit_quant_storage`, a float type that holds the same bits. `fully_shard` itself takes bytes as they are.
+# bytes. That is the default, and QLoRA's base consists of such weights. Cure there: `bnb_4bit_quant_storage`, a float
+# type that holds the same bits. `fully_shard` itself takes bytes as they are.
 
 
 # %% tags=["hide-input"]
@@ -722,10 +723,10 @@ course.check(3, forward_seconds, of_forward, "a function (computes, gathers) -> 
 # - **Saves** $(N - 1) / N$ of weights, gradients and optimizer states: stages 1 and 2 of what trains, stage 3 of
 #   everything.
 # - **Costs** the blocks' weights twice a micro-batch on the wire, frozen ones too; in memory a whole block and a buffer
-#   for the next; a tied embedding stays whole through the step.
-# - **Gradients** after each micro-batch: only pieces wait. Once a step: fewer bytes on the wire, and whole gradients.
+#   for the next; a tied embedding stays whole through both passes.
+# - **Gradients** reduced after each micro-batch: only pieces wait. Once a step: fewer bytes sent, and whole gradients.
 # - **Exact within rounding**, as data parallelism is.
-# - **When**: what does not fit one card by its blocks: full fine-tuning, or a large base, over a fast link.
+# - **When**: the blocks do not fit one card: full fine-tuning, or a large base, over a fast link.
 # - **When not**: LoRA of a model that fits. Its gradients and states are small already, and `ddp` sends a seventieth.
 #
 # ## Sources

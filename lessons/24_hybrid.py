@@ -7,9 +7,9 @@
 
 # %% [markdown]
 # # 24. Hybrid: a grid of processes
-# > **Promise.** A division per axis tells a process who it is, and torch agrees. One function trains over any grid of
-# > four processes, to the losses of one. And you price all ten grids of eight cards, for a model of 70 billion weights
-# > and for ours: the answers are opposite.
+# > **Promise.** One division for each axis tells a process its place in a grid, and torch agrees. One function trains
+# > over any grid of four processes, to the losses of one process. And you price all ten grids of eight cards, for a
+# > model of 70 billion weights and for ours: the answers are opposite.
 #
 # > **Card.** saves time along one axis, blocks and matrices along the others / costs what each axis sends, over the
 # > link that it gets / exact within rounding / 35 minutes / after lesson 23
@@ -17,7 +17,7 @@
 # The job: QLoRA of Llama-3.2-1B on 107 training rows. It fits one T4, so this lesson needs a larger job, too: LoRA of
 # Llama-3.1-70B in bf16, on two machines, each with four A100s of 40 GB. Inside a machine cards talk over NVLink. To the
 # other machine each card has an InfiniBand link, a tenth as fast. Lessons 20, 22 and 23 gave three ways to share a
-# step. Which of them, for which cards?
+# step. Which of them should which cards use?
 
 # %% tags=["hide-input"]
 import logging
@@ -64,10 +64,11 @@ GIB = 2**30
 
 # %% [markdown]
 # ## 1. The bill
-# Eight processes may be $N$ groups that share the rows (*data*), each of $S$ stages of a pipeline (*stage*), each of
-# $M$ processes that share the matrices (*tensor*): $N S M = 8$. There are ten such grids, written $N$ x $S$ x $M$. A
-# process holds about $1 / (S M)$ of the weights; $N$ saves nothing. 70.6 billion weights of two bytes are 131 GiB, and
-# an A100 has 39.4. How many of the ten fit? Write it down. (Without NF4, which tensor parallelism refuses.)
+# Eight processes may be $N$ groups that share the rows (*data*). Each group has $S$ stages of a pipeline (*stage*), and
+# each stage has $M$ processes that share its matrices (*tensor*): $N S M = 8$. There are ten such grids, written $N$ x
+# $S$ x $M$. A process holds about $1 / (S M)$ of the weights; $N$ saves nothing. 70.6 billion weights of two bytes are
+# 131 GiB, and an A100 has 39.4. How many of the ten fit? Write it down. (Without NF4, which tensor parallelism
+# refuses.)
 
 # %%
 A100 = CARDS["a100"].device
@@ -78,14 +79,14 @@ GRIDS = [{"data": N, "stage": S, "tensor": 8 // N // S} for N in (1, 2, 4, 8) fo
 
 
 def share(recipe, sizes):
-    """What a process computes: its part of the 8 micro-batches, and of heads and MLPs."""
+    """The recipe and shape of what a process computes: its part of the 8 micro-batches, and of heads and MLPs."""
     mine = with_settings(recipe, [f"tricks.gradient_accumulation={8 // sizes['data']}"])
     return local(mine, find_shape(recipe.model), "tensor", sizes["tensor"])
 
 
 def bill(recipe, sizes, card="a100"):
     """The bill of the stage that needs most."""
-    S = sizes["stage"]
+    S = sizes["stage"]  # stages divide the blocks; heads and MLPs are divided already
     return per_process(*share(recipe, sizes), CARDS[card].device, "pipeline" if S > 1 else "none", S)
 
 
@@ -122,12 +123,14 @@ def memory_of_grids(theme: Theme):
 course.show(memory_of_grids, "Figure 1. Llama-3.1-70B over eight cards: what each needs. Six of ten grids fit.")
 
 # %% [markdown]
-# Six, and of our model all ten. Weights alone would let 2 x 1 x 4 in. But tensor parallelism keeps embedding and head
-# whole in every process, 2 GiB each; a pipeline has one at either end. Memory says what is possible. Time will choose.
+# Six, and for our model all ten. A quarter of the weights is 33 GiB, so 2 x 1 x 4 might have fitted. But tensor
+# parallelism keeps embedding and head whole in every process, 2 GiB each, and all that lies between blocks. A pipeline
+# has one of the two at either end. Memory says which grids are possible. Time will choose among them.
 #
 # ## 2. From scratch, in three steps
-# **Who am I?** A process knows its rank, one number. Let the last axis count fastest, like the seconds of a clock; then
-# a division per axis gives its place. Its *line* along an axis are those whose place differs on this axis alone.
+# **Who am I?** A process knows its rank, one number. Let the last axis count fastest, like the seconds of a clock. Then
+# one division for each axis gives its *place* in the grid. Its *line* along an axis are the processes whose place
+# differs from its own on this axis alone.
 
 
 # %%
@@ -201,15 +204,15 @@ def eight(theme: Theme):
 
 course.show(
     eight,
-    "Figure 2. A cube, 2 x 2 x 2, on two machines. The innermost axis has neighbouring ranks, so it stays inside. "
-    "Across the border each rank meets the one four further, once a step.",
+    "Figure 2. A cube, 2 x 2 x 2, on two machines. The innermost axis (tensor) has neighbouring ranks, so it stays "
+    "inside a machine. From machine to machine each rank talks to the one four further, once a step.",
 )
 
 # %% [markdown]
 # **One axis, one thing to do.** Our model is four blocks with an MLP each, and learns random targets by heart. Along
 # *tensor*, lesson 22's f and g add up in their group. Along *stage*, a process receives hidden states from the one
-# before it and hands its own on (lesson 23, all forward, then all backward). Along *data*, it takes its share of the
-# window, and gradients are summed once. What is done along one axis need not know of the others.
+# before it and hands its own on (lesson 23: first all forward passes, then all backward). Along *data*, it takes its
+# share of the window, and gradients are summed once. What is done along one axis need not know of the others.
 
 # %%
 D, INNER = 16, 32
@@ -235,16 +238,18 @@ def cut_block(x, up, down, group):
 
 def over_a_grid(sizes, windows, everyone=False, shuffled=False):
     """Train; the loss of each step. The last two are mistakes, for section 6."""
-    here, (N, S, M) = place(dist.get_rank(), sizes), sizes.values()
+    here = place(dist.get_rank(), sizes)
+    N, S, M = sizes.values()
     mesh = init_device_mesh("cpu", (N, S, M), mesh_dim_names=tuple(sizes))
     along = {axis: mesh.get_group(axis) for axis in sizes}
-    s, stages = here["stage"], line(dist.get_rank(), "stage", sizes)
-    own = new_blocks()[s * 4 // S : (s + 1) * 4 // S]
+    s = here["stage"]
+    stages = line(dist.get_rank(), "stage", sizes)  # the ranks of this pipeline, stage by stage
+    own = new_blocks()[s * 4 // S : (s + 1) * 4 // S]  # the blocks of this stage
     parts = [(up.chunk(M, 0)[here["tensor"]], down.chunk(M, 1)[here["tensor"]]) for up, down in own]
     weights = [part.clone().requires_grad_() for pair in parts for part in pair]
     optimizer, history, last = torch.optim.SGD(weights, 0.5), [], s == S - 1
     for window in windows:
-        mine, kept, loss = window[here["data"] :: N], [], torch.zeros(())
+        mine, kept, loss = window[here["data"] :: N], [], torch.zeros(())  # kept: for the backward passes
         if shuffled:
             mine = mine[here["tensor"] :] + mine[: here["tensor"]]
         for x, target in mine:
@@ -277,7 +282,7 @@ def over_a_grid(sizes, windows, everyone=False, shuffled=False):
 
 # %% [markdown]
 # ## 3. Prove it
-# The claim is *exact within rounding*, for every grid. So train five steps of four micro-batches over all six of them.
+# The claim is *exact within rounding*, for every grid. So train five steps of four micro-batches over each of the six.
 # `alone` is the same model in one process, without any of this: all rows at once, matrices whole, no group.
 
 
@@ -312,7 +317,7 @@ for sizes in FOURS:
 
 # %% [markdown]
 # The package's `average_gradients` takes the mean along *data*, as torch's DDP does: our sum, divided by $N$. It sends
-# one flat tensor, as a call for each thin matrix would wait hundreds of times.
+# one flat tensor, because a call for each of LoRA's small matrices would wait hundreds of times.
 
 
 # %%
@@ -331,10 +336,10 @@ assert all(found)
 
 # %% [markdown]
 # ## 4. What it costs
-# Each axis has its own bill: *tensor* speaks in every block, *stage* in every micro-batch, *data* once a step. The grid
-# decides over which link. Rank $r$ sits in machine $\lfloor r / 4 \rfloor$, so an axis is slow if one of its lines
-# has ranks of both. Guess the fastest grid that fits the 70B model, and the fastest for ours. Then price them all:
-# lesson 15's computing, lesson 23's idle slots, and calls at the rate that NCCL gets from a link.
+# Each axis sends something else: *tensor* sends in every block, *stage* in every micro-batch, *data* once a step. The
+# grid decides over which link. Rank $r$ sits in machine $\lfloor r / 4 \rfloor$, so an axis is slow if one of its lines
+# has ranks of both machines. Guess the fastest grid that fits the 70B model, and the fastest for ours. Then price them
+# all: lesson 15's computing, lesson 23's idle slots, and calls at the rate that NCCL gets from a link.
 
 
 # %%
@@ -373,18 +378,19 @@ best, best_ours = (min(GRIDS, key=lambda g, r=r: (not bill(r, g).fits, seconds(r
 assert (name(best), name(best_ours)) == ("2 x 2 x 2", "8 x 1 x 1")
 
 # %% [markdown]
-# The cube, and for our model a line of eight. Seconds are middles of wide ranges, so take the order of close ones
-# for nothing. But a rule comes out. Take as much *data* as memory allows: it speaks least. Keep *tensor* inside a
-# machine: 1 x 1 x 8 crosses the border, and is slowest by far. Let *stage* cross it if something must: it sends little,
-# and pays by idling. With 8 stages and 8 micro-batches that is nearly half of the time. (And the cube is tight: it
-# leaves 0.9 GiB for NCCL's buffers, which our bill does not know.)
+# The cube wins, and for our model a line of eight. Seconds are middles of wide ranges, so do not trust the order of
+# close ones. But a rule comes out. Take as much *data* as memory allows, and let it cross from machine to machine: it
+# sends once a step. Keep *tensor* inside a machine: 1 x 1 x 8 crosses, and is slowest by far. If one more axis must
+# cross, let it be *stage*: it sends little. Its price is idle time: with 8 stages and 8 micro-batches, nearly half of
+# the time. (And the cube is tight: it leaves 0.9 GiB for NCCL's buffers, which our bill does not count.)
 #
-# **The order is half of the choice.** The same cube, but *tensor* outermost: its lines are ranks 0 and 4, 1 and 5. No
-# error, the same memory, the same losses. How many times more goes between the machines?
+# **The order is half of the choice.** Take the same cube, but *tensor* outermost: its lines are now ranks 0 and 4, 1
+# and 5 and so on. There is no error, and memory and losses are the same. How many times as much goes between the
+# machines?
 
 
 # %%
-def over_the_border(recipe, sizes):
+def to_the_other_machine(recipe, sizes):
     """Bytes that a process sends to the other machine in a step."""
     calls = [call for axis, found in sent_along(recipe, sizes).items() if slow(axis, sizes) for call in found]
     return sum(call.sent for call in calls)
@@ -392,10 +398,10 @@ def over_the_border(recipe, sizes):
 
 inside_out = dict(reversed(best.items()))
 for sizes in (best, inside_out):
-    crossing = over_the_border(large, sizes) / 1e9
-    print(f"{', '.join(sizes):20} {crossing:6.2f} GB over the border, {seconds(large, sizes):.1f} s")
-print(f"{over_the_border(large, inside_out) / over_the_border(large, best):.0f} times as much")
-assert over_the_border(large, inside_out) > 90 * over_the_border(large, best)
+    crossing = to_the_other_machine(large, sizes) / 1e9
+    print(f"{', '.join(sizes):20} {crossing:6.2f} GB to the other machine, {seconds(large, sizes):.1f} s")
+print(f"{to_the_other_machine(large, inside_out) / to_the_other_machine(large, best):.0f} times as much")
+assert to_the_other_machine(large, inside_out) > 90 * to_the_other_machine(large, best)
 assert seconds(large, inside_out) > 1.1 * seconds(large, best)
 
 
@@ -417,15 +423,15 @@ def time_of_grids(theme: Theme):
 
 course.show(
     time_of_grids,
-    "Figure 3. The grids that fit the 70B model. A tensor axis that crosses the border costs seconds. 1 x 1 x 8 "
-    "crosses it either way, and grids with a 1 at the end have no tensor axis.",
+    "Figure 3. The grids that fit the 70B model. A tensor axis from machine to machine costs seconds. 1 x 1 x 8 has "
+    "one either way, and grids with a 1 at the end have no tensor axis.",
 )
 
 # %% [markdown]
 # ## 5. The production switch
-# The trainer runs data x tensor, and data x pipeline. The recipe names the strategy, and how many share a matrix or how
-# many pipelines share the rows. The cube of all three is no value of `parallel.strategy`: a function of this course
-# runs it below, with the pipeline's trainer over matrices that are cut as by `tensor`.
+# The trainer runs data x tensor, and data x pipeline. The recipe names the strategy, and how many processes share a
+# matrix or how many pipelines share the rows. The cube of all three is no value of `parallel.strategy`. Below, a
+# function of this course runs it: it uses the pipeline's trainer, and cuts matrices as `tensor` does.
 
 # %%
 start = "cria launch RECIPE --on torchrun --nproc 4"
@@ -435,8 +441,8 @@ two_by_two = with_settings(ours, ["parallel.strategy=ddp_tensor", "parallel.tens
 print(diff(resolve(ours, A100), resolve(two_by_two, A100, processes=4)))
 
 # %% [markdown]
-# A tiny Llama with LoRA. First two steps of the trainer: loss and gradient norm of each, then an evaluation. After that
-# the losses of two steps of the cube, over grids of four.
+# Both train a tiny Llama with LoRA. First come two steps of the trainer: loss and gradient norm of each, then an
+# evaluation. Then come the losses of two steps of the cube's function, over grids of four.
 
 
 # %% tags=["hide-input"]
@@ -459,7 +465,7 @@ def through_the_cube(recipe, rows, sizes):
 
 
 def show(runs):
-    """Numbers of one process first; all others must be the same but for rounding."""
+    """Print the numbers of each run; all must be those of the first run, which is one process, within rounding."""
     expected = next(iter(runs.values()))
     for title, found in runs.items():
         print(f"{title:24}", *(f"{number:.6f}" for number in found))
@@ -479,10 +485,10 @@ for sizes in ({"data": 2, "stage": 2, "tensor": 1}, {"data": 1, "stage": 2, "ten
 show(runs)
 
 # %% [markdown]
-# **HSDP, or lesson 21 on a grid.** Another hybrid cuts no matrix: *hybrid sharded data parallel* shards inside a
-# machine and replicates across. In torch it is `fully_shard(block, mesh=mesh)` with a mesh of two axes, the outer one
-# for the copies. Weights are then gathered over the fast link, and what crosses the border is a piece of the gradients.
-# What would a step take here, with a micro-batch for each process?
+# **HSDP, or lesson 21 on a grid.** Another hybrid cuts no matrix: *hybrid sharded data parallel* shards the model
+# inside each machine, and each machine has a copy. In torch it is `fully_shard(block, mesh=mesh)` with a mesh of two
+# axes, the outer one for the copies. Weights are then gathered over the fast link, and from machine to machine a
+# process sends only its piece of the gradients. What would a step take here, with one micro-batch for each process?
 
 # %%
 shape = find_shape(large.model)
@@ -496,20 +502,21 @@ for cards, link, title in ((8, "hdr", "FSDP over eight"), (4, "nvlink_a100", "HS
 print(f"and our job, on one T4: {course.bill(course.CAPSTONE).least_bytes / GIB:.1f} GiB")
 
 # %% [markdown]
-# HSDP would beat the cube, and does not fit 40 GB; on cards of 80 GB it is the first thing to try. FSDP over all eight
-# fits. But it sends all weights over the slow link, and is as fast as the cube only if two thirds of that hide behind
-# computing.
+# HSDP would beat the cube, but it does not fit 40 GB. On cards of 80 GB it is the first thing to try. FSDP over all
+# eight fits. But it sends all weights over the slow link, and is as fast as the cube only if two thirds of that time
+# hide behind computing.
 #
-# **And our job?** It fits one T4, with NF4. Its answer is one card, or `ddp` (lesson 20). No grid is for it.
+# **And our job?** With NF4 it fits one T4. So it needs one card, or `ddp` (lesson 20), and no grid.
 #
 # ## 6. Where it breaks
 # **The first loss is right, and then training goes astray.** Gradients were summed over *all* processes: somebody left
-# `group=` out, and the default is everyone. Process 0 adds the other half of a matrix to its own. The shapes agree, so
-# nothing raises. Cure: `group=` in every collective, and a look at the *second* loss beside one process's.
+# `group=` out, and the default is everyone. So process 0 adds the gradient of the other half of a matrix to that of its
+# own half. The shapes agree, so nothing raises. Cure: `group=` in every collective, and compare the *second* loss with
+# that of one process.
 #
-# **The loss is another one, and falls nicely.** Each process shuffled its rows for itself. Then the two halves of a
-# matrix see different rows, and f and g add up what does not belong together. Cure: choose rows and their order by the
-# place along *data*, and not by rank. Both mistakes at 2 x 1 x 2:
+# **The loss is wrong, but falls nicely.** Each process shuffled its rows for itself. Then the two halves of a matrix
+# see different rows, and f and g add up what does not belong together. Cure: choose rows and their order by the place
+# along *data*, and not by rank. Both mistakes at 2 x 1 x 2:
 
 # %%
 sizes = {"data": 2, "stage": 1, "tensor": 2}
@@ -521,7 +528,8 @@ for mistake in ("everyone", "shuffled"):
     assert apart(found, expected[:4]) > 0.01
 
 # %% [markdown]
-# **`they make no grid`.** Six processes, four to a matrix. A number of processes must be the product of its axes.
+# **`they make no grid`.** There are six processes, and four should share each matrix. The number of processes must be
+# the product of the axes.
 
 # %%
 try:
@@ -531,16 +539,17 @@ except BadInput as refusal:
     print(refusal)
 
 # %% [markdown]
-# **Nothing is wrong, and it is slow.** The order, or a launcher that deals ranks to machines in turn. Cure: at the
-# start let each rank print `socket.gethostname()` and `dist.get_process_group_ranks(mesh.get_group("tensor"))`.
+# **Nothing is wrong, but it is slow.** The axes are in the wrong order, or the launcher gave neighbouring ranks to
+# different machines. Cure: at the start let each rank print `socket.gethostname()` and
+# `dist.get_process_group_ranks(mesh.get_group("tensor"))`.
 #
 # ## 7. Exercises
 # 1. **Predict.** 64 processes, 4 x 4 x 4 (data x stage x tensor). Which ranks are on the *data* line of rank 27? Give a
 #    list of four ranks, in order.
-# 2. **Build.** An all-reduce on two levels, so that little crosses the border: fill in `two_levels(tensor, inside,
-#    across)`, with the groups of a process's machine and of its peers in the other machines. Between machines each
-#    process sends only its own piece. It returns the sum, a tensor of the same shape. (Five lines: a new piece,
-#    `dist.reduce_scatter_tensor`, `all_reduce`, `all_gather_into_tensor`. The length divides.)
+# 2. **Build.** An all-reduce on two levels, so that little is sent between machines: fill in `two_levels(tensor,
+#    inside, across)`. `inside` is the group of the process's machine, `across` that of its peers in the other machines.
+#    Between machines each process sends only its own piece. Return the sum, a tensor of the same shape. (Five lines: a
+#    new piece, `dist.reduce_scatter_tensor`, `all_reduce`, `all_gather_into_tensor`. The length divides.)
 # 3. **Reach.** Llama-2-13B (`llama-2-13b`) by the recipe `ours`, on two machines with four L4s (`l4`) each: PCIe 4.0
 #    inside (`pcie4`), 10 Gbit Ethernet between them (`10gbe`). Which grid fits and is fastest? Give $(N, S, M)$, three
 #    numbers in brackets. (`bill` and `seconds` take a card, and links.)
@@ -616,12 +625,12 @@ course.check(3, best_grid, of_grid, "three whole numbers in round brackets, (N, 
 # </details>
 #
 # ## In one breath
-# - **Saves** what its axes save: *stage* and *tensor* bytes, *data* time.
+# - **Saves** what its axes save: *stage* and *tensor* save bytes, *data* saves time.
 # - **Costs** what they cost, over the link that the order of the axes gives them.
 # - **Exact within rounding**, for every grid; with a wrong group or wrong rows it is silently wrong.
-# - **When**: a model does not fit one card, and you have more cards than hold it once. Tensor innermost, inside a
-#   machine; data outermost; stage between them. With cards large enough: HSDP.
-# - **When not**: whenever the model fits one card. Then it is `ddp`, or nothing.
+# - **When**: a model does not fit one card, and you have more cards than one copy needs. Tensor innermost, inside a
+#   machine; data outermost; stage between them. If cards are large enough: HSDP.
+# - **When not**: whenever the model fits one card. Then use `ddp`, or one card.
 #
 # ## Sources
 # - Narayanan et al. 2021, arXiv 2104.04473, section 3: how the three axes interact, and which goes where.

@@ -7,15 +7,16 @@
 
 # %% [markdown]
 # # 25. Interconnect: when more cards stop helping
-# > **Promise.** You build the ring that adds gradients up, describe a link by two numbers, and predict a call that you
-# > have not measured. Then you say for three strategies and four links when another card stops helping, before you rent
-# > it.
+# > **Promise.** You build the ring that adds gradients up, describe a link by two numbers, and predict the time of a
+# > call that you have not measured. Then you say for three strategies and four links when another card stops helping,
+# > before you rent it.
 #
 # > **Card.** saves the rent of cards that wait / costs some arithmetic / bytes as counted; seconds of a step as a
 # > range, as in lesson 15 / 35 minutes / after lesson 24
 #
 # The job: QLoRA of Llama-3.2-1B on 107 training rows, eight rows a step. Lessons 20 to 24 shared the step in every way,
-# and counted what processes send. Here we ask what a byte costs, and a call with next to no bytes in it.
+# and counted what processes send. Here we ask how long a byte takes, and how long a *call*, a collective, takes even
+# with few bytes.
 
 # %% tags=["hide-input"]
 import logging
@@ -70,9 +71,9 @@ def sent_by_each(all_reduce):
 
 # %% [markdown]
 # ## 1. The bill
-# Two A100s with NVLink between them: 300 GB a second one way, says the data sheet. Data parallelism sends 45 MB a step,
-# tensor parallelism 119 times as much. Divide bytes by the rate, then compare with what this lesson will reckon. For
-# which of the two is the division badly wrong?
+# Two A100s have NVLink between them: 300 GB a second one way, says the data sheet. Data parallelism sends 45 MB a step,
+# tensor parallelism 119 times as much. Divide bytes by the rate, then compare with this lesson's estimate. For which of
+# the two is the division badly wrong?
 
 # %%
 A100, shape = CARDS["a100"], find_shape("llama-3.2-1b")
@@ -84,21 +85,21 @@ nvlink, parts = LINKS["nvlink_a100"], {}
 for way in ("ddp", "tensor"):
     calls = STRATEGIES[way].traffic(RECIPES[way], shape, 2)
     number, sent = sum(call.times for call in calls), sum(call.sent for call in calls)
-    reckoned = sum(map(nvlink.seconds, calls))
-    parts[way] = 1 - sent / nvlink.rate / reckoned
+    estimated = sum(map(nvlink.seconds, calls))
+    parts[way] = 1 - sent / nvlink.rate / estimated  # what is not spent on bytes
     print(f"{way:7}{sent / 1e6:6,.0f} MB, calls: {number:,}; {1000 * sent / nvlink.peak:.2f} ms by division", end=", ")
-    print(f"{1000 * reckoned:.2f} by reckoning; starts are {parts[way]:.0%} of that")
+    print(f"{1000 * estimated:.2f} by estimate; latency is {parts[way]:.0%} of that")
 assert parts["ddp"] < 0.1 < 0.25 < parts["tensor"]
 assert number == 641
 
 
 # %% [markdown]
-# For tensor parallelism: the reckoning is nearly twice the division. No link reaches its data sheet's rate. And 641
-# calls must be started, which takes three tenths of the time. So a call has two prices.
+# For tensor parallelism: the estimate is nearly twice the division. No link reaches its data sheet's rate. And each of
+# 641 calls takes some time however few bytes it has, its *latency*: three tenths of the whole.
 #
 # ## 2. From scratch, in four steps
-# A message takes $t = \alpha + s / \beta$: $\alpha$ seconds however small it is, and its $s$ bytes at a rate $\beta$.
-# An all-reduce is made of messages. How many, and how large? That depends on how it is done.
+# A message takes $t = \alpha + s / \beta$: the latency $\alpha$, and its $s$ bytes at a rate $\beta$. An all-reduce is
+# made of messages. How many, and how large? That depends on how it is done.
 #
 # **One adds up for all.** Everyone sends to process 0, which adds, and sends the sum back. (`sent_by_each` calls it in
 # four processes, compares the sum with torch's, and counts.)
@@ -200,15 +201,15 @@ course.show(
 )
 
 # %% [markdown]
-# Six rounds of a quarter; in general $2 (N - 1)$ rounds of $1 / N$, always less than twice the tensor. So the bytes
-# hardly grow with $N$; the number of messages does:
+# Six rounds of a quarter; in general $2 (N - 1)$ rounds of $1 / N$, always less than twice the tensor. So with $N$ the
+# bytes hardly grow, but the number of messages does:
 #
 # $$t = 2 (N - 1)\,\alpha + \frac{2 (N - 1)}{N} \cdot \frac{s}{\beta}$$
 #
 # ## 3. Prove it
-# Whole numbers were equal to torch's, to the bit. Floats are added in another order: *exact within rounding*. But all
-# processes must hold the same bits, or replicas drift apart. And the package's ring and ours must send what the formula
-# says.
+# Sums of whole numbers were equal to torch's, to the bit. Floats are added in another order: *exact within rounding*.
+# But all processes must hold the same bits, or replicas drift apart. And the package's ring and ours must send what the
+# formula says.
 
 # %%
 for name, all_reduce in (("ours", ring), ("package", ring_collectives.ring_all_reduce)):
@@ -220,9 +221,9 @@ for name, all_reduce in (("ours", ring), ("package", ring_collectives.ring_all_r
     assert (sent, calls) == (4 * 1024 * ring_share("all_reduce", 4), 2 * 3)
 
 # %% [markdown]
-# **Two numbers from measurements.** Seconds against bytes sent lie on a line: its height at zero is the latency of a
-# call, its slope $1 / \beta$. We want the smallest *relative* errors, or the largest size would decide alone: so we
-# divide by the measured seconds. Timings that we made up must give their line back.
+# **Two numbers from measurements.** Seconds against bytes sent lie on a line. Its height at zero bytes is the latency
+# of a call, and its slope is $1 / \beta$. We want the smallest *relative* errors, or the largest size would decide
+# alone. So we divide by the measured seconds. Timings that we made up must give their line back.
 
 
 # %%
@@ -241,9 +242,9 @@ for found in (line_through(made_up), links.fit_line(made_up)):
 # ## 4. What it costs
 # **Measured here.** Three collectives of torch between two processes of this machine, over gloo, in five sizes.
 # NVIDIA's nccl-tests name two bandwidths. The *algorithm bandwidth* is the tensor's bytes over the seconds. The *bus
-# bandwidth* is what each process *sends* over the seconds, so it can be compared with a link's. An all-gather sends
-# half of what an all-reduce does. Which of its two numbers should be near the all-reduce's? (For two processes, those
-# are equal.)
+# bandwidth* is what each process *sends* over the seconds, so it can be compared with a link's rate. An all-gather
+# sends half of what an all-reduce does. Which of its two should be near the all-reduce's? (The all-reduce's two are
+# equal for two processes.)
 
 
 # %%
@@ -273,8 +274,9 @@ for kind, last in zip(KINDS, timings[-3:], strict=True):
     print(f"at 16 MiB {last.bytes / last.seconds / 1e9:.2f} GB/s algorithm, {last.sent / last.seconds / 1e9:.2f} bus")
 
 # %% [markdown]
-# The bus bandwidth: a link charges for what is sent. But here it falls short. torch lets gloo gather into another
-# tensor, and copies all of it. A reduce-scatter falls shorter: gloo has none, and torch makes it of an all-reduce.
+# The bus bandwidth, because a link takes time for what is sent. But here the all-gather's is lower: torch lets gloo
+# gather into another tensor, and copies all of it. A reduce-scatter's is lower still: gloo has none, so torch runs an
+# all-reduce.
 #
 # Now the lines, and a prediction of a sixth size: 8 MiB.
 
@@ -311,11 +313,11 @@ course.show(
 )
 
 # %% [markdown]
-# Tens of per cent off is usual, and good enough to choose by.
+# An error of tens of per cent is usual, and good enough to choose by.
 #
-# **Links, by data sheet.** `LINKS` has for each, with sources, the rate that it is sold at, the part that collectives
-# reach, a start for each call, and a hop for each round. NVLink's are 300 GB/s, 232.5 of them, 8.4 µs and 3.4 µs. At
-# which size is half of an all-reduce's time bytes, between two cards?
+# **Links, by data sheet.** `LINKS` has for each link the rate that it is sold at and the part that collectives reach.
+# Latency comes in two parts there: a *start* for each call, and a *hop* for each round. NVLink has 300 GB/s, of which
+# 232.5 are reached, 8.4 µs and 3.4 µs. At which size do bytes take half of an all-reduce's time, between two cards?
 
 
 # %%
@@ -328,18 +330,18 @@ NAMES = ("nvlink_a100", "pcie4", "hdr", "10gbe")
 for name in NAMES:
     link, (gradients,) = LINKS[name], STRATEGIES["ddp"].traffic(job, shape, 2)
     assert abs(seconds(gradients, link) / link.seconds(gradients) - 1) < 1e-9
-    half_way = (link.start + 2 * link.hop) * link.rate
+    half_way = (link.start + 2 * link.hop) * link.rate  # between two cards, which send as much as the tensor has
     print(f"{link.name:18}{link.rate / 1e9:7.2f} of {link.peak / 1e9:.2f} GB/s;", end=" ")
     print(f"gradients {1000 * seconds(gradients, link):5.2f} ms; half of the time is bytes at {half_way / 1e6:.2f} MB")
 
 # %% [markdown]
-# The faster the link and the longer its hops, the larger. Below 3.5 MB NVLink waits more than it sends. Tensor
-# parallelism's sums have 8 MiB each. A sum for each adapter would have 64 KiB, so our switch makes none: it adds up
-# the gradients of all adapters once a step.
+# The faster the link and the longer its hops, the larger that size. Below 3.5 MB NVLink waits more than it sends.
+# Tensor parallelism's sums have 8 MiB each. A sum at each of LoRA's whole matrices would have 64 KiB (2,048 tokens,
+# rank 16), so our switch makes none: it adds up their gradients once a step.
 #
-# **When do more cards stop helping?** A step is lesson 15's computing, divided among $N$, and its calls, of which none
-# is hidden here. We double $N$ as long as that makes it 1.5 times as fast. Three strategies, four links: which pairs
-# stop at one card?
+# **When do more cards stop helping?** A step takes lesson 15's computing, divided among $N$ cards, and its calls, of
+# which none is hidden here. We double $N$ as long as the step becomes 1.5 times as fast. Three strategies, four links:
+# which pairs stop at one card?
 
 # %%
 fixed = {}
@@ -353,7 +355,7 @@ for way, recipe in RECIPES.items():
 assert {found.stops for (way, _), found in fixed.items() if way == "ddp"} == {8}
 assert {found.stops for (way, _), found in fixed.items() if way == "tensor"} == {1}
 assert 1.4 < fixed["tensor", "nvlink_a100"].points[-1].speedup < 1.5
-assert fixed["fsdp", "pcie4"].stops == 8 > fixed["fsdp", "10gbe"].stops
+assert [fixed["fsdp", name].stops for name in NAMES] == [8, 8, 8, 1]
 
 
 # %% tags=["hide-input"]
@@ -382,25 +384,26 @@ def of_speed(theme: Theme):
 course.show(
     of_speed,
     "Figure 3. Eight rows a step on one to eight A100s; on the thin line N cards are N times as fast. Data parallelism "
-    "stays near it over any link. Over Ethernet, two cards of either other strategy are slower than one.",
+    "stays nearest to it, over any link. Over Ethernet, two cards of either other strategy are slower than one.",
 )
 
 # %% [markdown]
-# Five: tensor parallelism over any link, sharding over Ethernet. Over NVLink tensor parallelism misses our limit of 1.5
-# by little. For `ddp` the wire never says stop: the *rows* do, eight of them. Let the window grow with the cards, and
-# each has as much to compute as before. Over Ethernet, 256 cards would be worth 244. But they take 2,048 rows a step,
-# and we have 107: with 14 cards an epoch is one step. That is another training.
+# Five: tensor parallelism over any link, and sharding over Ethernet. Over NVLink tensor parallelism just misses our
+# limit of 1.5. For `ddp` not the link is the limit, but the *rows*: there are eight. If the window grows with the
+# cards, each has as much to compute as before. Then over Ethernet 256 cards are 244 times as fast. But they take 2,048
+# rows a step, and we have 107: with 14 cards an epoch is one step. That is another training.
 
 # %%
 growing = when_it_stops(job, shape, A100, LINKS["10gbe"], "ddp", STRATEGIES["ddp"].traffic, growing=True)
 print(f"{growing.points[-1].processes} cards are {growing.points[-1].speedup:.0f} times as fast; {growing.why}")
 assert growing.stops is None
+assert round(growing.points[-1].speedup) == 244
 
 # %% [markdown]
-# **Amdahl's law** is about what does not shrink. If that is a share $a$ of one card's step, $N$ cards are
-# $1 / (a + (1 - a) / N)$ times as fast, and never more than $1 / a$. Full fine-tuning under `ddp` has such a share
-# before any byte is sent: every card's optimizer goes through *all* weights. Find $a$ from one card and eight, and
-# predict two and four. Then add the wire: with many cards, twice the gradients.
+# **Amdahl's law** is about the part of a step that does not shrink. If that is a share $a$ of one card's step, $N$
+# cards are $1 / (a + (1 - a) / N)$ times as fast, and never more than $1 / a$. Full fine-tuning under `ddp` has such a
+# share before any byte is sent: every card's optimizer updates *all* weights. Find $a$ from one card and eight, and
+# predict two and four. Then add what is sent: with many cards, twice the gradients.
 
 # %%
 full = with_settings(bf16, ["tricks.peft=none", "tricks.lean_preparation=false"])
@@ -409,7 +412,7 @@ stays = (8 * computing[8] - computing[1]) / 7  # computing[N] is stays + shrinks
 a = stays / computing[1]
 for N in (2, 4):
     assert abs(computing[1] / computing[N] * (a + (1 - a) / N) - 1) < 1e-3
-print(f"{a:.1%} of the step stay: at most {1 / a:.1f} times, with a wire for nothing;", end=" ")
+print(f"{a:.1%} of the step stays: at most {1 / a:.1f} times as fast, if sending took no time;", end=" ")
 most = {name: computing[1] / (stays + 2 * 4 * shape.weights / LINKS[name].rate) for name in NAMES}
 print(", ".join(f"{LINKS[name].name} {times:.1f}" for name, times in most.items()))
 assert most["10gbe"] < 1 < most["pcie4"] < most["nvlink_a100"] < 1 / a
@@ -417,9 +420,10 @@ assert most["10gbe"] < 1 < most["pcie4"] < most["nvlink_a100"] < 1 / a
 # %% [markdown]
 # On Ethernet, any number of cards is slower than one.
 #
-# **Hide it.** Gradients travel while the backward pass goes on (lesson 20). Each of eight cards has one row, and with
-# checkpointing its backward pass is two thirds of our computing. The last bucket cannot hide: it is full when nothing
-# is left to compute. So take small buckets? Each is a call. Which is best on Ethernet: 1, 2, 16, 128 or 1,024?
+# **Hide it.** Gradients travel while the backward pass goes on (lesson 20). Each of eight cards has one row. With
+# checkpointing, which runs blocks forward again, its backward pass is two thirds of our computing. The last bucket
+# cannot hide: when it is full, nothing is left to compute. So take small buckets? But each is a call. Which number is
+# best on Ethernet: 1, 2, 16, 128 or 1,024?
 
 # %%
 backward = 2 / 3 * compute_seconds(job, shape, A100, "ddp", 8)
@@ -433,7 +437,7 @@ assert waits[1024] > waits[1]
 
 # %% [markdown]
 # ## 5. The production switch
-# There is nothing to switch on, but to measure before you believe a data sheet. The command starts a process for each
+# There is nothing to switch on. But measure before you believe a data sheet. The command starts a process for each
 # card, or two on a CPU. We show its lines.
 
 # %%
@@ -445,9 +449,9 @@ assert done.returncode == 0, done.stderr
 
 # %% [markdown]
 # ## 6. Where it breaks
-# **The link is hardly used, and the step waits for it.** Many small calls: one for each matrix, or for each number that
-# somebody logs. Predict a MiB in 1,024 calls by the line above. Cure: buckets; log once a step, all numbers in one
-# tensor.
+# **The link is hardly used, but the step waits for it.** Many small calls: one for each matrix, or for each number that
+# somebody logs. Predict the time of 1 MiB in 1,024 calls by the line above. Cure: buckets; log once a step, all numbers
+# in one tensor.
 
 
 # %%
@@ -468,8 +472,8 @@ for calls in (1, 1024):
     print(f"{calls:5} calls: predicted {1000 * predicted:6.1f} ms, measured {1000 * took:6.1f}")
 
 # %% [markdown]
-# **`all_reduce` takes a third of the step, on a link that should need a hundredth.** All wait for the slowest, and a
-# profiler books their waiting under communication: in every process but the guilty one. Cure: look for the rank that
+# **`all_reduce` takes a third of the step, on a link that should need a hundredth.** All wait for the slowest process.
+# A profiler counts their waiting as communication, in every process but the slow one. Cure: look for the rank that
 # waits *least*, and ask what it does before the call. Here it is rank 2:
 
 
@@ -486,9 +490,9 @@ def waiting(slow):
 print("seconds in an all-reduce of 4 KiB:", *(f"{found:.3f}" for found in ranks.run(waiting, 2)))
 
 # %% [markdown]
-# **Eight cards, slower than four, and all of them 100 % busy.** Tensor parallelism has crossed the border of a machine.
-# A ring is as fast as its slowest link, and this one is waited for in every block. `nvidia-smi` counts a kernel that
-# waits as work; a low power draw gives it away. Cure: keep *tensor* inside, and let *data* cross (lesson 24).
+# **Eight cards are slower than four, and all of them are 100 % busy.** Tensor parallelism crosses between machines. A
+# ring is as fast as its slowest link, and every block waits for this one. `nvidia-smi` counts a kernel that waits as
+# work, but the card draws less power. Cure: keep *tensor* inside a machine, and let *data* cross (lesson 24).
 
 # %%
 times = {"1 card": compute_seconds(bf16, shape, A100, "tensor", 1)}
@@ -508,8 +512,8 @@ assert times["1 card"] > times["8 in two, InfiniBand"] > 1.3 * times["4 in a mac
 #    bit, and add; then in the next bit, until all bits are done: $\log_2 N$ rounds. Fill in `doubling(x)`; it returns
 #    the sum, a tensor shaped like `x`. (Six lines with `exchange`; $N$ is any power of two. `rank ^ 2` differs from
 #    `rank` in the second bit.)
-# 3. **Reach.** Doubling sends whole tensors, so large ones are the ring's. From which size of the tensor on, in bytes,
-#    is the ring faster, for 64 processes over InfiniBand HDR? Both start once, each round costs a hop.
+# 3. **Reach.** Doubling sends whole tensors, so for large ones the ring is faster. From which size of the tensor on, in
+#    bytes, for 64 processes over InfiniBand HDR? Both start once, and each round costs a hop.
 #    (`LINKS["hdr"].hop` is in seconds, `.rate` in bytes a second.)
 
 # %% tags=["exercise"]
@@ -587,10 +591,11 @@ course.check(3, break_even_bytes, of_break_even, "a number of bytes")
 #
 # ## In one breath
 # - **Saves** cards that would only wait.
-# - **Costs** ten seconds of measuring, or a data sheet: a call takes its latency, and what is sent over the rate.
+# - **Costs** ten seconds of measuring, or a data sheet. A call takes its latency, plus the bytes sent over the rate.
 # - **As good as** its two numbers: tens of per cent on gloo, a range for a step.
-# - **When**: before a second card is rented. Few, large calls go over anything; many small ones need NVLink.
-# - **When not**: with LoRA and `ddp` on cards of one machine. There the rows end first, and the wire does not matter.
+# - **When**: before you rent a second card. Few large calls go over any link; many small ones need NVLink.
+# - **When not**: with LoRA and `ddp` on cards of one machine. There you run out of rows first, and the link does not
+#   matter.
 #
 # ## Sources
 # - Patarasuk and Yuan 2009, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, section 3 (the

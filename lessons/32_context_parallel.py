@@ -13,9 +13,10 @@
 # > **Card.** saves activations and logits, of which a process has 1/N / costs keys and values that travel in every
 # > block / exact within rounding / 35 minutes / after lessons 25 and 30
 #
-# Lesson 30 cut the MLP into tiles, and the longest row became several times as long. But one block's attention and the
-# saved block inputs still grow with the row. Lessons 20 to 24 do not help: each gives a process whole rows, and here
-# *one row* is too long. So cut the row itself.
+# Lesson 30 cut the MLP into tiles and sent block inputs to the host, and rows became several times as long. But one
+# block's attention still grows with the row, and so does what the host must hold. Lessons 20 to 24 hardly help: each
+# gives a process whole rows, and here *one row* is too long. (Tensor parallelism divides what is wide inside a block,
+# but not what lies between blocks.) So cut the row itself.
 
 # %% tags=["hide-input"]
 import json
@@ -56,10 +57,10 @@ GIB, MIB = 2**30, 2**20
 
 # %% [markdown]
 # ## 1. The bill
-# The job of lesson 30: QLoRA of Llama-3.1-8B with checkpointing, the chunked loss and tiled MLPs, one row a step. Its
-# frozen weights stay whole in every process, and so does the adapter. Everything that has a token in its shape is
-# divided. How much longer is the longest row on four T4s than on one: less than four times, four times, or more? Write
-# your guess down, then run.
+# The job of lesson 30: QLoRA of Llama-3.1-8B with checkpointing, the chunked loss and tiled MLPs, one row a step. (To
+# keep the bill short, block inputs stay on the card.) Its frozen weights stay whole in every process, and so does the
+# adapter. Every tensor with a dimension of tokens is divided. How much longer is the longest row on four T4s than on
+# one: less than four times, four times, or more? Write your guess down, then run.
 
 # %%
 alone = with_settings(
@@ -91,11 +92,13 @@ rows = {N: longest(N) for N in (1, 2, 4, 8)}
 for N, tokens in rows.items():
     print(f"{N} T4: rows of {tokens:9,} tokens, {tokens / rows[1]:.1f} times as long as on one")
 assert 4 < rows[4] / rows[1] < 4.3
+assert all(any("second norm" in line.why for line in bill(N, rows[N]).lines) for N in rows)  # at the peak
 
 # %% [markdown]
-# A little more than four times. All that the weights leave of a card belongs to its tokens. And a process keeps keys
-# and values of 8 heads, while a single T4 must save them repeated for 32 (lesson 9). What the ring holds besides, two
-# buffers of keys and values and their gradients, is small.
+# A little more than four times. All that the weights leave of a card is for its tokens. And a process saves keys and
+# values of 8 heads, while a single T4 must save them repeated for 32 (lesson 9). Attention also needs buffers for the
+# keys and values that travel, and for their gradients. But they do not raise the peak, which comes in the MLP, behind
+# the second norm.
 
 
 # %% tags=["hide-input"]
@@ -115,16 +118,19 @@ def by_length(theme: Theme):
 
 course.show(
     by_length,
-    "Figure 1. Estimated for Llama-3.1-8B; the dashed line is a T4. For short rows the weights are all, and no process "
-    "gains anything. For long rows twice the processes train on rows twice as long.",
+    "Figure 1. Estimated for Llama-3.1-8B; the dashed line is a T4. For short rows the weights are nearly all of the "
+    "peak, and more processes gain nothing. For long rows twice the processes train on rows twice as long.",
 )
 
 # %% [markdown]
 # ## 2. From scratch, in four steps
-# Norms, MLP and loss take each token by itself, so a process simply has fewer. Only in attention does a token look at
-# others. **Step 1: attention over some of the keys.** The softmax divides by a sum over *all* keys. Keep the logarithm
-# of that sum, the *log-sum-exp*, for the keys that you have seen. Two partial results can then be merged: each is
-# weighted by its share of the whole sum. FlashAttention does the same with its tiles (lesson 9).
+# Norms, MLP and loss take each token by itself, so there a process simply has fewer tokens. Only in attention does a
+# token look at others.
+#
+# **Step 1: attention over some of the keys.** The softmax divides by a sum over *all* keys: the sum of the exponentials
+# of their scores. Take only some keys, and keep the logarithm of their sum, the *log-sum-exp*. Then two such partial
+# results can be merged: each is weighted by its share of the whole sum. FlashAttention does the same with its tiles
+# (lesson 9).
 
 
 # %%
@@ -137,12 +143,14 @@ def scores(q, k, causal):
 
 
 def attend(q, k, v, causal):
+    """Attention over the given keys only, and the log-sum-exp of each query's scores."""
     found = scores(q, k, causal)
     lse = found.logsumexp(-1, keepdim=True)
     return (found - lse).exp() @ v, lse
 
 
 def merge(out, lse, more, more_lse):
+    """Merge attention over some keys with attention over others."""
     both = torch.logaddexp(lse, more_lse)
     return out * (lse - both).exp() + more * (more_lse - both).exp(), both
 
@@ -159,9 +167,10 @@ torch.testing.assert_close(merged, whole[:, :, last])
 
 # %% [markdown]
 # **Step 2: who gets which tokens?** Suppose that we cut the row in order. Then process 0 has the first tokens, which
-# see almost nothing. The last process has those that see everything, and all wait for it. So cut the row into $2N$
-# chunks, and give process $r$ chunk $r$ and chunk $2N - 1 - r$: a *zigzag*. Count pairs of chunks for four processes.
-# How much more work has the last one than the first, in order?
+# see almost nothing. The last process has those that see nearly everything, and all wait for it. So cut the row into
+# $2N$ *chunks* of equal length, and give process $r$ chunk $r$ and chunk $2N - 1 - r$: a *zigzag*. Work is counted in
+# pairs of chunks, a query's and a key's. If four processes get chunks in order, how many times as much has the last one
+# to do as the first?
 
 
 # %%
@@ -183,21 +192,22 @@ assert work(in_order) == [2, 6, 10, 14]
 assert work(zigzag) == [8, 8, 8, 8]
 
 # %% [markdown]
-# Seven times as much. With the zigzag, all have the same.
+# Seven times as much. With the zigzag all have the same.
 #
-# **Step 3: the ring.** Each process keeps its queries, and passes keys and values to its right neighbour, with lesson
-# 25's `exchange`. After $N - 1$ turns every query has met every key.
+# **Step 3: the ring.** Each process keeps its queries. It passes keys and values to its right neighbour by lesson 25's
+# `exchange`, and gets others from the left. After $N - 1$ such sends every query has met every key.
 
 
 # %%
 def pass_on(x):
+    """Send x to the right neighbour; return what comes from the left."""
     received = torch.empty_like(x)
     ring_collectives.wait(ring_collectives.exchange(x, received))
     return received
 
 
 def pairs(owner, C):
-    """Yield the places of two chunks, a query's and a key's, and whether they are the same chunk."""
+    """Yield where two chunks of C tokens lie, one of our queries and one of the owner's keys; and if they are one."""
     rank, N = dist.get_rank(), dist.get_world_size()
     for i, query in enumerate(zigzag(rank, N)):
         for j, key in enumerate(zigzag(owner, N)):
@@ -211,6 +221,7 @@ def forward(q, k, v):
     out, lse = torch.zeros_like(q), torch.full_like(q[..., :1], -torch.inf)
     kv = torch.stack([k, v])
     for turn in range(N):
+        # What is here now began its way `turn` places to the left.
         for mine, its, causal in pairs((rank - turn) % N, q.shape[2] // 2):
             found = attend(q[mine], *kv[its], causal)
             out[mine], lse[mine] = merge(out[mine], lse[mine], *found)
@@ -220,16 +231,16 @@ def forward(q, k, v):
 
 
 # %% [markdown]
-# **Step 4: the way back.** With the merged log-sum-exp, each pair's softmax is `exp(scores - lse)`: nothing of size
-# $T \times T$ was saved. But a key's gradient comes from queries in all processes. So it travels with its key, grows at
-# every stop, and the last of $N$ sends brings it home.
+# **Step 4: the way back.** With the merged log-sum-exp, each pair's softmax is `exp(scores - lse)`. So it is computed
+# again, and nothing of size $T \times T$ was saved. But a key's gradient comes from queries in all processes. So it
+# travels with its key, grows at every stop, and the last of $N$ sends brings it home.
 
 
 # %%
 def backward(q, k, v, out, lse, dout):
     rank, N = dist.get_rank(), dist.get_world_size()
     dq, kv, dkv = torch.zeros_like(q), torch.stack([k, v]), torch.zeros(2, *k.shape, dtype=k.dtype)
-    inner = (dout * out).sum(-1, keepdim=True)  # the softmax's own term
+    inner = (dout * out).sum(-1, keepdim=True)  # what the softmax's gradient subtracts, the same for all keys
     for turn in range(N):
         for mine, its, causal in pairs((rank - turn) % N, q.shape[2] // 2):
             key, value = kv[its]
@@ -246,8 +257,8 @@ def backward(q, k, v, out, lse, dout):
 # %% [markdown]
 # ## 3. Prove it
 # Every process makes the same whole row, takes its two chunks, and compares what the ring gave with the same chunks of
-# attention over the whole row. In fp64 no more than rounding may be left. How many numbers does a process send in each
-# direction, in units of its own keys and values? Count before you run.
+# attention over the whole row. In fp64 no more than rounding may be left. How many times its own keys and values does a
+# process send in the forward pass, and how many times in the backward pass? Count before you run.
 
 
 # %%
@@ -280,12 +291,14 @@ for rank, (error, there, back) in enumerate(ranks.run(trial)):
 
 # %% [markdown]
 # $N - 1$ sends forward. Backward $N - 1$ for keys and values, and $N$ for their gradients, which go all the way home.
-# The package sends the same (`parallel/ring_attention.py`), but computes each pair by torch's fused kernel, so not even
-# a pair's scores exist. It adds up in fp32, and its gradients pass `torch.autograd.gradcheck`.
+# The package makes the same sends (`parallel/ring_attention.py`). But it computes each pair by torch's fused kernel, so
+# not even a pair's scores exist, and it adds up in fp32. So the gradients that travel are in fp32, too: beside keys and
+# values in 16 bits they have twice the bytes. Its gradients pass `torch.autograd.gradcheck`.
 #
 # ## 4. What it costs
-# Keys and values travel in every block, forward, repeated and back. They grow with $T$, but attention's work grows with
-# $T^2$. So is the ring cheaper for longer rows? Four A100s, over NVLink and over PCIe.
+# Keys and values travel in every block: in the forward pass, once more when checkpointing repeats it, and in the
+# backward pass. They grow with $T$, but attention's work grows with $T^2$. So does the ring take a smaller share of the
+# time for longer rows? Guess for four A100s, over NVLink and over PCIe.
 
 # %%
 A100 = CARDS["a100"]
@@ -301,18 +314,18 @@ for tokens in (4096, 32_768, 262_144):
     print(f"{tokens:8,} tokens: {sent:6.1f} GiB sent, computing {seconds:7.1f} s;", end=" ")
     print("sending takes {:.1%} of that over NVLink, {:.1%} over PCIe".format(*shares[tokens]))
 nvlink, pcie = zip(*shares.values(), strict=True)
-assert sorted(pcie, reverse=True) == list(pcie)
+assert all(sorted(link, reverse=True) == list(link) for link in (nvlink, pcie))
 assert all(a < b for a, b in zip(nvlink, pcie, strict=True))
 
 # %% [markdown]
-# Yes: the longer the row, the smaller the share. And what travels are the few key heads: with as many key heads as
-# query heads it would be four times as much. Once a step the gradients of the adapter are all-reduced, as in lesson 20.
-# (By estimate, with no overlap counted. The package starts a send before it computes, so part of it is hidden. We have
-# no such cards, so none of this was measured on one.)
+# Yes: the longer the row, the smaller the share. Only 8 key heads travel: with as many as there are query heads, 32, it
+# would be four times as much. Once a step the gradients of the adapter are all-reduced, as in lesson 20. (This is an
+# estimate, and it counts no overlap. The package starts to send keys and values before it computes, so a part of this
+# time is hidden. We have no such cards, so none of this was measured on one.)
 #
 # ## 5. The production switch
-# `parallel.strategy=context`. Every process reads the same rows and cuts them. The labels are shifted *before* the
-# cut, and positions are given with the tokens. Here with rows of odd lengths, on four processes, against one:
+# Set `parallel.strategy=context`. Every process reads the same rows and cuts them. The labels are shifted *before* the
+# cut, and positions are cut with the tokens. Here rows of odd lengths are trained by four processes, and by one:
 
 # %% tags=["hide-input"]
 place = tempfile.mkdtemp()
@@ -343,12 +356,13 @@ assert max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)) < 1e-4
 
 # %% [markdown]
 # torch has a switch of its own, `torch.distributed.tensor.experimental.context_parallel`. In torch 2.13 it knows the
-# kernels of CUDA only and takes no mask, so it runs neither here nor on packed rows (lesson 11). Our ring knows which
-# document each chunk's tokens belong to. Pairs of chunks without a common document are not computed at all.
+# kernels of CUDA only and takes no mask. So it runs neither on this CPU nor on packed rows (lesson 11). Our ring knows
+# to which document each token belongs. Pairs of chunks without a common document are not computed at all.
 #
 # ## 6. Where it breaks
-# **The loss is a little off, and no error.** Labels were shifted *after* the cut. Then each chunk's last token has lost
-# its label, because the next token is in another process. Eight chunks, so of 64 tokens' 63 labels, 7 are missing:
+# **The loss is a little off, and no error.** Labels were shifted *after* the cut, in each chunk. Then a chunk's last
+# token has lost its label, because the next token is in another chunk. With eight chunks of 64 tokens in all, 7 of 63
+# labels are missing:
 
 
 # %%
@@ -363,10 +377,11 @@ print("labels, shifted first:", labels_left(True), "and shifted in each chunk:",
 assert (labels_left(True), labels_left(False)) == (63, 56)
 
 # %% [markdown]
-# Cure: shift whole rows, then cut. Hand `shift_labels` to transformers' loss, which does not shift them again.
+# Cure: shift whole rows, then cut. Give them to transformers' loss as `shift_labels`: it does not shift those again.
 #
-# **A model that has forgotten the order of its words.** Positions were counted inside each process, so chunk 7 begins
-# at 8 and not at 56. Cure: make positions for the whole row, and cut them with the tokens, as `context.cut` does:
+# **A model that has forgotten the order of its words.** Positions were counted inside each process. So in process 0,
+# which has chunks 0 and 7 of 8 tokens each, chunk 7 begins at position 8 and not at 56. Cure: make positions for the
+# whole row, and cut them with the tokens, as `context.cut` does:
 
 # %%
 ids = torch.arange(100, 164)[None]
@@ -375,8 +390,8 @@ for rank in (0, 3):
 assert context.cut({"input_ids": ids, "labels": ids}, 0, 4)["position_ids"][0, 8] == 56
 
 # %% [markdown]
-# **NaN in packed rows.** A query may see no key of a chunk, when its document begins later. Its log-sum-exp is then
-# minus infinity, and two of these merge to NaN. Cure: hide keys by a large negative number, not by infinity.
+# **NaN in packed rows.** A query sees no key of a chunk if its document begins later. Its log-sum-exp is then minus
+# infinity, and two of these merge to NaN. Cure: hide keys by a large negative number, not by minus infinity.
 
 # %%
 nothing = torch.full((1, 1), -torch.inf)
@@ -409,7 +424,7 @@ for setting in ("tricks.attention=eager", "tricks.peft=prompt_tuning", "tricks.k
 # 2. **Build.** Attention whose *keys* are cut, while all queries are in one place, as when a model answers over a long
 #    prompt. Fill in `over_parts(q, parts)`: `q` is (heads, 1, D), `parts` a list of pairs (keys, values), each (heads,
 #    tokens, D), all of which the query sees. Return (heads, 1, D). (Use `attend` and `merge`; about five lines.)
-# 3. **Reach.** A process computes attention of a block forward in $2 \cdot 2 \cdot T^2 / 2 / N \cdot H D$ operations,
+# 3. **Reach.** For attention of a block, forward, a process computes $2 \cdot 2 \cdot T^2 / 2 / N \cdot H D$ operations
 #    and sends $(N - 1) / N \cdot 2 \cdot T \cdot K D \cdot 2$ bytes. With $H = 32$ query heads and $K = 8$ key heads, a
 #    card of 100e12 operations a second and a link of 10e9 bytes a second: from which $T$ on does attention alone take
 #    longer than sending, on $N = 4$ cards?
@@ -476,8 +491,9 @@ course.check(
 # </details>
 #
 # ## In one breath
-# - **Saves** all but 1/N of everything that has a token in its shape: activations, block inputs, logits.
-# - **Costs** keys and values on their way in every block: $N - 1$ sends forward, $2N - 1$ back. Weights stay whole.
+# - **Saves** all but 1/N of every tensor with a dimension of tokens: activations, block inputs, logits.
+# - **Costs** keys and values on their way in every block: $N - 1$ sends forward (twice with checkpointing), $2N - 1$
+#   back. Weights stay whole.
 # - **Exact within rounding**: partial results are merged by their log-sum-exp.
 # - **When**: one row does not fit a card, with checkpointing, the chunked loss and tiles on.
 # - **When not**: rows fit. Then share rows (lesson 20), which sends once a step.

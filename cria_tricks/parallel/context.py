@@ -1,9 +1,9 @@
 r"""Context parallelism (ring attention): every process has a part of each row's tokens, and keys and values go round.
 
 Saves    activations and logits: T -> T / N tokens of each row in a process, forward, backward and at the loss   [bytes]
-Costs    in every block, keys and values go round the ring of N processes: N - 1 sends forward, and backward 2 N - 1,
-         because their fp32 gradients go with them and come home. Weights, gradients and optimizer states stay whole,
-         and the gradients are all-reduced once a step, as in DDP
+Costs    in every block, keys and values go round the ring of N processes: N - 1 sends forward (twice that with
+         checkpointing), and backward 2 N - 1, because their fp32 gradients go with them and come home. Weights,
+         gradients and optimizer states stay whole, and the gradients are all-reduced once a step, as in DDP
 Claim    exact within rounding: a softmax is added up part by part, in fp32
 Needs    attention=sdpa; rows so long that computing with T / N of their tokens takes longer than sending their keys and
          values; dropout 0 for the same losses as one process
@@ -11,8 +11,9 @@ Breaks   sliding windows, dropout in attention, and whatever replaces attention 
          context_parallel (2.13) has no kernel for a CPU and takes no mask, so no packed rows: it cannot be our switch
 Sources  Liu et al. 2023, arXiv:2310.01889, sec. 3 and alg. 1 (the ring); Grattafiori et al. 2024, arXiv:2407.21783,
          sec. 3.3.2 (2 N chunks, of which rank r has r and 2 N - 1 - r); Dao 2023, arXiv:2307.08691, alg. 2 (backward)
-Ours     the ring in 45 lines over lesson 25's exchange and torch's fused kernels, on a CPU and (never run there) on a
-         card. The switch puts it in place of the model's attention; labels are shifted before the row is cut
+Ours     the ring in 45 lines over lesson 25's exchange and torch's fused kernels: those of a CPU, and those of CUDA,
+         which were never run. The switch puts it in place of the model's attention; labels are shifted before the row
+         is cut
 
 Shapes: N processes, 2 N chunks of C tokens; a process has 2 C of a row's T tokens. Queries (B, H, 2 C, D), keys and
 values (B, K, 2 C, D), the log-sum-exp (B, H, 2 C).
@@ -77,14 +78,14 @@ class CutLoss(torch.nn.Module):
         self.world = world
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Return the loss of the whole rows, the same in all processes; its gradients are those of the own tokens."""
+        """Return the loss of the whole rows, the same in all processes; each gets the gradients of its own tokens."""
         return Summed.apply(self.total(cut(batch, self.world.rank, self.world.size, self.by_places)))
 
 
 def cut(batch: dict[str, Any], rank: int, size: int, by_places: bool = False) -> dict[str, Any]:
     """Return the part of a micro-batch that a process computes: two chunks of each row.
 
-    Labels are shifted here, before the rows are cut, because the label of a chunk's last token is in another process.
+    Labels are shifted here, before the rows are cut, because the label of a chunk's last token is in another chunk.
 
     Args:
         batch: ``input_ids``, ``labels`` and, for packed rows, ``position_ids``, each of shape (B, T). Rows are filled
@@ -143,7 +144,7 @@ def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
 def window(total: torch.nn.Module, world: World, last: bool) -> Iterator[None]:
     """Sum the gradients over the processes, after the backward pass of the last micro-batch of an optimizer step.
 
-    Each process has the gradients of its own tokens, so they are added and not averaged.
+    Each process has the part of the gradients that comes from its own tokens, so they are added and not averaged.
     """
     yield
     if last:

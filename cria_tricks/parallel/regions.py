@@ -1,9 +1,11 @@
 """Cut the matrices of attention and MLP among processes, with an f in front of each region and a g behind it.
 
-Attention and the MLP are each a region. Inside, all products use parts of matrices, and nothing is sent. Beside a
-column-parallel matrix LoRA's B is cut and A is whole, because every process has the whole input. Beside a row-parallel
-matrix A is cut and B is whole. The gradient of a whole weight inside a region is a sum over the processes, of which
-each has one part, so such weights are marked: they get the attribute ``partial``.
+Attention and the MLP are each a region. Megatron's f and g (``parallel/tensor.py``) sum over the processes: f gradients
+on the way back, g outputs on the way forward. Inside a region all products use parts of matrices, and nothing is sent.
+
+Beside a column-parallel matrix LoRA's B is cut and A is whole, because every process has the whole input. Beside a
+row-parallel matrix A is cut and B is whole. The gradient of a whole weight inside a region is a sum of which each
+process has one term. Such weights get the attribute ``partial``, so that the terms are summed once a step.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +38,7 @@ def split_regions(model: torch.nn.Module, mesh: Any, dims: Mapping[str, int], f:
 
 
 def _cut_matrices(region: torch.nn.Module, mesh: Any, dims: Mapping[str, int]) -> torch.nn.Parameter | None:
-    """Cut the matrices of one region, and return the bias of its row-parallel matrix, which g's result still needs."""
+    """Cut the matrices of one region; return the bias of its row-parallel matrix, to be added to g's result."""
     bias = None
     for name, module in region.named_children():
         if name not in dims:
@@ -72,7 +74,7 @@ def _cut(linear: Any, dim: int, mesh: Any) -> None:
 
 
 def _hook(region: torch.nn.Module, group: Any, f: Operator, g: Operator, bias: torch.nn.Parameter | None) -> None:
-    """Have f run before a region, and g behind it."""
+    """Let f run before a region, and g after it."""
 
     def before(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # transformers gives hidden states to attention by name, and to the MLP by place.

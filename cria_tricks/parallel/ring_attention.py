@@ -1,8 +1,9 @@
 """Ring attention from scratch: a row's chunks lie in several processes, and keys and values go round a ring of them.
 
-Each process keeps its queries. The attention over the keys of one chunk is a partial result with a log-sum-exp, and two
-partial results are merged by these, as FlashAttention merges its tiles (the online softmax). The card of
-``parallel/context.py`` has the sources.
+Each process keeps its queries. The attention over the keys of one chunk is a partial result. With it comes the
+log-sum-exp of its scores: the logarithm of the sum by which its softmax divided. Two partial results are merged by
+their log-sum-exp, as FlashAttention merges its tiles (the online softmax). The card of ``parallel/context.py`` has the
+sources.
 
 Shapes: N processes, 2 N chunks of C tokens, of which a process has two. B rows, H query heads, K key and value heads, D
 the width of a head. Queries (B, H, 2 C, D), keys and values (B, K, 2 C, D), the log-sum-exp (B, H, 2 C).
@@ -26,7 +27,7 @@ _MULTIPLE = 32
 
 
 class Seen(NamedTuple):
-    """What the queries of one chunk see of another's keys: all, those before them (causal), or what a mask leaves."""
+    """What one chunk's queries see of a chunk's keys: all; those up to their own (causal); or what a mask leaves."""
 
     causal: bool
     mask: torch.Tensor | None
@@ -111,8 +112,8 @@ def merge(
 class RingAttention(torch.autograd.Function):
     """Causal attention over rows whose chunks lie in N processes; each keeps its queries, and keys and values travel.
 
-    Of all scores only those of one kernel's tile exist at a time. The forward pass merges what the keys of each
-    chunk give. With the merged log-sum-exp the backward pass finds the true softmax of each pair of chunks again.
+    Of all scores only those of one kernel's tile exist at a time. The forward pass merges the partial results of all
+    chunks of keys. With the merged log-sum-exp the backward pass recomputes the true softmax of each pair of chunks.
     """
 
     @staticmethod
@@ -130,7 +131,7 @@ class RingAttention(torch.autograd.Function):
                 key, value = keys_values.chunk(2, 3)[its]
                 out, lse = attend(queries[mine], key, value, seen, scale)
                 outs[mine], lses[mine] = merge(outs[mine], lses[mine], out, lse.to(wide))
-        # Laid out token by token, as the output projection reads it: else that would copy it, and save the copy, too.
+        # Laid out token by token, as the output projection reads it. Otherwise that would copy it, and save the copy.
         out_BHTD = torch.cat([out.transpose(1, 2) for out in outs], 1).to(q_BHTD.dtype).transpose(1, 2)
         ctx.save_for_backward(q_BHTD, k_BKTD, v_BKTD, out_BHTD, torch.cat(lses, 2))
         ctx.chunks = chunks

@@ -1,14 +1,15 @@
 r"""Tensor parallelism: every process computes a part of each block's matrices, for the same rows.
 
-Saves    weights of the blocks' matrices, and the wide activations inside a block (heads, MLP): 1 / N of each in a
-         process  [bytes]
+Saves    weights of the blocks' matrices, and the wide activations inside a block (heads, MLP): a process has 1 / N of
+         each  [bytes]
 Costs    two all-reduces of (B, T, D) in every block forward and two backward, and all processes wait for each of them:
-         little is gained over PCIe, much is lost over a network. Embedding, norms, head and residual stream are whole
-         in all processes
+         little is gained over PCIe, much is lost over a network. Checkpointing repeats one of those forward. LoRA adds
+         one all-reduce a step, of the gradients of its matrices that are not cut. Embedding, norms, head and residual
+         stream are whole in all processes
 Claim    exact within rounding: the sums over a matrix's inputs are added up in another order
 Needs    heads, key heads and the MLP's width divisible by N; dropout 0 for the same losses as one process
 Breaks   int8 and 4-bit weights: they are packed while the model loads, and packed bytes have no rows and columns
-         (refused); models whose heads do not divide
+         (refused); models whose heads do not divide (refused)
 Sources  Shoeybi et al. 2019, arXiv:1909.08053, sec. 3 (columns, then rows; the operators f and g)
 Ours     30 lines: f and g, and an MLP of one column and one row matrix. The switch runs the same f and g around
          attention and around the MLP of transformers' models, with peft's LoRA inside, plain or fused. torch's
@@ -84,7 +85,7 @@ class Copied(torch.autograd.Function):
 
 
 class Summed(torch.autograd.Function):
-    """Megatron's g: a sum over the processes forward; the identity backward, as each part has the sum's gradient."""
+    """Megatron's g: a sum over the processes forward; the identity backward: each part gets the sum's gradient."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -163,7 +164,7 @@ def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def window(total: torch.nn.Module, world: World, last: bool) -> Iterator[None]:
-    """Add up the gradients of whole weights between f and g, after the backward pass of the window's last micro-batch.
+    """Add up the gradients of weights between f and g that are not cut, after the last micro-batch's backward pass.
 
     Nothing is averaged, because every process trains on all rows. ``total`` is what :func:`spread` returned.
     """
@@ -188,14 +189,14 @@ def split(model: torch.nn.Module, mesh: Any) -> None:
 
 
 def add_up_partial(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of whole weights that were used with cut ones, in place, by one all-reduce.
+    """Sum the gradients of weights between f and g that are not cut, in place, by one all-reduce.
 
     These are A beside a column-parallel matrix and B beside a row-parallel one; if all weights train, also the norms of
     queries and keys, of which each process has some heads. Once a step is enough, because gradients of micro-batches
     are added up.
 
     Args:
-        parameters: those that :func:`split` has marked as partial count, and all others are left out.
+        parameters: those that :func:`split` has marked as ``partial`` are summed, and all others are left out.
         group: the processes that share the matrices.
     """
     gradients = [p.grad for p in parameters if getattr(p, "partial", False) and p.grad is not None]
@@ -204,13 +205,13 @@ def add_up_partial(parameters: Iterable[torch.nn.Parameter], group: dist.Process
 
 
 def traffic(recipe: Recipe, shape: Shape, processes: int, *, first: bool = True) -> list[Call]:
-    """Return the all-reduces of an optimizer step, for rows of full length; they are the same for every N.
+    """Return the all-reduces of an optimizer step, for rows of full length; their sizes are the same for every N.
 
     Args:
         recipe: what is trained.
         shape: the shape of the model, or of a stage of it.
         processes: N, the number of processes.
-        first: whether the first block of the shape is that of the model, behind the embedding.
+        first: whether the first block of the shape is the model's first, which comes right after the embedding.
     """
     tricks = recipe.tricks
     # n: tokens of a micro-batch.

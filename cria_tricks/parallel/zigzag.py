@@ -1,11 +1,14 @@
-"""Say which tokens of a row a process has in context parallelism, and how many."""
+"""Say which tokens of a row a process has in context parallelism, and how many.
+
+Each row is cut into 2 N chunks of equal length for N processes, numbered from its beginning.
+"""
 
 
 def zigzag(rank: int, size: int) -> tuple[int, int]:
-    """Return the two of 2 N chunks that a process has.
+    """Return the numbers of the two chunks that a process has, of 2 N.
 
-    A causal query sees the keys before it, so later chunks are more work. An early and a late chunk together are as
-    much work in every process.
+    A causal query sees itself and what comes before it, so a later chunk is more work. An early and a late chunk
+    together are the same work in every process.
 
     Examples:
         >>> [zigzag(rank, 4) for rank in range(4)]
