@@ -90,7 +90,9 @@ def test_what_does_not_fit_has_no_price():
     large = with_settings(recipes.kwanzaa(t4), ["model=llama-3.1-70b"])
     assert plan_data.prices(Target(find_shape(large.model), t4), large, ROWS) == []
     found = advise(find_shape("llama-3.1-70b"), estimate, 10**6)
-    assert [(o.minutes, o.cost) for o in found.options if not o.fits] == [(None, None)] * len(found.options)
+    too_small = [option for option in found.options if not option.fits]
+    assert [(one.minutes, one.cost) for one in too_small] == [(None, None)] * len(too_small)
+    assert [f"{one.method} on {one.flavor}" for one in found.options if one.fits] == ["qlora on a100-large"]
 
 
 def test_only_the_lesson_about_the_guide_knows_its_prices():
