@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.per_process import Live
 from cria_tricks import models
 from cria_tricks.bill.calls import totals
 from cria_tricks.common.errors import BadInput
+from cria_tricks.load import losses
 from cria_tricks.load.model import blocks_of, load
 from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import dtensor, fsdp
@@ -18,7 +20,6 @@ from cria_tricks.resolve import resolve
 from tests.helpers import prepare
 from tests.parallel import steps
 from tests.parallel.strategies import alone, formula, spread, worst
-from tests.parallel.test_per_process import Live, Summed
 
 SETTINGS = [
     (),
@@ -142,7 +143,7 @@ def one_step(folder: Path, ends_in_root: bool, data: int) -> tuple[float, int, l
     for name, parameter in loaded.model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.ones_(parameter)
-    total = Summed(loaded.model)
+    total = losses.LossSum(loaded.model, losses.full_loss_sum)
     world = World.of(data, "cpu")
     if ends_in_root:
         for module in (*blocks_of(total), total):
@@ -152,7 +153,8 @@ def one_step(folder: Path, ends_in_root: bool, data: int) -> tuple[float, int, l
     live = Live()
     live.track_all(dtensor.own(parameter) for parameter in total.parameters())
     with live:
-        loss = total(torch.arange(16)[None] + world.rank)
+        ids = torch.arange(16)[None] + world.rank
+        loss = total({"input_ids": ids, "labels": ids})
         loss.backward()
     return loss.item(), live.peak, [p.grad.full_tensor() for p in total.parameters() if p.requires_grad]
 
@@ -174,9 +176,11 @@ def dtypes(settings: tuple[str, ...], folder: Path) -> dict[str, Any]:
     """What FSDP will gather, reduce and cast, group by group; and the dtypes of trained weights and gradients."""
     recipe = steps.recipe_of(f"model={folder}", *settings, "parallel.strategy=fsdp")
     plan = resolve(recipe, processes=2)
-    total = fsdp.spread(Summed(load(plan, models.find(str(folder))).model), plan, World.of(2, "cpu"))
+    summed = losses.LossSum(load(plan, models.find(str(folder))).model, losses.full_loss_sum)
+    total = fsdp.spread(summed, plan, World.of(2, "cpu"))
+    ids = torch.arange(8)[None]
     with torch.autocast("cpu", torch.bfloat16):
-        total(torch.arange(8)[None]).backward()
+        total({"input_ids": ids, "labels": ids}).backward()
     policies = {module._get_fsdp_state()._mp_policy for module in total.modules() if hasattr(module, "unshard")}
     trained = [parameter for parameter in total.parameters() if parameter.requires_grad]
     return {
