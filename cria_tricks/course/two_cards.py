@@ -98,13 +98,12 @@ def _train(recipe: Recipe | str, settings: list[str], out: Path, count: bool) ->
             report = train(wanted, out, console=console)
     else:
         report = train(wanted, out, console=console)
-    rows = wanted.train.batch_size * wanted.tricks.gradient_accumulation
     seconds = report["step_seconds"]
     peaks = report["estimate"].get("measured_by_process") or [report["estimate"]["measured_bytes"]]
     return Trained(
         losses=[entry["loss"] for entry in report["history"] if "loss" in entry],
-        rows_per_second=rows / seconds["measured"],
-        predicted_rows_per_second=rows / seconds["predicted"] if seconds["predicted"] else None,
+        rows_per_second=wanted.rows_per_step / seconds["measured"],
+        predicted_rows_per_second=wanted.rows_per_step / seconds["predicted"] if seconds["predicted"] else None,
         peak=peaks[numbers.rank()],
         predicted_peak=report["estimated_peak_bytes"],
         gradients=gradients,
