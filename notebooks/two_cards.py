@@ -205,7 +205,7 @@ for strategy, processes, reduce in (("none", 1, "micro_batch"), ("fsdp", 2, "mic
 
 # %% [markdown]
 # ## In one breath
-# - `ddp`: the same losses and gradients, nearly twice the rows a second, 4 bytes a trained weight in each step. Take it
+# - `ddp`: the same losses and gradients, more rows a second, and 4 bytes a trained weight sent in each step. Take it
 #   when one card holds the run.
 # - `fsdp`: the same losses, and less memory in each process. Take it when one card does not hold the run.
 # - Your own run: `cria launch RECIPE --on torchrun --nproc 2 --set parallel.strategy=ddp`, and `cria plan RECIPE --gpu
