@@ -9,7 +9,7 @@ CONSTRAINTS ?= constraints.txt
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
 READY := $(VENV)/.ready
 
-.PHONY: address colab colab-measure dist pins release-check workflows train test test-processors test-gpu site serve check check-all lint types drill drill-dump drill-shards drill-signals fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-curated bench-card bench-fused bench-overhead bench-packing bench-step-profile bench-streaming bench-estimate bench-dry-run bench-seconds bench-monitor bench-quality mutants results notebooks clean
+.PHONY: address colab colab-measure dist pins release-check workflows train test test-processors test-gpu site serve check check-all lint types drill drill-dump drill-shards drill-signals two-cards fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-curated bench-card bench-fused bench-overhead bench-packing bench-step-profile bench-streaming bench-estimate bench-dry-run bench-seconds bench-monitor bench-quality mutants results notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
@@ -72,6 +72,10 @@ drill-dump: $(READY)
 drill-shards: $(READY)
 	rm -rf build/shards
 	$(VENV)/bin/python -m tests.drills.shards --megabytes 2000 --out build/shards
+
+# The notebook "Two cards" in a kernel, on two processes of this CPU: what it prints, against what must hold.
+two-cards: $(READY)
+	$(VENV)/bin/python -m tests.drills.two_cards
 
 # 520 spoilt rows, recipes, settings, paths, adapters and checkpoints: 5 minutes on two Xeon cores at 2.5 GHz.
 fuzz: $(READY)

@@ -651,6 +651,7 @@ course.check(3, seconds, of_seconds, "a function (layers, bucket_bytes, start, r
 # - **Exact within rounding**, if sums are divided by all processes' tokens, no row counts twice, and dropout is 0.
 # - **When**: the run fits one card, and you have another. Before anything else that needs two.
 # - **When not**: it does not fit one card (lesson 21), or windows are too small to share.
+# - **On two cards**: the notebook `notebooks/two_cards.ipynb` measures this lesson and the next on Kaggle's two T4s.
 #
 # ## Sources
 # - Li et al. 2020, *PyTorch Distributed*, arXiv 2006.15704, section 3.2 (buckets, overlap, no_sync).

@@ -728,6 +728,7 @@ course.check(3, forward_seconds, of_forward, "a function (computes, gathers) -> 
 # - **Exact within rounding**, as data parallelism is.
 # - **When**: the blocks do not fit one card: full fine-tuning, or a large base, over a fast link.
 # - **When not**: LoRA of a model that fits. Its gradients and states are small already, and `ddp` sends a seventieth.
+# - **On two cards**: the notebook `notebooks/two_cards.ipynb` measures this lesson on Kaggle's two T4s.
 #
 # ## Sources
 # - Rajbhandari et al. 2020, *ZeRO*, arXiv 1910.02054, figure 1, sections 5 (stages) and 7 (1.5 times the bytes).

@@ -264,6 +264,14 @@ def test_on_a_card_reserved_bytes_stand_below_the_measured_ones():
     assert page.markdown(report).replace(rows, "") == PAGE
 
 
+def test_of_several_processes_each_peak_is_there():
+    report = made()
+    report["estimate"]["measured_by_process"] = [50 * MIB, 49 * MIB]
+    line = "| measured, each process | 50.0 MiB, 49.0 MiB | in the order of their ranks |\n"
+    assert line in page.markdown(report)
+    assert page.markdown(report).replace(line, "") == PAGE
+
+
 SEEN = """## The machine meanwhile
 
 4 samples over 1,234 seconds, in `monitor.jsonl`.

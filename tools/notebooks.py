@@ -4,7 +4,7 @@ A notebook is its lesson with a badge on top and, before the first code, a cell 
 no outputs, and nothing in it depends on when or where it was made, so the same lesson gives the same bytes. It is
 never edited: what is changed there is lost. A lesson says in its header what it needs: ``accelerator: GPU``, and
 ``extra: data`` for the libraries of an extra. A notebook that is no lesson is made in the same way, of the script
-beside it: ``notebooks/NAME.py``.
+beside it: ``notebooks/NAME.py``. One with ``kaggle: true`` gets a second badge, which opens it in Kaggle.
 """
 
 import argparse
@@ -30,6 +30,7 @@ FOLDED = "# @title Code\n"
 """With this line Colab folds a cell's code."""
 
 BADGE = "https://colab.research.google.com/assets/colab-badge.svg"
+KAGGLE_BADGE = "https://kaggle.com/static/images/open-in-kaggle.svg"
 
 
 def _names(requirements: list[str]) -> list[str]:
@@ -106,11 +107,19 @@ def colab_address(name: str) -> str:
     return f"https://colab.research.google.com/github/{owner_and_name}/blob/{TAG}/notebooks/{name}.ipynb"
 
 
+def kaggle_address(name: str) -> str:
+    """Where Kaggle opens a notebook of the last release."""
+    return f"https://kaggle.com/kernels/welcome?src={REPOSITORY}/blob/{TAG}/notebooks/{name}.ipynb"
+
+
 def make(script: Path) -> str:
     """The text of a script's notebook."""
     book = jupytext.read(script, fmt="py:percent")
     cells = book.cells
-    badge = nbformat.v4.new_markdown_cell(f"[![Open in Colab]({BADGE})]({colab_address(script.stem)})")
+    badges = f"[![Open in Colab]({BADGE})]({colab_address(script.stem)})"
+    if book.metadata.get("kaggle"):
+        badges = f"[![Open in Kaggle]({KAGGLE_BADGE})]({kaggle_address(script.stem)}) {badges}"
+    badge = nbformat.v4.new_markdown_cell(badges)
     install = nbformat.v4.new_code_cell(install_cell(book.metadata.get("extra", "")))
     place = next(i for i, cell in enumerate(cells) if cell.cell_type == "code" and not _early(cell))
     book.cells = [badge, *cells[:place], install, *cells[place:]]

@@ -7,7 +7,8 @@
 
 This is for experiments; training is started by ``torchrun``, see ``launch/torchrun.py``. Importing torch and
 transformers takes seconds. So the first process imports them once, forks the others, and all of them stay. Each has one
-thread and no GPU. They communicate by gloo.
+thread and no GPU. They communicate by gloo. ``Ranks(2, cards=True)`` gives each process a GPU of its own; they
+communicate by nccl.
 """
 
 import contextlib
@@ -42,25 +43,39 @@ class Ranks:
 
     Args:
         size: the number of processes, N.
+        cards: whether process r gets the machine's GPU number r; without it, no process sees a GPU.
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, *, cards: bool = False):
         self.size = size
+        self.cards = cards
+        self._started: list[subprocess.Popen[bytes]] = []
         self._open()
 
     def _open(self) -> None:
         pipes = [Pipe() for _ in range(self.size)]
         self._pipes = [ours for ours, _ in pipes]
         theirs = [end.fileno() for _, end in pipes]
-        place = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-        self._first = subprocess.Popen(
-            [sys.executable, "-m", "cria_tricks.course.processes", *map(str, theirs)],
-            pass_fds=theirs,
-            start_new_session=True,  # so Ctrl-C in a notebook does not reach them
-            env={**os.environ, **place, "CUDA_VISIBLE_DEVICES": ""},
-        )
+        if self.cards:
+            # Not forked: a process that has looked for a GPU cannot be, and importing our libraries looks for one.
+            port = str(_free_port())
+            for rank, number in enumerate(theirs):
+                place = _numbers(rank, self.size) | {"MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": _card(rank)}
+                self._begin(place, "--alone", number)
+        else:
+            self._begin({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, *theirs)
         for _, end in pipes:
             end.close()
+
+    def _begin(self, place: dict[str, str], *words: str | int) -> None:
+        """Start a process that serves the pipe ends whose numbers are among these words."""
+        started = subprocess.Popen(
+            [sys.executable, "-m", "cria_tricks.course.processes", *map(str, words)],
+            pass_fds=[word for word in words if isinstance(word, int)],
+            start_new_session=True,  # so Ctrl-C in a notebook does not reach them
+            env={**os.environ, "MASTER_ADDR": "127.0.0.1", **place},
+        )
+        self._started.append(started)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call ``function(*arguments)`` in every process.
@@ -98,9 +113,11 @@ class Ranks:
 
     def close(self) -> None:
         """End the processes."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._first.pid, signal.SIGKILL)  # the first process, and those that it has forked
-        self._first.wait()
+        for started in self._started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)  # the process, and those that it has forked
+            started.wait()
+        self._started.clear()
         for pipe in self._pipes:
             pipe.close()
 
@@ -119,16 +136,20 @@ def _answer(pipe: Connection) -> Any:
         return _ENDED
 
 
-def _start(numbers: list[int]) -> None:
+def _start(numbers: list[int], *, alone: bool) -> None:
     """Import the slow libraries, fork the other processes, and serve calls in each.
 
     Args:
         numbers: file descriptors of the processes' pipe ends, by rank.
+        alone: fork no others, because each was started by itself and knows its rank; then ``numbers`` has one.
     """
     os.dup2(2, 1)  # send prints to standard error, so that they do not mix with the notebook's own output
     with importing():
         import cria_tricks.trainer.shared  # noqa: F401
 
+    if alone:
+        _serve(Connection(numbers[0]))
+        return
     # A garbage collection writes into the objects it visits, so each process would get its own copy of their memory.
     gc.freeze()
     # Chosen after the slow imports, because another program could take the port in the meantime.
@@ -138,9 +159,24 @@ def _start(numbers: list[int]) -> None:
     for other, number in enumerate(numbers):
         if other != rank:
             os.close(number)  # a pipe reports that a process has ended only when all copies of its end are closed
-    size = str(len(numbers))
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= _numbers(rank, len(numbers))
     _serve(Connection(numbers[rank]))
+
+
+def _numbers(rank: int, size: int) -> dict[str, str]:
+    """Return the environment variables by which a process learns its rank, as a launcher sets them.
+
+    A single process gets none: with them accelerate would make a process group of one on a GPU.
+    """
+    if size == 1:
+        return {}
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+
+
+def _card(rank: int) -> str:
+    """Return the GPU of a process: the one at this place among those that the notebook sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return str(rank) if visible is None else visible.split(",")[rank]
 
 
 def _serve(pipe: Connection) -> None:
@@ -171,4 +207,4 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    _start(list(map(int, sys.argv[1:])))
+    _start([int(word) for word in sys.argv[1:] if word != "--alone"], alone="--alone" in sys.argv)

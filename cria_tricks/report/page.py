@@ -183,6 +183,9 @@ def _compared(report: Mapping[str, Any]) -> list[str]:
     if found["measured_bytes"] is not None:
         rows.append(("unexplained", human(found["unexplained_bytes"]), "what no line accounts for"))
         rows.append(("**measured**", human(found["measured_bytes"]), f"estimated is {found['ratio']:.3f} of it"))
+    if "measured_by_process" in found:
+        each = ", ".join(map(human, found["measured_by_process"]))
+        rows.append(("measured, each process", each, "in the order of their ranks"))
     if found["reserved"]:
         ways = "expandable segments" if found["reserved"]["expandable_segments"] else "no expandable segments"
         rows.append(("reserved, estimated", human(found["reserved"]["estimated_bytes"]), f"at most; {ways}"))

@@ -90,6 +90,9 @@ def write(job: Job, of: Made, trained: Trained) -> dict[str, Any]:
     folder = job.folders.folder / ("adapter" if job.plan.peft else "model")
     summary = _summary(job, of, trained, folder)
     summary["monitor"] = world.gather(trained.monitor.summary())
+    if summary["estimate"] and world.size > 1:  # the peaks of the steps are the largest of all processes
+        own_peak = trained.meter.phases["train"]["allocated_bytes"]
+        summary["estimate"]["measured_by_process"] = world.gather(own_peak)
     summary["profile"] = profiler.read(job.folders.folder / "profile") if job.recipe.train.profile else None
     summary["best"] = kept_before(job) or None if job.recipe.train.keep_best else None
     save = _saving(job, of, trained, folder, summary)

@@ -133,6 +133,9 @@ def test_a_pipelines_report_lays_the_estimate_beside_the_measurement(two, base, 
         entry["peak_bytes"] for entry in report["history"] if "peak_bytes" in entry
     )
     assert report["estimate"]["ratio"] == pytest.approx(1, abs=0.05)
+    peaks = report["estimate"]["measured_by_process"]
+    assert max(peaks) == report["estimate"]["measured_bytes"]
+    assert peaks[0] != peaks[1], "the last stage has the head"
     assert "pipeline: receive buffers" in {row["name"] for row in report["estimate"]["lines"]}
     said = report["pipeline"]
     assert (said["data"], said["blocks"], said["schedule"]) == (1, [[0, 0], [1, 1]], "1f1b")

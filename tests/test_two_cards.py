@@ -1,0 +1,91 @@
+"""The notebook "Two cards": in a kernel on two gloo processes (``make two-cards`` shows it), and what cards change."""
+
+import os
+from dataclasses import replace
+
+import jupytext
+import nbformat
+import pytest
+import torch
+
+from cria_tricks.course import two_cards
+from cria_tricks.course.processes import Ranks
+from tests.drills import two_cards as drill
+from tools import notebooks
+
+SCRIPT = notebooks.NOTEBOOKS / "two_cards.py"
+
+
+def test_on_two_gloo_processes_it_prints_what_must_hold():
+    """About 50 CPU seconds: three trainings of an adapter and three of all weights, in processes that start once."""
+    drill.check(drill.executed())
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ([], "This session has no card.\nIn Kaggle: Settings -> Accelerator -> GPU T4 x2."),
+        (["Tesla P100-PCIE-16GB"], "This session has one card, Tesla P100-PCIE-16GB.\nIn Kaggle: Settings"),
+        (["Tesla T4"] * 2, "Two cards: Tesla T4 and Tesla T4. Each gets a process"),
+    ],
+)
+def test_the_first_cell_says_in_plain_words_what_cards_there_are(monkeypatch, capsys, names, said):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: names[number])
+    cell = next(cell for cell in jupytext.read(SCRIPT, fmt="py:percent").cells if cell.cell_type == "code")
+    found = {}
+    exec(cell.source, found)
+    assert found["TWO"] == (len(names) == 2)
+    assert capsys.readouterr().out.startswith(said)
+
+
+def test_it_opens_in_kaggle_and_no_other_notebook_does():
+    for script in notebooks.scripts():
+        badge = nbformat.reads(notebooks.make(script), as_version=4).cells[0].source
+        address = f"(https://kaggle.com/kernels/welcome?src={notebooks.REPOSITORY}/blob/{notebooks.TAG}/notebooks/"
+        assert (f"{address}{script.stem}.ipynb)" in badge) == (script == SCRIPT)
+
+
+@pytest.mark.parametrize(("visible", "cards"), [(None, ["0", "1"]), ("2,5", ["2", "5"])])
+def test_with_cards_each_process_is_started_by_itself_and_sees_one(monkeypatch, visible, cards):
+    """A process that has looked for a GPU cannot be forked."""
+    started = []
+
+    class Started:
+        def __init__(self, words, env, **more):
+            started.append((words[-2:], env))
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("cria_tricks.course.processes.subprocess.Popen", Started)
+    Ranks(2, cards=True)
+    assert [words[0] for words, _ in started] == ["--alone", "--alone"]
+    assert [env["CUDA_VISIBLE_DEVICES"] for _, env in started] == cards
+    assert [(env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) for _, env in started] == [
+        ("0", "0", "2"),
+        ("1", "1", "2"),
+    ]
+    assert started[0][1]["MASTER_PORT"] == started[1][1]["MASTER_PORT"]
+    assert os.environ.get("RANK") is None
+
+
+def test_a_failure_in_a_process_is_one_line_in_the_notebook():
+    class Failing:
+        def run(self, *arguments):
+            said = (
+                "Traceback (most recent call last):\n  File ...\ncria_tricks.common.errors.OutOfMemory: out of memory\n"
+            )
+            raise RuntimeError(f"process 0: {said}")
+
+    with pytest.raises(RuntimeError, match=r"^OutOfMemory: out of memory$"):
+        two_cards.train(Failing(), "kwanzaa", [])
+
+
+def test_losses_are_compared_step_by_step_and_a_missing_prediction_is_a_dash():
+    one = two_cards.Trained([4.0, 2.0], 1.0, None, 100, 100, [], [])
+    assert two_cards.apart(one, one) == 0
+    assert two_cards.apart(one, replace(one, losses=[4.0, 2.5])) == pytest.approx(0.2)
+    assert two_cards.line("MB", None, None, 1234.5).split() == (
+        ["MB", "your", "guess", "-", "predicted", "-", "measured", "1,234.50"]
+    )
