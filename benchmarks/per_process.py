@@ -137,7 +137,7 @@ def counted_peak(
         model.zero_grad()
 
     step()
-    live = Live()
+    live = Live() if strategy == "fsdp" else LiveBytes()
     live.track_all(total.parameters())
     live.track_all(moments_of(optimizer))
     live.track_all([p.grad for p in total.parameters() if p.grad is not None])  # DDP's buckets
@@ -163,7 +163,7 @@ def counted_stage(folder: Path, settings: Sequence[str], micro_batches: int, tok
         optimizer.zero_grad()
 
     step()
-    live = Live()
+    live = LiveBytes()
     live.track_all(model.parameters())
     live.track_all(moments_of(optimizer))
     live.track_all(buffers_of(stage))
@@ -179,7 +179,7 @@ def buffers_of(stage: Stage) -> list[torch.Tensor]:
     return [buffer for buffer in buffers if isinstance(buffer, torch.Tensor)]
 
 
-class Cards(Live):
+class Cards(LiveBytes):
     """Counts for each card what is made while one of its modules runs.
 
     Attributes:
