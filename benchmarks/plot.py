@@ -50,6 +50,8 @@ def blocks(cases: list[Case]) -> dict[str, str]:
         found["per_process"] = tables.per_process(large, "LoRA")
         found["per_process_of_all_weights"] = tables.per_process(large, "all weights")
         found["shared_rows"] = tables.shared_rows(large)
+    if links := study("links"):
+        found["links"] = tables.links(links["cases"])
     if frontier := study("frontier"):
         found["frontier"] = speed_tables.frontier(frontier)
     if seconds_error := study("seconds_error"):

@@ -154,6 +154,16 @@ def shared_rows(cases: Iterable[Mapping[str, Any]]) -> str:
     return table(("settings", "tokens of the row", "one process", "two", "four"), rows)
 
 
+def links(cases: Iterable[Mapping[str, Any]]) -> str:
+    """Lay out the seconds of a step of two processes, by the links' model and measured."""
+    names = ("compute_seconds", "communication_seconds", "predicted_seconds", "measured_seconds")
+    rows = (
+        (case["strategy"], case["settings"], *(f"{case[name]:.2f}" for name in names), f"{case['error']:+.0%}")
+        for case in cases
+    )
+    return table(("strategy", "trains", "computes", "communicates", "predicted", "measured", "off by"), rows)
+
+
 def _peak(case: Mapping[str, Any]) -> str:
     """Write the peak of a case, and how far the bill is off."""
     off = 100 * (case["billed_bytes"] / case["peak_bytes"] - 1)
