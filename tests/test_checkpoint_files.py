@@ -189,7 +189,7 @@ FREE = {
 WORDS = {
     "train.report_to": "trackio", "train.on_oom": "adapt", "parallel.pipeline_schedule": "gpipe",
     "parallel.stage_blocks": "1,1", "parallel.reduce": "step",
-    "parallel.strategy": "ddp", "data.overflow": "drop", "data.duplicates": "near",
+    "parallel.strategy": "ddp", "data.overflow": "drop", "data.duplicates": "near", "data.quality": "gopher",
     "data.leakage": "drop", "data.language": "en", "tricks.precision": "bf16", "tricks.quantization": "nf4",
     "tricks.peft": "lora", "tricks.optimizer": "adamw_8bit", "tricks.attention": "sdpa", "lora.init": "loftq",
     "train.schedule": "linear", "data.shuffle_documents": "0.5", "data.drop_uncited": "0.5", "data.drop_cited": "0.5",
