@@ -80,11 +80,18 @@ class Family:
     """What settings are drawn from, and the file of their results.
 
     A family is never changed: with one model or toggle more, the same seed would draw other settings.
+
+    Attributes:
+        models: names of the catalogue.
+        toggles: values of each toggle.
+        results: the file.
+        new: toggles of which each setting has one with a value that the first family never draws.
     """
 
     models: tuple[str, ...]
     toggles: dict[str, tuple[Any, ...]]
     results: Path
+    new: tuple[str, ...] = ()
 
 
 _MODELS = (
@@ -96,8 +103,10 @@ LATER = Family(
     tuple(name for name in CATALOGUE if name not in _MODELS), TOGGLES, RESULTS / "estimate_error_later.json"
 )  # fmt: skip
 """The models that have come since."""
-NEWER = Family(tuple(CATALOGUE), {**TOGGLES, **TOGGLES_LATER}, RESULTS / "estimate_error_toggles.json")
-"""The toggles that have come since; each of its settings has one of them."""
+NEWER = Family(
+    tuple(CATALOGUE), {**TOGGLES, **TOGGLES_LATER}, RESULTS / "estimate_error_toggles.json", tuple(TOGGLES_LATER)
+)  # fmt: skip
+"""The toggles that have come since."""
 FAMILIES = {"first": FIRST, "later": LATER, "toggles": NEWER}
 
 
@@ -139,17 +148,12 @@ def setting(seed: int | str, number: int, family: Family = FIRST) -> Setting:
             toggles["activation_offload"] = False
         sets = [f"train.batch_size={batch}", f"data.max_length={tokens}", *_sizes(draw, peft, model, blocks)]
         sets += [f"tricks.{name}={value}" for name, value in toggles.items() if value != getattr(Tricks(), name)]
-        if family is NEWER and not _has_a_later_toggle(toggles):
+        if family.new and all(toggles[name] in TOGGLES.get(name, (False,)) for name in family.new):
             continue
         found = Setting(model, blocks, device, trained, tuple(sets))
         with contextlib.suppress(BadInput):
             refuse(resolve(found.recipe, DEVICES[device]), facts_of(shape_of(found.config, model)), 1)
             return found
-
-
-def _has_a_later_toggle(toggles: dict[str, Any]) -> bool:
-    """Whether a toggle has a value that settings of the first family never have."""
-    return any(toggles[name] not in TOGGLES.get(name, (False,)) for name in TOGGLES_LATER)
 
 
 def _sizes(draw: random.Random, peft: str, model: str, blocks: int) -> list[str]:

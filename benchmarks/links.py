@@ -9,6 +9,7 @@ Nothing else may run on the machine. Writes ``benchmarks/results/cpu/links.json`
 """
 
 import contextlib
+import itertools
 import statistics
 import tempfile
 import time
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from benchmarks import common
-from benchmarks.per_process import LORA, WIDTHS, adamw, made, prepared, saved, shares
+from benchmarks.per_process import SETTINGS, WIDTHS, adamw, made, prepared, saved, shares
 from cria_tricks.bench.case import stamp
 from cria_tricks.bill.calls import Call
 from cria_tricks.course.processes import Ranks
@@ -44,15 +45,8 @@ SHAPES = {
     "halves": WIDTHS["smollm2"]
     | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 72, "intermediate_size": 768},
 }
-FULL = ("tricks.attention=sdpa",)
-CASES = (
-    ("ddp", "LoRA", LORA),
-    ("ddp", "all weights", FULL),
-    ("fsdp", "LoRA", LORA),
-    ("fsdp", "all weights", FULL),
-    ("tensor", "LoRA", LORA),
-    ("tensor", "all weights", FULL),
-)
+CASES = tuple(itertools.product(("ddp", "fsdp", "tensor"), ("LoRA", "all weights")))
+"""A strategy, and the name of the settings."""
 
 
 def timed(step: Callable[[], Any]) -> float:
@@ -104,9 +98,11 @@ def time_of(call: Call, lines: dict[str, FittedLine]) -> float:
     return call.times * line.latency + call.sent / line.rate
 
 
-def measured(ranks: Ranks, folders: dict[str, Path], lines: dict[str, FittedLine], case: Any) -> dict[str, Any]:
+def measured(
+    ranks: Ranks, folders: dict[str, Path], lines: dict[str, FittedLine], strategy: str, label: str
+) -> dict[str, Any]:
     """Time one strategy, and predict it."""
-    strategy, label, settings = case
+    settings = SETTINGS[label]
     rows = PROCESSES
     recipe = with_settings(Recipe(), [f"data.max_length={TOKENS}", f"tricks.gradient_accumulation={rows}", *settings])
     of_one = folders["halves" if strategy == "tensor" else "whole"]
@@ -140,10 +136,10 @@ def main() -> None:
             console.print(f"{kind}: {1e3 * line.latency:.2f} ms + sent / {line.rate / 1e9:.2f} GB/s")
         found = []
         for case in CASES:
-            one = measured(ranks, folders, lines, case)
+            one = measured(ranks, folders, lines, *case)
             found.append(one)
             console.print(
-                f"{one['strategy']}, {one['settings']}: computes {one['compute_seconds']:.3f} s, talks "
+                f"{one['strategy']}, {one['settings']}: computes {one['compute_seconds']:.3f} s, communicates "
                 f"{one['communication_seconds']:.3f} s, together {one['predicted_seconds']:.3f}; measured "
                 f"{one['measured_seconds']:.3f}, off by {one['error']:+.1%}"
             )

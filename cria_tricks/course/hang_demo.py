@@ -2,8 +2,8 @@
 
 ``with hanging(folder, seconds) as processes:`` starts both and ends them. Lesson 27 and ``tests/drills/hang.py`` look
 at them from outside. In each process a thread keeps writing what torch's flight recorder holds, because the main thread
-of a process that hangs writes nothing. Only the two processes import torch, because whoever starts them does not need
-it.
+of a process that hangs writes nothing. Only the two processes import torch: the program that
+starts them does not need it.
 """
 
 import contextlib

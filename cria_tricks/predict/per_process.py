@@ -12,11 +12,12 @@ moments of its step:
   tensor, M = N). So the same formulas give the sizes of the matrices, of LoRA's A and B, and of the activations that a
   block saves. Every tensor of the model's width D stays whole.
 - **context**: the whole model, for 1 / N of each row's tokens; see ``ring_bytes.py``.
-- **pipeline**, **model**: the blocks of one stage, with the embedding in the first stage and the head in the last (but
-  **model** leaves a tied head in the first). A pipeline's stage s of S (counted from 0) also holds tensors of its other
-  micro-batches. There are k of these; in 1F1B at most S - s are under way at once, in GPipe all k. Those under way have
-  saved activations, and with the full loss the logits that the last stage returned, which torch keeps for the backward
-  pass. For all k there are torch's receive buffers: hidden states from the stage before, gradients from the one behind.
+- **pipeline**, **model**: the blocks of one stage, with the embedding in the first stage. The head is in the last
+  stage of a pipeline, and on the first card of **model**. A pipeline's stage s of S (counted from 0) also holds
+  tensors of its other micro-batches. There are k of these; in 1F1B at most S - s are under way at once, in GPipe all
+  k. Those under way have saved activations, and what the stage has put out, which torch keeps for the backward pass:
+  hidden states, or with the full loss the last stage's logits. For all k there are torch's receive buffers: hidden
+  states from the stage before, gradients from the one behind.
 
 Not counted: what NCCL allocates for itself, and the tensors that tensor parallelism is all-reducing.
 """

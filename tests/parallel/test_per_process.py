@@ -145,6 +145,11 @@ def test_the_peak_is_that_of_a_counted_step(two, folder, strategy, settings, mic
     assert found.peak_bytes == pytest.approx(counted, rel={"ddp": 0.01, "fsdp": 0.02, "tensor": 0.02}[strategy])
 
 
+def test_accumulated_gradients_are_in_ddps_buckets_and_nowhere_else(two, folder):
+    counted = two.run(counted_peak, folder, "ddp", 2, FULL, 2)[0]
+    assert counted == pytest.approx(bill("ddp", 2, "tricks.gradient_accumulation=4", *FULL).peak_bytes, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("tied", "settings", "window", "tokens", "pool"),
     sample(
