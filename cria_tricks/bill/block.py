@@ -135,6 +135,7 @@ class _Beside:
 
 def _beside(memory: StepFacts, operations: Sequence[Operation]) -> _Beside:
     n = memory.all_tokens
+    mine = memory.stream_tokens
     width = memory.shape.width
     # If no block learns, no backward pass reaches one, so none is repeated.
     again = memory.checkpointed and not memory.keeps_nothing
@@ -163,10 +164,17 @@ def _beside(memory: StepFacts, operations: Sequence[Operation]) -> _Beside:
         # The same three, which norms save as they are, so they are counted already. Only below the first adapter no
         # norm saves the embedding's result.
         many = int(bool(memory.adapted))
+    # If processes divide the residual stream, the embedding's result is whole all the same, and so is the gradient on
+    # its way through the last operation, which was gathered.
+    whole = 0
+    if memory.in_pieces:
+        whole = int(many > 0 or not again)
+        many -= int(many > 0)
     # The norm at the end raises the gradient on its way to fp32 before it asks for the block again.
     raises = again and not last and memory.product_itemsize < FP32
     a_hidden_state = many * memory.hidden_itemsize + raises * (FP32 - memory.product_itemsize)
-    found = n * width * a_hidden_state + n * memory.shape.inner * memory.product_itemsize * late
+    found = mine * width * a_hidden_state + n * width * whole * memory.hidden_itemsize
+    found += n * memory.shape.inner * memory.product_itemsize * late
     if magnitudes:
         # The backward pass of DoRA's down_proj begins before the block is repeated. The gradient of its result is fp32.
         # If products give 16 bits, an fp32 gradient of B A x is alive, too, and the base's gradient in 16 bits.
@@ -208,8 +216,10 @@ def points(memory: StepFacts, operations: Sequence[Operation], *, learns: bool =
             # The block's code has it in a variable until the next norm has run, even if no operation saves it.
             normed = f"{operation.name}'s output"
         opened = operation.forward + beside
-        if normed and normed not in held:
-            opened += hidden
+        if normed and memory.in_pieces:
+            opened += memory.stream_tokens * memory.shape.width * memory.hidden_itemsize
+        if normed and normed not in held and not (memory.in_pieces and operation.name.endswith("norm")):
+            opened += hidden  # with a divided residual stream this is what was gathered from it
         if ATTENDED not in held:
             opened += attended  # kept since the block's first forward pass
         found.append(Point(f"forward pass of {operation.name}", sum(held.values()), opened))

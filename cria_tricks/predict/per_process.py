@@ -83,6 +83,8 @@ def per_process(
         return _of_own_tokens(recipe, shape, device, processes, tokens, trained_tokens)
     own, part = local(recipe, shape, strategy, processes)
     memory = facts(own, part, device, tokens, trained_tokens)
+    if recipe.parallel.sequence and strategy in ("tensor", "ddp_tensor"):
+        memory = replace(memory, stream_pieces=processes if strategy == "tensor" else recipe.parallel.tensor_size)
     if strategy in ("ddp", "zero1", "zero2"):
         # DDP's buckets exist from the beginning of the step, and new gradients are added to them. So they count as
         # gradients of earlier micro-batches.
