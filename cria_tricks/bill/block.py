@@ -164,11 +164,11 @@ def _beside(memory: StepFacts, operations: Sequence[Operation]) -> _Beside:
         # The same three, which norms save as they are, so they are counted already. Only below the first adapter no
         # norm saves the embedding's result.
         many = int(bool(memory.adapted))
-    # If processes divide the residual stream, the embedding's result is whole all the same, and so is the gradient on
-    # its way through the last operation, which was gathered.
+    # If processes divide the residual stream, three of these are whole all the same: the embedding's result; the gathered
+    # gradient of the last product; and the same scaled, for its adapter.
     whole = 0
     if memory.in_pieces:
-        whole = int(many > 0 or not again)
+        whole = 1 + (again and "down_proj" in memory.adapted)
         many -= int(many > 0)
     # The norm at the end raises the gradient on its way to fp32 before it asks for the block again.
     raises = again and not last and memory.product_itemsize < FP32

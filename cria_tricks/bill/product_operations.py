@@ -128,7 +128,11 @@ def adapted(memory: StepFacts, base: Operation, source: str, x: int) -> Operatio
     # The saved input of A, if nothing else holds it, and dropout's mask.
     gone = size.given * a * (not shared or source == GATED) + masked
     of_input = size.given * x
-    backward = largest(size.made * o + of_input + raised, base.backward + of_input - gone, 3 * of_input - gone)
+    # The gradient of the result, beside the one that is scaled for the adapter: the gradient of the residual stream is
+    # the same tensor, or what it was gathered from, if processes divide the residual stream.
+    gathered = size.made * o * (memory.in_pieces and name in ("o_proj", "down_proj"))
+    through_adapter = size.made * o + of_input + raised + gathered
+    backward = largest(through_adapter, base.backward + of_input - gone, 3 * of_input - gone)
     found = replace(base, keeps=keeps, forward=forward, backward=backward, learns=thin * FP32)
     if not memory.dora:
         return found

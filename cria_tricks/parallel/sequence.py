@@ -137,7 +137,7 @@ class Stream:
         flat = whole.flatten(0, 1)
         if whole.is_leaf:
             # Nothing before it trains. If checkpointing asks for its gradient, that of the piece is enough.
-            return own(flat, self.group).requires_grad_(whole.requires_grad)[None]
+            return own(flat.detach(), self.group).requires_grad_(whole.requires_grad)[None]
         return Cut.apply(flat, self.group)[None]
 
     def join(self, piece: torch.Tensor) -> torch.Tensor:
