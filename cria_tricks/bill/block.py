@@ -127,10 +127,12 @@ class _Beside:
     Attributes:
         bytes: all of it [bytes].
         skips_down: whether checkpointing's repetition of the block ends before its last product, down_proj.
+        unmade: down_proj's result, if the repetition ends before that is made, and the estimate is to know it [bytes].
     """
 
     bytes: int
     skips_down: bool
+    unmade: int
 
 
 def _beside(memory: StepFacts, operations: Sequence[Operation]) -> _Beside:
@@ -164,8 +166,8 @@ def _beside(memory: StepFacts, operations: Sequence[Operation]) -> _Beside:
         # The same three, which norms save as they are, so they are counted already. Only below the first adapter no
         # norm saves the embedding's result.
         many = int(bool(memory.adapted))
-    # If processes divide the residual stream, three of these are whole all the same: the embedding's result; the gathered
-    # gradient of the last product; and the same scaled, for its adapter.
+    # If processes divide the residual stream, three of these are whole all the same: the embedding's result; the
+    # gathered gradient of the last product; and the same scaled, for its adapter.
     whole = 0
     if memory.in_pieces:
         whole = 1 + (again and "down_proj" in memory.adapted)
@@ -180,7 +182,10 @@ def _beside(memory: StepFacts, operations: Sequence[Operation]) -> _Beside:
         # If products give 16 bits, an fp32 gradient of B A x is alive, too, and the base's gradient in 16 bits.
         narrow = memory.product_itemsize < FP32
         found += n * width * (FP32 + narrow * (FP32 + memory.product_itemsize))
-    return _Beside(found, late)
+    # Without an adapter down_proj saves its weight last, and the repetition ends there. Its result is counted all the
+    # same. This matters only if processes divide the residual stream: else the backward pass has as much alive.
+    ends = memory.in_pieces and again and last and "down_proj" not in memory.adapted
+    return _Beside(found, late, n * width * memory.product_itemsize * ends)
 
 
 def points(memory: StepFacts, operations: Sequence[Operation], *, learns: bool = False) -> list[Point]:
@@ -215,7 +220,7 @@ def points(memory: StepFacts, operations: Sequence[Operation], *, learns: bool =
         if operation.name in ("first norm", "second norm"):
             # The block's code has it in a variable until the next norm has run, even if no operation saves it.
             normed = f"{operation.name}'s output"
-        opened = operation.forward + beside
+        opened = operation.forward + beside - around.unmade * (operation.name == "down_proj")
         if normed and memory.in_pieces:
             opened += memory.stream_tokens * memory.shape.width * memory.hidden_itemsize
         if normed and normed not in held and not (memory.in_pieces and operation.name.endswith("norm")):
