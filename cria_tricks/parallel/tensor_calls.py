@@ -18,8 +18,8 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 def traffic(recipe: Recipe, shape: Shape, processes: int, *, first: bool = True) -> list[Call]:
     """Return the collectives of an optimizer step, for rows of full length.
 
-    They are all-reduces, whose sizes are the same for every N. With ``parallel.sequence=true`` each but the last becomes
-    an all-gather and a reduce-scatter, and the hidden states are gathered behind the last norm.
+    They are all-reduces, whose sizes are the same for every N. With ``parallel.sequence=true`` each of them becomes an
+    all-gather and a reduce-scatter, but not that of the gradients, and the last hidden states are gathered.
 
     Args:
         recipe: what is trained.
@@ -42,7 +42,9 @@ def traffic(recipe: Recipe, shape: Shape, processes: int, *, first: bool = True)
         # The frozen embedding needs no gradient, so the first block's attention sums none, nor does its MLP if no
         # adapter comes before it.
         backward -= 1 + (regions == 2 and not set(ATTENTION) & set(adapted))
-    sums = Call("all_reduce", 4 * partial_weights(recipe, shape), 1, processes, "fp32 gradients of whole weights")
+    of_partial = 4 * partial_weights(recipe, shape)
+    sums = Call("all_reduce", of_partial, 1, processes, "fp32 gradients of whole weights between cut ones")
+    passes: list[tuple[str, int, int, str]]
     if recipe.parallel.sequence:
         # Where attention's output in the first block has no gradient, none is gathered for it.
         outputs = regions * shape.layers - (backward < regions * shape.layers and not set(ATTENTION) & set(adapted))
@@ -50,19 +52,19 @@ def traffic(recipe: Recipe, shape: Shape, processes: int, *, first: bool = True)
         n += -n % processes  # zeros fill it up
         of_stream = n * shape.width * memory.hidden_itemsize
         of_products = n * shape.width * memory.product_itemsize
-        passes = (
+        passes = [
             ("all_gather", of_stream, regions * (shape.layers + repeated), "the inputs of attention and MLP"),
             ("all_gather", of_products, outputs, "the gradients of what o and down make"),
             ("all_gather", of_stream, ends, "the last hidden states, and the gradient of a trained embedding's result"),
             ("reduce_scatter", of_products, forward, "what o and down make"),
             ("reduce_scatter", of_stream, backward, "the gradients of the inputs of attention and MLP"),
-        )
+        ]
     else:
-        passes = (
+        passes = [
             ("all_reduce", n * shape.width * memory.product_itemsize, forward, "what o and down make"),
             ("all_reduce", n * shape.width * memory.hidden_itemsize, backward,
              "the gradients of the inputs of attention and MLP"),
-        )  # fmt: skip
+        ]  # fmt: skip
     calls = [
         Call(kind, size, times * tricks.gradient_accumulation, processes, why) for kind, size, times, why in passes
     ]
