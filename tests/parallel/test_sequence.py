@@ -1,10 +1,16 @@
 """Sequence parallelism beside tensor parallelism: the residual stream in pieces of tokens."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from cria_tricks import recipes
 from cria_tricks.common.errors import BadInput
+from cria_tricks.hardware.cards import CARDS
+from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import dtensor, sequence, tensor
+from cria_tricks.predict.per_process import per_process
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
 from tests.parallel import steps
@@ -169,6 +175,21 @@ def test_bytes_on_the_wire_stay_those_of_the_sums():
     assert [call.bytes for call in norms] == [4 * SHAPE.width * (2 * SHAPE.layers + 1)]
     beside = sum(call.sent for call in (*ends, *norms))
     assert sum(call.sent for call in found) - beside == sum(call.sent for call in plain)
+
+
+@pytest.mark.parametrize(("tokens", "processes"), [(2048, 8), (8192, 2), (8192, 8), (32768, 2), (32768, 8)])
+def test_the_page_has_the_estimates(tokens, processes):
+    card = CARDS["a100"].device
+    plain = ["tricks.quantization=none", "tricks.double_quantization=false", "tricks.optimizer=adamw"]
+    shape = find_shape("llama-3.2-1b")
+    peaks, sent = [], []
+    for more in ([], [ON]):
+        settings = [*plain, "tricks.paged_optimizer=false", f"data.max_length={tokens}", *more]
+        recipe = with_settings(recipes.capstone(card), settings)
+        peaks.append(f"{per_process(recipe, shape, card, 'tensor', processes).peak_bytes / 2**20:,.0f} MiB")
+        sent.append(f"{sum(call.sent for call in tensor.traffic(recipe, shape, processes)) / 1e9:.0f} GB")
+    row = " | ".join([f"{tokens:,}", str(processes), *peaks, *sent])
+    assert f"| {row} |" in Path(__file__).parents[2].joinpath("docs/reference/parallel.md").read_text()
 
 
 def test_switch():
