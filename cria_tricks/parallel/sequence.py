@@ -4,7 +4,11 @@ Tensor parallelism divides what is inside attention and the MLP. Norms, residual
 every process. But a norm looks at one token at a time, so each process can have its own tokens there. Then f becomes an
 all-gather, because attention and the MLP see all tokens. Its gradients are summed and cut, by a reduce-scatter. And g
 becomes a reduce-scatter, because each process needs the sum for its own tokens only. An all-reduce is a reduce-scatter
-and an all-gather, so the bytes are the same.
+and an all-gather, so the bytes are the same. Three things come on top: the last hidden states are gathered; a trained
+embedding's gradient is, too; and checkpointing's repetition of a block gathers its inputs again.
+
+The gathered inputs of attention and MLP are saved whole, where adapters or trained matrices save them. The paper saves
+the pieces, and gathers once more on the way back; this is not done here.
 
 The model's embedding, masks and positions are made for whole rows. We cut the hidden states in front of the first block
 and gather them behind the last norm, so the head and the loss see whole rows, too. All tokens of a micro-batch are laid

@@ -6,7 +6,8 @@ Costs    two all-reduces of (B, T, D) in every block forward and two backward, a
          little is gained over PCIe, much is lost over a network. Checkpointing repeats one of those forward. LoRA adds
          one all-reduce a step, of the gradients of its matrices that are not cut. Embedding, norms, head and residual
          stream are whole in all processes; parallel.sequence=true divides the tokens of norms and residual stream, too,
-         for as many bytes: an all-gather and a reduce-scatter in place of each all-reduce (parallel/sequence.py)
+         for as many bytes: an all-gather and a reduce-scatter in place of each all-reduce (parallel/sequence.py). With
+         checkpointing it is more, because a repeated block gathers its inputs again
 Claim    exact within rounding: the sums over a matrix's inputs are added up in another order
 Needs    heads, key heads and the MLP's width divisible by N; dropout 0 for the same losses as one process
 Breaks   int8 and 4-bit weights: they are packed while the model loads, and packed bytes have no rows and columns

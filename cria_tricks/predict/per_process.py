@@ -10,7 +10,8 @@ moments of its step:
 - **fsdp** (ZeRO-3, sec. 5.3): 1 / N of every tensor, and some tensors unsharded for a while; see ``fsdp_moments.py``.
 - **tensor**, **ddp_tensor**: blocks with 1 / M of the heads and of the MLP's width, for groups of M processes (with
   tensor, M = N). So the same formulas give the sizes of the matrices, of LoRA's A and B, and of the activations that a
-  block saves. Every tensor of the model's width D stays whole.
+  block saves. Every tensor of the model's width D stays whole; with ``parallel.sequence=true`` norms, block inputs and
+  residual stream have 1 / M of the tokens.
 - **context**: the whole model, for 1 / N of each row's tokens; see ``ring_bytes.py``.
 - **pipeline**, **model**: the blocks of one stage, with the embedding in the first stage and the head in the last (but
   **model** leaves a tied head in the first). A pipeline's stage s of S (counted from 0) also holds tensors of its other
@@ -18,7 +19,8 @@ moments of its step:
   saved activations, and with the full loss the logits that the last stage returned, which torch keeps for the backward
   pass. For all k there are torch's receive buffers: hidden states from the stage before, gradients from the one behind.
 
-Not counted: what NCCL allocates for itself, and the tensors that tensor parallelism is all-reducing.
+Not counted: what NCCL allocates for itself, and the tensors that tensor parallelism is all-reducing, or filling up with
+zeros.
 """
 
 from dataclasses import dataclass, replace
