@@ -59,6 +59,7 @@ SETTINGS = {
     "all weights": ("tricks.attention=sdpa",),
 }
 PACKED = "tricks.packing=true"
+SEQUENCE = "parallel.sequence=true"
 DOCUMENTS = 4
 """Documents of a packed row."""
 ROWS = 4
@@ -94,7 +95,10 @@ MicroBatch = Callable[[int, bool], None]
 
 def made(folder: Path, strategy: str, data: int, settings: Sequence[str]) -> tuple[Any, Any, Any, MicroBatch]:
     """Return a model, what processes share of it, its optimizer, and what takes a row through."""
+    settings, wanted = [one for one in settings if one != SEQUENCE], SEQUENCE in settings
     plan, model = prepared(folder, *settings)
+    if wanted:  # the plan is one of a single process, which cannot ask for it
+        plan = plan.with_("parallel", sequence=True)
     world = World.of(data, "cpu", "context" if strategy == "context" else "tensor")
     loss_sum = losses.find(plan, contextlib.nullcontext)
     total = STRATEGIES[strategy].spread(losses.LossSum(model, loss_sum), plan, world)

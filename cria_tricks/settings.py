@@ -216,6 +216,9 @@ class Parallel(Frozen):
     tensor_size: int = Field(
         2, ge=2, le=1024, description="processes that share a block's matrices, for ddp_tensor", examples=[4]
     )
+    sequence: bool = Field(
+        False, description="tensor and ddp_tensor also divide the tokens of the residual stream and of the norms"
+    )
     pipelines: int = Field(1, ge=1, le=1024, description="pipelines that share the rows, for pipeline", examples=[2])
     pipeline_schedule: Literal["1f1b", "gpipe"] = Field("1f1b", description="the order of a stage's passes")
     stage_blocks: str = Field(

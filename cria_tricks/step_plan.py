@@ -50,6 +50,8 @@ NAMES: Mapping[str, tuple[Any, ...]] = {
     "optimizer.in_backward": (True, "clip"),
     # When gradients are reduced: parallel/fsdp.py, in trainer/strategy.py
     "parallel.reduce": ("micro_batch", "step"),
+    # Whether the residual stream is in pieces: parallel/sequence.py, in parallel/tensor.py
+    "parallel.sequence": (True,),
     # How rows become batches: trainer/fit.py
     "collator": ("packed_length",),
 }
@@ -81,7 +83,8 @@ class Plan:
         loss: the ``kind`` of the loss (``"full"`` or ``"chunked"``) and its settings.
         after_load: the names of the edits of the loaded model, in order.
         parallel: the ``strategy`` by which processes share the run, and the number of shares of the rows (``data``);
-            for fsdp also when gradients are reduced (``reduce``).
+            for fsdp also when gradients are reduced (``reduce``); for tensor and ddp_tensor whether the residual stream
+            is in pieces (``sequence``), if it is.
         step_context: the names of the contexts around each forward pass of training, the outermost first.
         warnings: the settings that have no effect here, each in one sentence.
 

@@ -183,7 +183,7 @@ FREE = {
     "name", "data.train", "data.eval", "train.save_steps", "train.save_minutes", "train.time_budget", "train.mirror",
     "train.keep_best", "train.patience", "eval.samples", "eval.max_new_tokens",
     "train.monitor_seconds", "train.profile", "train.report_to", "train.on_oom", "parallel.strategy",
-    "parallel.tensor_size", "parallel.reduce",
+    "parallel.tensor_size", "parallel.reduce", "parallel.sequence",
     "parallel.timeout", "parallel.pipelines", "parallel.pipeline_schedule", "parallel.stage_blocks",
 }  # fmt: skip
 WORDS = {

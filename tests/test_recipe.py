@@ -128,6 +128,7 @@ max_new_tokens = 256
 strategy = "none"
 reduce = "micro_batch"
 tensor_size = 2
+sequence = false
 pipelines = 1
 pipeline_schedule = "1f1b"
 stage_blocks = ""

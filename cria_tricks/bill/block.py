@@ -127,14 +127,17 @@ class _Beside:
     Attributes:
         bytes: all of it [bytes].
         skips_down: whether checkpointing's repetition of the block ends before its last product, down_proj.
+        unmade: down_proj's result, if the repetition ends before that is made, and the estimate is to know it [bytes].
     """
 
     bytes: int
     skips_down: bool
+    unmade: int
 
 
 def _beside(memory: StepFacts, operations: Sequence[Operation]) -> _Beside:
     n = memory.all_tokens
+    mine = memory.stream_tokens
     width = memory.shape.width
     # If no block learns, no backward pass reaches one, so none is repeated.
     again = memory.checkpointed and not memory.keeps_nothing
@@ -163,16 +166,26 @@ def _beside(memory: StepFacts, operations: Sequence[Operation]) -> _Beside:
         # The same three, which norms save as they are, so they are counted already. Only below the first adapter no
         # norm saves the embedding's result.
         many = int(bool(memory.adapted))
+    # If processes divide the residual stream, three of these are whole all the same: the embedding's result; the
+    # gathered gradient of the last product; and the same scaled, for its adapter.
+    whole = 0
+    if memory.in_pieces:
+        whole = 1 + (again and "down_proj" in memory.adapted)
+        many -= int(many > 0)
     # The norm at the end raises the gradient on its way to fp32 before it asks for the block again.
     raises = again and not last and memory.product_itemsize < FP32
     a_hidden_state = many * memory.hidden_itemsize + raises * (FP32 - memory.product_itemsize)
-    found = n * width * a_hidden_state + n * memory.shape.inner * memory.product_itemsize * late
+    found = mine * width * a_hidden_state + n * width * whole * memory.hidden_itemsize
+    found += n * memory.shape.inner * memory.product_itemsize * late
     if magnitudes:
         # The backward pass of DoRA's down_proj begins before the block is repeated. The gradient of its result is fp32.
         # If products give 16 bits, an fp32 gradient of B A x is alive, too, and the base's gradient in 16 bits.
         narrow = memory.product_itemsize < FP32
         found += n * width * (FP32 + narrow * (FP32 + memory.product_itemsize))
-    return _Beside(found, late)
+    # Without an adapter down_proj saves its weight last, and the repetition ends there. Its result is counted all the
+    # same. This matters only if processes divide the residual stream: else the backward pass has as much alive.
+    ends = memory.in_pieces and again and last and "down_proj" not in memory.adapted
+    return _Beside(found, late, n * width * memory.product_itemsize * ends)
 
 
 def points(memory: StepFacts, operations: Sequence[Operation], *, learns: bool = False) -> list[Point]:
@@ -207,9 +220,11 @@ def points(memory: StepFacts, operations: Sequence[Operation], *, learns: bool =
         if operation.name in ("first norm", "second norm"):
             # The block's code has it in a variable until the next norm has run, even if no operation saves it.
             normed = f"{operation.name}'s output"
-        opened = operation.forward + beside
-        if normed and normed not in held:
-            opened += hidden
+        opened = operation.forward + beside - around.unmade * (operation.name == "down_proj")
+        if normed and memory.in_pieces:
+            opened += memory.stream_tokens * memory.shape.width * memory.hidden_itemsize
+        if normed and normed not in held and not (memory.in_pieces and operation.name.endswith("norm")):
+            opened += hidden  # with a divided residual stream this is what was gathered from it
         if ATTENDED not in held:
             opened += attended  # kept since the block's first forward pass
         found.append(Point(f"forward pass of {operation.name}", sum(held.values()), opened))

@@ -21,7 +21,7 @@ def walk(memory: StepFacts) -> list[Operation]:
     """List the operations of a block, in the order of the forward pass."""
     shape = memory.shape
     # While the backward pass goes through attention or the MLP, the gradient of the residual stream beside it waits.
-    residual = memory.all_tokens * shape.width * memory.hidden_itemsize
+    residual = memory.stream_tokens * shape.width * memory.hidden_itemsize
     # Most models have a norm before attention and one before the MLP. OLMo 2 has them behind instead, and models with
     # four norms have them on both sides.
     in_front = not shape.norms_behind
@@ -147,10 +147,10 @@ def _gate_and_up_joined(memory: StepFacts, source: str, residual: int) -> list[O
 
 def _norm(memory: StepFacts, name: str) -> Operation:
     """Bill an RMS norm of hidden states. It saves its input and the reciprocal root of each row's mean square."""
-    elements = memory.all_tokens * memory.shape.width
+    elements = memory.stream_tokens * memory.shape.width
     x = memory.hidden_itemsize
     needs = memory.norm_bytes(elements, x)
-    keeps = {f"{name}'s input": needs.saved, f"{name}'s root": memory.all_tokens * FP32}
+    keeps = {f"{name}'s input": needs.saved, f"{name}'s root": memory.stream_tokens * FP32}
     if memory.trains_all:  # for the gradient of its weight
         keeps[f"{name}'s normalised"] = elements * x
     # A gradient of an input that was cast is added to that of the residual stream only when it is whole.
@@ -160,7 +160,7 @@ def _norm(memory: StepFacts, name: str) -> Operation:
 
 def _norm_behind(memory: StepFacts, name: str) -> Operation:
     """Bill a norm at the end of attention or of the MLP, whose input is not the residual stream."""
-    needs = memory.norm_bytes(memory.all_tokens * memory.shape.width, memory.hidden_itemsize)
+    needs = memory.norm_bytes(memory.stream_tokens * memory.shape.width, memory.hidden_itemsize)
     return replace(_norm(memory, name), backward=needs.backward + needs.apart)
 
 

@@ -75,6 +75,7 @@ class StepFacts:
         steps_in_backward: whether each weight takes its step when its gradient arrives, so that no gradient waits.
         optimizer_state_bits: bits of one number of the optimizer's two states.
         expandable_segments: whether torch's allocator may grow its segments.
+        stream_pieces: how many processes divide the tokens of the residual stream and of the norms among them.
     """
 
     shape: Shape
@@ -126,6 +127,7 @@ class StepFacts:
     steps_in_backward: bool = False
     optimizer_state_bits: int = 32
     expandable_segments: bool = False
+    stream_pieces: int = 1
 
     @cached_property  # several moments ask, and a search makes hundreds of bills
     def operations(self) -> tuple[Operation, ...]:
@@ -171,6 +173,16 @@ class StepFacts:
     def all_tokens(self) -> int:
         """n, the number of tokens of a micro-batch."""
         return self.batch * self.tokens
+
+    @property
+    def stream_tokens(self) -> int:
+        """The tokens of a micro-batch that are in this process's residual stream; n, if it is not divided."""
+        return -(-self.all_tokens // self.stream_pieces) if self.in_pieces else self.all_tokens
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether the residual stream is divided among processes, so that attention's input is gathered."""
+        return self.stream_pieces > 1
 
     @property
     def mlp(self) -> tuple[str, ...]:

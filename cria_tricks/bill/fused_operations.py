@@ -96,7 +96,7 @@ def _mlp_together(memory: StepFacts, found: list[Operation]) -> list[Operation]:
     last = found.index(down)
     inner = memory.all_tokens * shape.inner * memory.product_itemsize
     hidden = memory.all_tokens * shape.width
-    residual = hidden * memory.hidden_itemsize
+    residual = memory.stream_tokens * shape.width * memory.hidden_itemsize
     saved = dict.fromkeys(GATE_AND_UP, inner)
     # What is repeated ends where gate and up are saved again.
     runs = not memory.checkpointed
@@ -108,7 +108,8 @@ def _mlp_together(memory: StepFacts, found: list[Operation]) -> list[Operation]:
         alive = narrow  # the input itself is in down.forward, because it is not saved under this name
     # The gradient of down's result is that of the block's result, unless an operation or a cast lies between them.
     result = hidden * memory.product_itemsize
-    if memory.product_itemsize == memory.hidden_itemsize and not (shape.ends_with_norm or shape.scales_hidden):
+    apart = shape.ends_with_norm or shape.scales_hidden or memory.in_pieces
+    if memory.product_itemsize == memory.hidden_itemsize and not apart:
         result = 0
     through_down = down.backward - hidden * memory.product_itemsize + result + inner + narrow
     # Behind it the activated gate is there beside three gradients.

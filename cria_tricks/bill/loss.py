@@ -48,7 +48,7 @@ def _input_copy(memory: StepFacts) -> int:
 
 def normalised(memory: StepFacts) -> int:
     """Return the bytes that the last norm saves: its input, and one fp32 number for each position."""
-    n = memory.all_tokens
+    n = memory.stream_tokens
     return memory.norm_bytes(n * memory.shape.width, memory.hidden_itemsize).saved + n * FP32
 
 
@@ -66,7 +66,8 @@ def _loss(memory: StepFacts) -> tuple[Line, ...]:
     a = memory.compute_itemsize
     norm = normalised(memory)
     if memory.trains_head:  # it saves its input, and a norm that trains its normalised input
-        norm = norm * bool(memory.learning_blocks) + n * shape.width * (a + memory.hidden_itemsize * memory.trains_all)
+        of_norm = memory.stream_tokens * shape.width * memory.hidden_itemsize * memory.trains_all
+        norm = norm * bool(memory.learning_blocks) + n * shape.width * a + of_norm
     head = head_copy(memory)
     if memory.offloads_the_end:  # saved tensors come back from the host later, when their operation runs backward
         norm = head = 0
@@ -101,7 +102,8 @@ def _final_norm(memory: StepFacts) -> int:
     hidden = memory.hidden_itemsize
     saved = memory.norm_bytes(1, hidden).saved
     kept = (saved + hidden * memory.trains_all) * bool(memory.learning_blocks) * (not memory.offloads_the_end)
-    return memory.all_tokens * memory.shape.width * (kept + hidden + a * (a != hidden))
+    # The head sees all tokens, and the norm in front of it those of this process.
+    return memory.shape.width * (memory.all_tokens * (hidden + a * (a != hidden)) + memory.stream_tokens * kept)
 
 
 def head_gradient(memory: StepFacts) -> tuple[Line, ...]:
@@ -116,7 +118,8 @@ def head_gradient(memory: StepFacts) -> tuple[Line, ...]:
     # In 16 bits there are two candidates: the product, beside the head's copy; and the cast, with the gradient twice.
     if a < FP32:
         opened = largest(opened + weights * a, weights * (a + FP32) + given)
-    kept = n * shape.width * (FP32 + memory.hidden_itemsize * memory.trains_all) + n * FP32
+    mine = memory.stream_tokens
+    kept = mine * shape.width * (FP32 + memory.hidden_itemsize * memory.trains_all) + mine * FP32
     if memory.offloads_the_end or not memory.learning_blocks:
         kept = 0
     return (

@@ -93,9 +93,7 @@ def adapted(memory: StepFacts, base: Operation, source: str, x: int) -> Operatio
     thin = memory.rank * sum(memory.shape.linears[name])
     keeps = dict(base.keeps)
     # Adapters cast narrower inputs first, usually to fp32. Then they have an input of their own.
-    raised = 0
-    if x < memory.adapter_input_itemsize:
-        raised = size.given * memory.adapter_input_itemsize
+    raised = size.given * memory.adapter_input_itemsize * (x < memory.adapter_input_itemsize)
     shared = x == a and not raised and not memory.dropout
     keeps[source if shared else f"{name}'s input"] = size.given * a
     masked = 0
@@ -128,12 +126,22 @@ def adapted(memory: StepFacts, base: Operation, source: str, x: int) -> Operatio
     # The saved input of A, if nothing else holds it, and dropout's mask.
     gone = size.given * a * (not shared or source == GATED) + masked
     of_input = size.given * x
-    backward = largest(size.made * o + of_input + raised, base.backward + of_input - gone, 3 * of_input - gone)
+    through_adapter = size.made * o + of_input + raised + _gathered(memory, name, size)
+    backward = largest(through_adapter, base.backward + of_input - gone, 3 * of_input - gone)
     found = replace(base, keeps=keeps, forward=forward, backward=backward, learns=thin * FP32)
     if not memory.dora:
         return found
     inside = _Inside(x, raised, shared, ends, copied, sent, masked_away)
     return _with_magnitudes(memory, found, inside)
+
+
+def _gathered(memory: StepFacts, name: str, size: Product) -> int:
+    """Return the bytes of the gathered gradient of o_proj's or down_proj's result; 0 if no gradient is gathered.
+
+    It is alive beside the one that is scaled for the adapter. If processes do not divide the residual stream, it is the
+    gradient of that, which is counted already.
+    """
+    return size.made * memory.product_itemsize * (memory.in_pieces and name in ("o_proj", "down_proj"))
 
 
 def _mask_itemsize(memory: StepFacts, x: int, *, raised: bool) -> int:

@@ -225,4 +225,4 @@ def _frozen_beside(memory: StepFacts) -> _Frozen:
 
 def block_input(memory: StepFacts) -> int:
     """Return the bytes of one block's input."""
-    return memory.all_tokens * memory.shape.width * memory.hidden_itemsize
+    return memory.stream_tokens * memory.shape.width * memory.hidden_itemsize

@@ -76,7 +76,7 @@ def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
             f"parallel.tensor_size={size}; start {2 * size}, or a larger multiple of {size}"
         )
     tensor.refuse_unsplittable(recipe)
-    plan = plan.with_("parallel", strategy="ddp_tensor", data=processes // size)
+    plan = tensor.in_pieces(plan.with_("parallel", strategy="ddp_tensor", data=processes // size), recipe)
     return share_window(plan, recipe, processes // size)
 
 

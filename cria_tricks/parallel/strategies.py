@@ -61,6 +61,11 @@ def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
             f"parallel.reduce={recipe.parallel.reduce} with parallel.strategy={strategy}: only fsdp can reduce "
             "gradients at two times; leave it out"
         )
+    if recipe.parallel.sequence and strategy not in ("tensor", "ddp_tensor"):
+        raise BadInput(
+            f"parallel.sequence=true with parallel.strategy={strategy}: it divides what tensor and ddp_tensor leave "
+            "whole; leave it out"
+        )
     if strategy == "none":
         if processes > 1:
             raise BadInput(

@@ -5,12 +5,15 @@ Saves    weights of the blocks' matrices, and the wide activations inside a bloc
 Costs    two all-reduces of (B, T, D) in every block forward and two backward, and all processes wait for each of them:
          little is gained over PCIe, much is lost over a network. Checkpointing repeats one of those forward. LoRA adds
          one all-reduce a step, of the gradients of its matrices that are not cut. Embedding, norms, head and residual
-         stream are whole in all processes
+         stream are whole in all processes; parallel.sequence=true divides the tokens of norms and residual stream, too,
+         for as many bytes: an all-gather and a reduce-scatter in place of each all-reduce (parallel/sequence.py). With
+         checkpointing it is more, because a repeated block gathers its inputs again
 Claim    exact within rounding: the sums over a matrix's inputs are added up in another order
 Needs    heads, key heads and the MLP's width divisible by N; dropout 0 for the same losses as one process
 Breaks   int8 and 4-bit weights: they are packed while the model loads, and packed bytes have no rows and columns
          (refused); models whose heads do not divide (refused)
-Sources  Shoeybi et al. 2019, arXiv:1909.08053, sec. 3 (columns, then rows; the operators f and g)
+Sources  Shoeybi et al. 2019, arXiv:1909.08053, sec. 3 (columns, then rows; the operators f and g); Korthikanti et al.
+         2022, arXiv:2205.05198, sec. 4.2.2 (the tokens of norms and residual stream)
 Ours     30 lines: f and g, and an MLP of one column and one row matrix. The switch runs the same f and g around
          attention and around the MLP of transformers' models, with peft's LoRA inside, plain or fused. torch's
          parallelize_module has no rule for LoRA's two matrices
@@ -25,17 +28,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cria_tricks.bill.calls import Call
 from cria_tricks.common.errors import BadInput
-from cria_tricks.hardware import T4
-from cria_tricks.models.shape import Shape
 from cria_tricks.parallel.data_pipeline import add_up
 from cria_tricks.parallel.rules import refuse, several
+from cria_tricks.parallel.sequence import Stream, hold_in_pieces
+from cria_tricks.parallel.tensor_calls import ATTENTION, COLUMNS, ROWS, partial_weights, traffic  # noqa: F401
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks.folds import facts, work
-from cria_tricks.tricks.gradient_checkpointing import kept_blocks
 
 SWITCHES = ("strategy=tensor",)
 CLAIM = "exact"
@@ -59,12 +59,6 @@ for block in model.model.layers:
     f = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
     parallelize_module(block, mesh, {"mlp": f} | {f"mlp.{name}": part for name, part in parts.items()})
 """
-COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-"""Column-parallel matrices: their outputs are divided, so a process has some heads and a part of the MLP's inside."""
-ROWS = ("o_proj", "down_proj")
-"""Row-parallel matrices: their inputs are divided, so the outputs of all processes are summed."""
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""The matrices of attention."""
 
 
 class Copied(torch.autograd.Function):
@@ -123,7 +117,12 @@ def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
     """Divide the blocks' matrices among the processes; every process trains on all rows."""
     several(recipe.parallel.strategy, processes)
     refuse_unsplittable(recipe)
-    return plan.with_("parallel", strategy="tensor", data=1)
+    return in_pieces(plan.with_("parallel", strategy="tensor", data=1), recipe)
+
+
+def in_pieces(plan: Plan, recipe: Recipe) -> Plan:
+    """Write sequence parallelism into a plan, if the recipe asks for it."""
+    return plan.with_("parallel", sequence=True) if recipe.parallel.sequence else plan
 
 
 def refuse_unsplittable(recipe: Recipe) -> None:
@@ -154,11 +153,11 @@ def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
 
     Args:
         total: holds the model, and maps a micro-batch to the sum of its losses.
-        plan: not used here.
+        plan: whether the residual stream is in pieces, too.
         world: the processes.
     """
     assert world.mesh is not None
-    split(total, world.mesh["tensor"])
+    split(total, world.mesh["tensor"], sequence=plan.parallel.get("sequence", False))
     return total
 
 
@@ -174,26 +173,32 @@ def window(total: torch.nn.Module, world: World, last: bool) -> Iterator[None]:
         add_up_partial(total.parameters(), world.mesh["tensor"].get_group())
 
 
-def split(model: torch.nn.Module, mesh: Any) -> None:
+def split(model: torch.nn.Module, mesh: Any, *, sequence: bool = False) -> None:
     """Cut the matrices of a model's blocks in place, peft's LoRA matrices with them.
 
     Args:
         model: a transformers model, with or without peft; its parameters must be the same in all processes.
         mesh: the dimension of a ``DeviceMesh`` along which to cut.
+        sequence: whether each process holds its own tokens of the residual stream only (``parallel/sequence.py``).
     """
     # It imports DTensor, which takes half a second, and only a run over several cards needs it.
     from cria_tricks.parallel.regions import split_regions
 
     dims = dict.fromkeys(COLUMNS, 0) | dict.fromkeys(ROWS, 1)
-    split_regions(model, mesh, dims, Copied.apply, Summed.apply)
+    if not sequence:
+        split_regions(model, mesh, dims, Copied.apply, Summed.apply)
+        return
+    stream = Stream(mesh.get_group())
+    split_regions(model, mesh, dims, stream.f, stream.g)
+    hold_in_pieces(model, stream)
 
 
 def add_up_partial(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
     """Sum the gradients of weights between f and g that are not cut, in place, by one all-reduce.
 
     These are A beside a column-parallel matrix and B beside a row-parallel one; if all weights train, also the norms of
-    queries and keys, of which each process has some heads. Once a step is enough, because gradients of micro-batches
-    are added up.
+    queries and keys, of which each process has some heads. If the residual stream is divided, all norms are among them.
+    Once a step is enough, because gradients of micro-batches are added up.
 
     Args:
         parameters: those that :func:`split` has marked as ``partial`` are summed, and all others are left out.
@@ -202,46 +207,3 @@ def add_up_partial(parameters: Iterable[torch.nn.Parameter], group: dist.Process
     gradients = [p.grad for p in parameters if getattr(p, "partial", False) and p.grad is not None]
     if gradients:
         add_up(gradients, group)
-
-
-def traffic(recipe: Recipe, shape: Shape, processes: int, *, first: bool = True) -> list[Call]:
-    """Return the all-reduces of an optimizer step, for rows of full length; their sizes are the same for every N.
-
-    Args:
-        recipe: what is trained.
-        shape: the shape of the model, or of a stage of it.
-        processes: N, the number of processes.
-        first: whether the first block of the shape is the model's first, which comes right after the embedding.
-    """
-    tricks = recipe.tricks
-    # n: tokens of a micro-batch.
-    n = recipe.train.batch_size * recipe.data.max_length
-    memory = facts(recipe, shape, T4)  # any card would do: these item sizes are the same on all
-    adapted = work(recipe, shape, T4).adapted
-    regions = 1 + (shape.experts == 1)  # attention, and the MLP unless it is a mixture of experts, which is not cut
-    repeated = shape.layers - kept_blocks(recipe, shape) if tricks.gradient_checkpointing else 0
-    # Recomputing a block stops at its last saved tensor. The sum behind the MLP comes later, unless a norm follows.
-    forward = regions * (shape.layers + repeated) - repeated * (regions == 2 and not shape.ends_with_norm)
-    backward = regions * shape.layers
-    if first and adapted and not tricks.gradient_checkpointing:
-        # The frozen embedding needs no gradient, so the first block's attention sums none, nor does its MLP if no
-        # adapter comes before it.
-        backward -= 1 + (regions == 2 and not set(ATTENTION) & set(adapted))
-    calls = (
-        (n * shape.width * memory.product_itemsize, forward * tricks.gradient_accumulation, "what o and down make"),
-        (n * shape.width * memory.hidden_itemsize, backward * tricks.gradient_accumulation,
-         "the gradients of the inputs of attention and MLP"),
-        (4 * partial_weights(recipe, shape), 1, "fp32 gradients of whole weights between cut ones"),
-    )  # fmt: skip
-    return [Call("all_reduce", size, times, processes, why) for size, times, why in calls if size and times]
-
-
-def partial_weights(recipe: Recipe, shape: Shape) -> int:
-    """Count the trained weights whose gradients :func:`add_up_partial` sums."""
-    whole = work(recipe, shape, T4)  # the same on any card
-    if whole.trains_blocks:
-        return shape.layers * 2 * shape.head_width * shape.qk_norm
-    # Beside a row-parallel matrix it is B, of shape (D_out, r), and else A, of shape (r, D_in).
-    cut = [name for name in whole.adapted if name in ATTENTION or shape.experts == 1]
-    sides = [shape.linears[name][name in ROWS] for name in cut]
-    return shape.layers * recipe.lora.r * sum(sides)

@@ -10,7 +10,8 @@ moments of its step:
 - **fsdp** (ZeRO-3, sec. 5.3): 1 / N of every tensor, and some tensors unsharded for a while; see ``fsdp_moments.py``.
 - **tensor**, **ddp_tensor**: blocks with 1 / M of the heads and of the MLP's width, for groups of M processes (with
   tensor, M = N). So the same formulas give the sizes of the matrices, of LoRA's A and B, and of the activations that a
-  block saves. Every tensor of the model's width D stays whole.
+  block saves. Every tensor of the model's width D stays whole; with ``parallel.sequence=true`` norms, block inputs and
+  residual stream have 1 / M of the tokens.
 - **context**: the whole model, for 1 / N of each row's tokens; see ``ring_bytes.py``.
 - **pipeline**, **model**: the blocks of one stage, with the embedding in the first stage. The head is in the last
   stage of a pipeline, and on the first card of **model**. A pipeline's stage s of S (counted from 0) also holds
@@ -19,7 +20,8 @@ moments of its step:
   hidden states, or with the full loss the last stage's logits. For all k there are torch's receive buffers: hidden
   states from the stage before, gradients from the one behind.
 
-Not counted: what NCCL allocates for itself, and the tensors that tensor parallelism is all-reducing.
+Not counted: what NCCL allocates for itself, and the tensors that tensor parallelism is all-reducing, or filling up with
+zeros.
 """
 
 from dataclasses import dataclass, replace
@@ -84,6 +86,8 @@ def per_process(
         return _of_own_tokens(recipe, shape, device, processes, tokens, trained_tokens)
     own, part = local(recipe, shape, strategy, processes)
     memory = facts(own, part, device, tokens, trained_tokens)
+    if recipe.parallel.sequence and strategy in ("tensor", "ddp_tensor"):
+        memory = replace(memory, stream_pieces=processes if strategy == "tensor" else recipe.parallel.tensor_size)
     if strategy in ("ddp", "zero1", "zero2"):
         # DDP's buckets exist from the beginning of the step, and new gradients are added to them. So they count as
         # gradients of earlier micro-batches.

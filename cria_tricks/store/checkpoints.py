@@ -53,6 +53,7 @@ FREE = {
     "parallel.strategy",
     "parallel.reduce",
     "parallel.tensor_size",
+    "parallel.sequence",
     "parallel.pipelines",
     "parallel.pipeline_schedule",
     "parallel.stage_blocks",

@@ -22,7 +22,7 @@ import torch
 from cria_tricks.bill import loss
 from cria_tricks.bill.constants import FP32, TOKENS_PER_CHUNK
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.formula import at_most, chunks
+from cria_tricks.bill.formula import at_most, chunks, largest
 from cria_tricks.bill.lines import Line
 from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
@@ -175,8 +175,11 @@ def chunk_by_chunk(memory: StepFacts) -> dict[str, tuple[Line, ...]]:
         Line("logits", 2 * logits * FP32, f"of {TOKENS_PER_CHUNK} tokens in fp32, and their exp"),
     )
     # In the backward pass of the last norm no logits are left, and no residual stream is beside it.
-    needs = memory.norm_bytes(n * shape.width, memory.hidden_itemsize)
-    alone = needs.saved + needs.backward + needs.apart - normed
+    of_stream = memory.stream_tokens * shape.width
+    needs = memory.norm_bytes(of_stream, memory.hidden_itemsize)
+    alone = needs.saved + needs.backward + needs.apart - of_stream * memory.hidden_itemsize
+    if memory.in_pieces:  # or the gradient of all hidden states, beside the piece that is cut from it
+        alone = largest(alone, needs.saved + normed + of_stream * memory.hidden_itemsize)
     around_norm = Line("final norm", alone, "its input, its results and gradients")
     return {"loss": at_the_loss, "last norm": (around_norm,)}
 

@@ -11,6 +11,7 @@ import torch
 from benchmarks.per_process import (
     LORA,
     PACKED,
+    SEQUENCE,
     counted_cards,
     counted_peak,
     counted_stage,
@@ -44,6 +45,7 @@ TWO = (*LORA, "tricks.gradient_checkpointing=2")
 FULL = ("tricks.attention=sdpa",)
 FUSED = (*CHECKPOINTED, "tricks.fused_lora=true", "tricks.fused_blocks=true")
 CHUNKED = "tricks.chunked_loss=true"
+QV = "lora.target_modules=q_proj,v_proj"
 HEAD = ("tricks.peft=head",)
 
 
@@ -120,6 +122,20 @@ def test_fsdp_cuts_rows_and_not_elements(four, folder):
     a, b = 2 * WIDTHS["hidden_size"] // 2, 2 * WIDTHS["hidden_size"] // 4
     assert rows(bill("fsdp", 4, *settings))[2] == counted[0][2] == 5 * 8 * (a + b)
     assert counted[3][2] == 5 * 8 * b
+
+
+@pytest.mark.parametrize(("pool", "tokens"), [("two", 512), ("four", 61)])
+@pytest.mark.parametrize(
+    "settings",
+    [(*CHECKPOINTED, CHUNKED), *sample([LORA, FULL, TWO, (*FUSED, CHUNKED), (*CHECKPOINTED, CHUNKED, QV)], 2)],
+    ids=lambda settings: settings[-1],
+)
+def test_the_peak_with_a_divided_residual_stream_is_that_of_a_counted_step(request, folder, pool, settings, tokens):
+    ranks = request.getfixturevalue(pool)
+    counted = ranks.run(counted_peak, folder, "tensor", 1, (*settings, SEQUENCE), 1, tokens)[0]
+    found = bill("tensor", ranks.size, *settings, SEQUENCE, tokens=tokens)
+    print(f"{tokens}: {found.peak_bytes / counted - 1:+.1%} at the {found.peak.name}, {counted} counted")
+    assert found.peak_bytes == pytest.approx(counted, rel=0.01)
 
 
 @pytest.mark.parametrize("tokens", sample([61, 128, 256], 2))

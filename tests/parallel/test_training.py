@@ -29,6 +29,7 @@ def base(tmp_path_factory) -> list[str]:
     ]  # fmt: skip
 
 
+DIVIDED = "tensor parallel.sequence=true"
 TWENTY = ("train.max_steps=20", "train.eval_steps=10", "train.save_steps=20")
 
 
@@ -39,11 +40,12 @@ def alone(base, tmp_path_factory) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "size"), [("ddp", 2), ("fsdp", 2), ("tensor", 2), ("ddp_tensor", 4), ("context", 2), ("pipeline", 2)]
+    ("strategy", "size"),
+    [("ddp", 2), ("fsdp", 2), ("tensor", 2), (DIVIDED, 2), ("ddp_tensor", 4), ("context", 2), ("pipeline", 2)],
 )
 def test_twenty_steps_are_those_of_one_process(strategy: str, size: int, base, alone, request, tmp_path):
     ranks: Ranks = request.getfixturevalue({2: "two", 4: "four"}[size])
-    settings = [*base, *TWENTY, f"parallel.strategy={strategy}"]
+    settings = [*base, *TWENTY, *f"parallel.strategy={strategy}".split()]
     report, *others = ranks.run(steps.train, settings, tmp_path / "run")
     assert all(other == report for other in others)
     assert len(report["history"]) == len(alone["history"])
