@@ -107,6 +107,19 @@ def test_every_symptom_has_an_anchor_of_its_own_and_links_among_them_lead_there(
     assert set(re.findall(r"\]\(#(.+?)\)", SYMPTOMS_PAGE)) <= set(anchors)
 
 
+def test_every_word_of_the_glossary_has_an_anchor_of_its_own_and_they_are_sorted():
+    text = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
+    letters = re.split(r"^## ", text, flags=re.M)[1:]
+    assert [part[0] for part in letters] == sorted({part[0] for part in letters})
+    for part in letters:
+        words = re.findall(r"^### (.+?)(?: \{ #[\w-]+ \})?$", part, re.M)
+        assert {word[0].upper() for word in words} == {part[0]}, part[:80]
+    titles = re.findall(r"^### (.+?)(?: \{ #([\w-]+) \})?$", text, re.M)
+    anchors = [anchor or re.sub(r"\W+", "-", title).strip("-").lower() for title, anchor in titles]
+    assert len(set(anchors)) == len(anchors) > 80
+    assert not re.search(r"### [^\n]+\n\n(#|\Z)", text), "a word without a definition"
+
+
 def test_a_thread_among_the_symptoms_has_the_address_that_it_names():
     threads = re.findall(r"\[([\w.-]+/[\w.-]+)#(\d+)\]\((.+?)\)", SYMPTOMS_PAGE)
     assert len(threads) > 40

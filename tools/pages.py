@@ -23,13 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # MkDocs loads thi
 
 from benchmarks.plot import with_blocks
 from cria_tricks import recipes
-from cria_tricks.bench import style, tables
+from cria_tricks.bench import style
 from cria_tricks.bill.bill import Bill
 from cria_tricks.course import DARK, LIGHT
 from cria_tricks.hardware import T4
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles
-from tools import fit, notebooks
+from tools import fit, heat, notebooks, techniques
 from tools.executed import KEPT, LessonError, execute, key, plain
 
 ROOT = notebooks.ROOT
@@ -84,9 +84,11 @@ def page(lesson: Path, book: nbformat.NotebookNode) -> tuple[str, dict[str, byte
     book.cells = [cell for cell in book.cells[1:] if cell.source != notebooks.INSTALL]  # nor the badge
     book, resources = ForTheSite(lesson.stem).preprocess(book, resources)
     text, resources = MarkdownExporter().from_notebook_node(book, resources)
+    preset = techniques.preset(lesson.stem)
     bar = (
         f'<p class="bar"><a href="{notebooks.colab_address(lesson.stem)}">Open in Colab</a> '
-        f'<a href="{notebooks.REPOSITORY}/blob/{notebooks.BRANCH}/lessons/{lesson.name}">Source</a></p>'
+        f'<a href="{notebooks.REPOSITORY}/blob/{notebooks.BRANCH}/lessons/{lesson.name}">Source</a> '
+        f'<a href="../fit.html{preset and "#"}{preset}">Will it fit?</a> <a href="../glossary.html">Glossary</a></p>'
     )
     text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
     return re.sub(r"\A(# .*\n)", lambda title: f"{title[1]}\n{bar}\n\n", text, count=1), resources.get("outputs", {})
@@ -120,19 +122,18 @@ GROUPS = {
     "saved activations, open block": ("saved", "open block"),
     "logits and loss": ("final norm", "16-bit", "hidden states", "logits", "capped"),
 }
-"""The rows of a bill that the map tells apart, by how their names begin."""
+"""The lines of a bill that the map tells apart, by how their names begin."""
 
 
 def the_map() -> str:
-    """What each toggle of the capstone takes off each group of rows, and off the peak, in MiB."""
+    """What each toggle of the capstone takes off each group of lines, and off the peak, in MiB, as an HTML table."""
     capstone = recipes.capstone(T4)
     rungs = toggles.ladder(toggles.Target(find_shape(capstone.model), T4), capstone)
-    rows = []
+    changes = []
     for before, after in itertools.pairwise(rungs):
         old, new = _largest(before.memory), _largest(after.memory)
-        changes = [f"{change:+,.0f}" if (change := (new[name] - old[name]) / 2**20) else "" for name in old]
-        rows.append((f"`{after.set[0]}`", *changes))
-    return tables.table(("switch", *GROUPS, "peak"), rows)
+        changes.append((after.set[0], {name: (new[name] - old[name]) / 2**20 for name in old}))
+    return heat.matrix((*GROUPS, "peak"), changes)
 
 
 def _largest(memory: Bill) -> dict[str, int]:

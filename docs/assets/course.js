@@ -2,6 +2,7 @@
 // for what the theme leaves without.
 (function () {
   function math() {
+    if (!window.renderMathInElement) return; // KaTeX is loaded only on pages that have mathematics
     renderMathInElement(document.body, {
       delimiters: [
         { left: "\\[", right: "\\]", display: true },
@@ -16,15 +17,22 @@
       source.media = dark ? "all" : "not all";
     });
   }
+  // A box that scrolls can be reached by keyboard, and shows whether there is more to the right.
+  function look(box) {
+    const wide = box.scrollWidth - box.clientWidth;
+    if (wide > 1 || box.scrollHeight > box.clientHeight) box.tabIndex = 0;
+    if (wide > 1) box.dataset.more = box.scrollLeft < wide - 2;
+    else delete box.dataset.more;
+  }
   function keyboard() {
     document.querySelector(".md-search[role=dialog]")?.setAttribute("aria-label", "Search");
-    const watch = new ResizeObserver(function (changed) {
-      changed.forEach(function ({ target }) {
-        const scrolls = target.scrollWidth > target.clientWidth || target.scrollHeight > target.clientHeight;
-        if (scrolls) target.tabIndex = 0;
-      });
+    document.querySelectorAll("nav.md-code__nav").forEach((bar) => bar.setAttribute("role", "none")); // a copy button is no place to go to
+    const boxes = "pre > code, .md-typeset__scrollwrap, .md-typeset :is(figure, p:has(> picture), .scrolls)";
+    const watch = new ResizeObserver((changed) => changed.forEach(({ target }) => look(target)));
+    document.querySelectorAll(boxes).forEach(function (box) {
+      watch.observe(box);
+      box.addEventListener("scroll", () => look(box), { passive: true });
     });
-    document.querySelectorAll("pre > code, .md-typeset__scrollwrap, .md-typeset :is(figure, p:has(> picture))").forEach((box) => watch.observe(box));
   }
   window.addEventListener("load", keyboard); // by then the theme has laid its boxes around wide tables
   document.addEventListener("DOMContentLoaded", function () {
