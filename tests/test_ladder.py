@@ -12,6 +12,7 @@ from cria_tricks.common.themes import PARTS, THEMES
 from cria_tricks.course.job import CAPSTONE
 from cria_tricks.predict import toggles
 from tools import ladder
+from tools.fit import show
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,14 +41,11 @@ def test_the_ladder_begins_with_nothing_and_ends_with_the_capstone():
 
 def test_a_part_of_the_memory_has_one_colour_in_pictures_and_on_the_page():
     """The page's groups have the same order, and the classes g0 to g4."""
-    css = (ROOT / "docs/assets/course.css").read_text(encoding="utf-8")
-    script = (ROOT / "docs/assets/fit.js").read_text(encoding="utf-8")
-    groups = dict(re.findall(r'\["([^"]+)", /(.+?)/\]', script.partition("const GROUPS")[2].partition("];")[0]))
-    assert list(groups)[: len(PARTS)] == list(PARTS)
+    css = (ROOT / "docs/assets/fit.css").read_text(encoding="utf-8")
+    assert show.GROUPS[: len(PARTS)] == PARTS
     names = {line.name for bill in ladder.bills().values() for moment in bill.moments for line in moment.lines}
     for name in names - {"batch"}:
-        on_the_page = next(part for part in PARTS if re.search(groups[part], name))
-        assert on_the_page == ladder.group_of(name), name
+        assert show.group_of(name) == ladder.group_of(name), name
     for theme, start in (("light", ".fit {"), ("dark", '[data-md-color-scheme="slate"] .fit {')):
         rule = next(line for line in css.splitlines() if line.startswith(f"{start} --c0"))
         assert re.findall(r"--c[0-4]: (#\w+)", rule) == list(THEMES[theme].parts)

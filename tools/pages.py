@@ -8,8 +8,6 @@ import hashlib
 import html
 import itertools
 import re
-import shutil
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,14 +27,15 @@ from cria_tricks.course import DARK, LIGHT
 from cria_tricks.hardware import T4
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles
-from tools import fit, heat, notebooks, techniques
-from tools.executed import KEPT, LessonError, execute, key, plain
+from tools import browser_python, heat, notebooks, techniques
+from tools.executed import LessonError, execute, key, plain
+from tools.fit import page as fit_page
 
 ROOT = notebooks.ROOT
 PAGES = ROOT / "docs" / "lessons"
 STAMP = "sources.txt"
 """The file of a built site that holds the hash of what it was made of."""
-MADE_HERE = (PAGES, fit.HERE)
+MADE_HERE = (PAGES, browser_python.HERE)
 
 
 class ForTheSite(Preprocessor):
@@ -97,7 +96,6 @@ def page(lesson: Path, book: nbformat.NotebookNode) -> tuple[str, dict[str, byte
 def build() -> None:
     """Execute what has changed, two at a time, and write all pages."""
     fill_map()
-    tabulate()
     lessons = notebooks.lessons()
     with ThreadPoolExecutor(2) as pool:
         books = list(pool.map(execute, lessons))
@@ -155,17 +153,6 @@ def fill_map() -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def tabulate() -> None:
-    """Write the tables of "Will it fit?", unless they are there and nothing has changed since."""
-    kept = KEPT.parent / "fit" / key(Path(fit.__file__).read_text(encoding="utf-8") + str(fit.MODELS))
-    if kept.exists() and (fit.HERE / "index.js").exists():
-        return
-    subprocess.run([sys.executable, "-m", "tools.fit"], cwd=ROOT, check=True)
-    shutil.rmtree(kept.parent, ignore_errors=True)
-    kept.parent.mkdir(parents=True)
-    kept.touch()
-
-
 def on_config(config: Any) -> Any:
     """MkDocs: the addresses, which stand in pyproject.toml alone."""
     urls = notebooks.PROJECT["urls"]
@@ -179,10 +166,19 @@ def on_pre_build(config: Any) -> None:
     """MkDocs: the lessons' pages, before it looks for pages."""
     from mkdocs.exceptions import PluginError
 
+    missing = browser_python.put()
+    if missing:
+        print(f"site: {missing}", file=sys.stderr)
+    config.extra["no_python"] = missing
     try:
         build()
     except LessonError as error:
         raise PluginError(str(error)) from None
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """MkDocs: the form of "Will it fit?", with its first answer."""
+    return fit_page.put_in(html, config.extra["no_python"]) if page.file.src_uri == "fit.md" else html
 
 
 def on_post_build(config: Any) -> None:
