@@ -29,7 +29,7 @@ from cria_tricks.course import DARK, LIGHT
 from cria_tricks.hardware import T4
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles
-from tools import fit, notebooks
+from tools import film_places, fit, notebooks
 from tools.executed import KEPT, LessonError, execute, key, plain
 
 ROOT = notebooks.ROOT
@@ -88,7 +88,7 @@ def page(lesson: Path, book: nbformat.NotebookNode) -> tuple[str, dict[str, byte
         f'<p class="bar"><a href="{notebooks.colab_address(lesson.stem)}">Open in Colab</a> '
         f'<a href="{notebooks.REPOSITORY}/blob/{notebooks.BRANCH}/lessons/{lesson.name}">Source</a></p>'
     )
-    text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    text = film_places.with_films(lesson.stem, re.sub(r"\n{3,}", "\n\n", text).strip() + "\n")
     return re.sub(r"\A(# .*\n)", lambda title: f"{title[1]}\n{bar}\n\n", text, count=1), resources.get("outputs", {})
 
 
@@ -96,6 +96,7 @@ def build() -> None:
     """Execute what has changed, two at a time, and write all pages."""
     fill_map()
     tabulate()
+    film_places.fill_guide()
     lessons = notebooks.lessons()
     with ThreadPoolExecutor(2) as pool:
         books = list(pool.map(execute, lessons))

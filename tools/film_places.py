@@ -1,0 +1,48 @@
+"""Where lessons show a film: the heading of a lesson -> the set of films that follows it."""
+
+import re
+from pathlib import Path
+
+from benchmarks.plot import with_blocks
+
+COSTS, SWITCH = "## 4. What it costs", "## 5. The production switch"
+PLACES: dict[str, dict[str, str]] = {
+    "00_the_bill": {COSTS: "plain"},
+    "03_gradient_checkpointing": {SWITCH: "checkpointing"},
+    "09_flash_attention": {SWITCH: "attention"},
+    "12_chunked_loss": {SWITCH: "chunked_loss"},
+    "16_together": {COSTS: "together"},
+    "19_allocated_is_not_reserved": {SWITCH: "reserved"},
+    "30_long_rows": {SWITCH: "offload"},
+    "31_weights_elsewhere": {SWITCH: "in_backward"},
+}
+
+
+def with_films(stem: str, text: str) -> str:
+    """Put the films of a lesson behind their headings.
+
+    Raises:
+        ValueError: if the lesson has no such heading, or several.
+    """
+    from tools import films  # late, because the films take their order from the ladder, and the ladder needs the pages
+
+    for heading, name in PLACES.get(stem, {}).items():
+        line = re.compile(rf"^{re.escape(heading)}$", re.M)
+        if len(line.findall(text)) != 1:
+            raise ValueError(f"tools/film_places.py: lessons/{stem}.py must have the heading {heading!r} once")
+        element = films.element(name, "../assets/films")
+        text = line.sub(lambda found, element=element: f"{found[0]}\n\n{element}", text)
+    return text
+
+
+GUIDE = Path(__file__).resolve().parents[1] / "docs" / "guide" / "film.md"
+
+
+def fill_guide() -> None:
+    """Write the film of the guide into its page."""
+    from tools import films  # late, as above
+
+    text = GUIDE.read_text(encoding="utf-8")
+    filled = with_blocks(text, {"film": films.element("checkpointing", "../assets/films")})
+    if filled != text:
+        GUIDE.write_text(filled, encoding="utf-8")
