@@ -1,4 +1,4 @@
-"""``cria film``: the dry run's bytes at every moment, tensors that a count by hand finds, and files that stand alone."""
+"""``cria film``: the dry run's bytes at every moment, tensors that a count by hand finds, files that stand alone."""
 
 import json
 import re
@@ -29,8 +29,9 @@ SETS = {
     "accumulation": "gradient_accumulation=2",
     "checkpointing": "gradient_checkpointing=true",
     "in_backward": "gradient_checkpointing=true optimizer_in_backward=clip",
-    "capstone": "peft=lora quantization=nf4 double_quantization=true precision=fp16 lean_preparation=true attention=sdpa "
-    "gradient_checkpointing=true optimizer=adamw_8bit expand_kv=true chunked_loss=true gradient_accumulation=2",
+    "capstone": "peft=lora quantization=nf4 double_quantization=true precision=fp16 lean_preparation=true "
+    "attention=sdpa gradient_checkpointing=true optimizer=adamw_8bit expand_kv=true chunked_loss=true "
+    "gradient_accumulation=2",
     "offload": "peft=lora activation_offload=true gradient_checkpointing=true attention=sdpa",
 }
 
@@ -134,7 +135,7 @@ def test_full_fine_tuning_has_two_states_and_a_gradient_of_each_weight():
     assert lines["gradients"] == weights
     assert 2 * weights <= lines["optimizer states"] <= 2 * weights + 8 * len(there), "and a step of 4 bytes each"
     never = filmed("in_backward")
-    waiting = [values for line, values in never.bytes().items() if line == "gradients"][0]
+    waiting = never.bytes()["gradients"]
     assert max(waiting) <= 3 * embedding, "a gradient is gone before the next one comes"
     assert waiting[never.parts[-1].first] == 0
 
@@ -255,7 +256,7 @@ def test_a_gif_without_its_libraries_is_one_line(monkeypatch):
         film_answer.destination("film.gif")
 
 
-# The films of the site --------------------------------------------------------------------------------------------------
+# The films of the site
 
 
 @pytest.mark.parametrize("name", ["full_in_backward", "full_waiting"])

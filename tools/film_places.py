@@ -1,6 +1,5 @@
 """Where lessons show a film: the heading of a lesson -> the set of films that follows it."""
 
-import re
 from pathlib import Path
 
 from benchmarks.plot import with_blocks
@@ -27,11 +26,10 @@ def with_films(stem: str, text: str) -> str:
     from tools import films  # late, because the films take their order from the ladder, and the ladder needs the pages
 
     for heading, name in PLACES.get(stem, {}).items():
-        line = re.compile(rf"^{re.escape(heading)}$", re.M)
-        if len(line.findall(text)) != 1:
+        line = f"\n{heading}\n"
+        if text.count(line) != 1:
             raise ValueError(f"tools/film_places.py: lessons/{stem}.py must have the heading {heading!r} once")
-        element = films.element(name, "../assets/films")
-        text = line.sub(lambda found, element=element: f"{found[0]}\n\n{element}", text)
+        text = text.replace(line, f"{line}\n{films.element(name, '../assets/films')}\n")
     return text
 
 

@@ -108,7 +108,7 @@ class _Drawing:
     def edge(self, values: list[int]) -> str:
         """A path along values, without points on a straight line between their neighbours."""
         points = [(f"{x:.1f}", f"{self.y(value):.1f}") for x, value in zip(self.x, values, strict=True)]
-        kept = []
+        kept: list[tuple[str, str]] = []
         for place, point in enumerate(points):
             level = 0 < place < len(points) - 1 and points[place - 1][1] == point[1] == points[place + 1][1]
             if not level and (not kept or kept[-1] != point):
