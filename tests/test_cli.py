@@ -353,7 +353,7 @@ def test_explain(run_cria):
 
 
 GROUPS = {
-    "Before you train": ("plan", "hardware", "data"),
+    "Before you train": ("plan", "hardware", "film", "data"),
     "Train": ("prepare", "train", "launch"),
     "After training": ("chat", "eval", "card", "verify", "merge", "export", "publish", "compare"),
     "Learn the techniques": ("tricks", "explain"),

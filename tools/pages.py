@@ -27,7 +27,7 @@ from cria_tricks.course import DARK, LIGHT
 from cria_tricks.hardware import T4
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles
-from tools import browser_python, heat, notebooks, techniques
+from tools import browser_python, film_places, heat, notebooks, techniques
 from tools.executed import LessonError, execute, key, plain
 from tools.fit import page as fit_page
 
@@ -89,13 +89,14 @@ def page(lesson: Path, book: nbformat.NotebookNode) -> tuple[str, dict[str, byte
         f'<a href="{notebooks.REPOSITORY}/blob/{notebooks.BRANCH}/lessons/{lesson.name}">Source</a> '
         f'<a href="../fit.html{preset and "#"}{preset}">Will it fit?</a> <a href="../glossary.html">Glossary</a></p>'
     )
-    text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    text = film_places.with_films(lesson.stem, re.sub(r"\n{3,}", "\n\n", text).strip() + "\n")
     return re.sub(r"\A(# .*\n)", lambda title: f"{title[1]}\n{bar}\n\n", text, count=1), resources.get("outputs", {})
 
 
 def build() -> None:
     """Execute what has changed, two at a time, and write all pages."""
     fill_map()
+    film_places.fill_guide()
     lessons = notebooks.lessons()
     with ThreadPoolExecutor(2) as pool:
         books = list(pool.map(execute, lessons))
