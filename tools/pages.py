@@ -53,9 +53,12 @@ class ForTheSite(Preprocessor):
             cell.source = _markdown(cell.source)
         elif cell.cell_type == "code":
             parts = [part for output in cell.outputs if (part := self._output(output, resources))]
-            code = _fence(cell.source.removeprefix(notebooks.FOLDED), "python")
-            if "hide-input" in tags:
-                code = f'<details class="code" markdown="1"><summary>Code</summary>\n\n{code}\n\n</details>'
+            if notebooks.FOLDED in tags:
+                code = _fence(cell.source.removeprefix(notebooks.title_line(cell)), "python")
+                title = html.escape(cell.metadata["title"])
+                code = f'<details class="code" markdown="1"><summary>{title}</summary>\n\n{code}\n\n</details>'
+            else:
+                code = _fence(cell.source, "python")
             cell = nbformat.v4.new_markdown_cell("\n\n".join([code, *parts]))
         return cell, resources
 
