@@ -97,6 +97,9 @@ class Tiny(nn.Module):
 # - **logits**: $BTV$ numbers, three times: when the loss goes back, log-softmax, its gradient, and the logits' gradient
 #   live at once
 
+# %% Your guess: KiB of the logits tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 P = V * D + L * (4 * D * D + 2 * D * H)
 STATES = 8 * P + 4 * (1 + 4 * L)  # 17 tensors
@@ -148,10 +151,14 @@ for name, size in predicted.items():
     )
 assert counted == predicted
 print(f"added up: {sum(predicted.values()) / KIB:,.1f} KiB")
+course.reveal(guess, counted["logits"] / KIB, "KiB")
 
 # %% [markdown]
 # 65,536 weights take 16 bytes each with their gradients and states: 1 MiB. Together with the activations and the
 # logits, that is 2,952 KiB. Must the card have that much? Decide before you go on.
+
+# %% Your guess: KiB that the card must have tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %% [markdown]
 # ## 2. From scratch, in four steps
@@ -338,6 +345,7 @@ print(
     f"all rows added up: {(at_loss + gradients) / KIB:,.1f} KiB; "
     f"the card needs {at_loss / KIB:,.1f}"
 )
+course.reveal(guess, at_loss / KIB, "KiB")
 
 
 # %% Draw figure 2 tags=["hide-input"]

@@ -18,6 +18,9 @@
 # plain training: a peak of 31.3 GiB, where a T4 has 14.74. Nearly every number on it takes 4 bytes. So let us take 2,
 # and halve it. Will it halve? Write your guess down.
 
+# %% Your guess: GiB of the peak in 16 bits tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %% Imports and settings tags=["hide-input"]
 import torch
 from torch import nn
@@ -531,6 +534,7 @@ assert (
     sum(change.values())
     == course.bill(after).peak_bytes - course.bill(before).peak_bytes
 )
+course.reveal(guess, course.bill(after).peak_bytes / 2**30, "GiB")
 
 # %% [markdown]
 # Weights and optimizer states stay in fp32, because they learn. Two lines of the bill grew, *saved activations* and

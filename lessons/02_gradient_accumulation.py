@@ -18,6 +18,9 @@
 # learning rate comes from steps on eight. So: eight rows a step. Before you read on, guess: does the bill fall, stay,
 # or rise?
 
+# %% Your guess: what the bill does tags=["predict"]
+guess = "no guess"  # @param ["no guess", "fall", "stay", "rise"]
+
 # %% Imports and settings tags=["hide-input"]
 import random
 import warnings
@@ -485,6 +488,8 @@ waits = 4 * course.bill(before).facts.trained_weights
 print(f"predicted: {waits / MIB:+,.1f} MiB")
 course.show_bill(before, after)
 assert course.bill(after).peak_bytes - course.bill(before).peak_bytes == waits
+peaks = (course.bill(recipe).peak_bytes for recipe in (before, after))
+course.reveal(guess, course.trend(*peaks))
 
 # %% [markdown]
 # It rises, by 4.6 GiB. One row was the smallest micro-batch already, so there was nothing left to save; and the peak

@@ -67,7 +67,11 @@ x = torch.randn(B, T, D, requires_grad=True)
 
 # %% [markdown]
 # What does one block keep, at 4 bytes a number? Write your guess down, then read on.
-#
+
+# %% Your guess: KiB that one block keeps tags=["predict"]
+guess = 0  # @param {type:"number"}
+
+# %% [markdown]
 # - the norm: its input $x$ ($BTD$), and a mean and a spread for each token ($2BT$)
 # - `up`: what it multiplied, the normed $x$ ($BTD$)
 # - gelu: its input ($BTH$)
@@ -81,6 +85,7 @@ s = 4 * B * T * D
 a = 4 * (2 * B * T + B * T * D + 3 * B * T * H)
 print(f"one block: input s = {s / KIB:.0f} KiB, inside a = {a / KIB:.0f} KiB")
 print(f"predicted: {L * (s + a) / KIB:,.0f} KiB wait in {L} blocks")
+course.reveal(guess, (s + a) / KIB, "KiB")
 
 
 # %%

@@ -19,6 +19,9 @@
 # LoRA learns through thin matrices of rank $r$, here 16, and many people turn $r$ down to save memory. Write down a
 # guess: with LoRA on, $r$ goes from 16 to 1. By how many per cent does the bill fall?
 
+# %% Your guess: per cent that the bill falls tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %% Imports and settings tags=["hide-input"]
 from collections import OrderedDict
 
@@ -415,6 +418,8 @@ for rank in (1, 16, 64):
         f"by the bill {peak / MIB:,.0f}"
     )
     assert peak == predicted
+thin = course.bill(with_settings(after, ["lora.r=1"])).peak_bytes
+course.reveal(guess, 100 * (1 - thin / course.bill(after).peak_bytes), "%")
 
 # %% [markdown]
 # From 16 to 1 it is 2.8 %. The adapter's size was never the point: *freezing* saves, and a low rank is what is left to

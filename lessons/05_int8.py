@@ -62,7 +62,11 @@ assert weights == 973_078_528
 
 # %% [markdown]
 # So 927 MiB should go, and 5,688 become 4,761. Keep that guess in mind. It is wrong, and section 5 shows by how much.
-#
+
+# %% Your guess: MiB of the peak with int8 tags=["predict"]
+guess = 0  # @param {type:"number"}
+
+# %% [markdown]
 # ## 2. From scratch, in four steps
 # **Round to a ruler.** Take a row of numbers and its largest size $m = \max|w|$ (*absmax*). Lay a ruler of 255 marks
 # from $-m$ to $m$ and keep the number of the nearest mark, $\text{code} = \text{round}(127\,w / m)$. Nothing moves by
@@ -455,6 +459,7 @@ course.show_bill(before, after)
 rows = {line.name: line.bytes for line in course.bill(after).lines}
 assert rows["weights: blocks"] == in_8_bits
 assert rows["saved activations"] == inputs + pinned
+course.reveal(guess, course.bill(after).peak_bytes / MIB, "MiB")
 
 # %% [markdown]
 # The matrices are as predicted. The peak is at the same moment, the loss, and 1,876 MiB higher:

@@ -46,6 +46,9 @@ MIB = 2**20
 # quantization* the scales go into 8 bits, in blocks of 256 with a scale of their own: $8 / 64 + 32 / (64 \cdot 256)$.
 # How many MiB is that for our $N$ weights? Guess, then run.
 
+# %% Your guess: MiB with double quantization tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 before, after = course.so_far("05_int8"), course.so_far("06_nf4")
 shape = find_shape(before.model)
@@ -60,6 +63,7 @@ for what, bits in {
     "or scales in 8 bits": double,
 }.items():
     print(f"{what:20}{bits:7.3f} bits a weight{N * bits / 8 / MIB:10,.1f} MiB")
+course.reveal(guess, N * (4 + double) / 8 / MIB, "MiB")
 
 # %% [markdown]
 # Together 4.5 bits a weight, or 4.127. The embedding is not packed, nor is the head, which here is the same table: 501

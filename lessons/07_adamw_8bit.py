@@ -42,6 +42,9 @@ MIB = 2**20
 # fp32 they are 8 bytes. A byte each, and one fp32 scale for every 256 numbers of each, are $2 + 2 \cdot 4 / 256 = 2.03$
 # bytes. Predict the row *optimizer states* of two runs: ours, and lesson 3's, which trained all weights.
 
+# %% Your guess: MiB of 8-bit states of all weights tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 before, after = course.so_far("06_nf4"), course.so_far("07_adamw_8bit")
 full = course.so_far("03_gradient_checkpointing")
@@ -68,6 +71,7 @@ for name, plain, eight in (("LoRA", before, after), ("all weights", full, full_8
     )
     assert states(plain) == 8 * N
 assert missing["LoRA"] == 0
+course.reveal(guess, states(full_8bit) / MIB, "MiB")
 
 # %% [markdown]
 # Right to the byte for LoRA, and 1,495 MiB short for all weights. Somebody kept 32 bits. Section 5 finds out who.

@@ -47,6 +47,9 @@ MIB = 2**20
 # States are touched in the optimizer's step. Through the forward and the backward pass they lie idle. Where is the peak
 # of lesson 3's full fine-tuning, and what would it be if the idle ones were elsewhere? Guess; it needed 23.8 GiB.
 
+# %% Your guess: GiB needed without the idle states tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 before, after = course.so_far("07_adamw_8bit"), course.so_far("08_paged_optimizer")
 full = course.so_far("03_gradient_checkpointing")
@@ -66,6 +69,7 @@ for name, recipe in (("kept", full), ("paged", full_paged)):
     )
 assert course.bill(full_paged).fits
 assert not course.bill(full).fits
+course.reveal(guess, course.bill(full_paged).least_bytes / 2**30, "GiB")
 
 # %% [markdown]
 # On the bill it fits, with 109 MiB to spare: `cria plan` calls that tight. But 9.2 GiB of states must be somewhere, and

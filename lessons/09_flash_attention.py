@@ -17,6 +17,9 @@
 # the bill at 5,373 MiB. Now the largest thing inside every block goes: the matrix of every token against every other.
 # By how many MiB will the bill fall? Write a guess down for section 5.
 
+# %% Your guess: MiB that the bill falls tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %% Imports and settings tags=["hide-input"]
 import math
 from unittest.mock import patch
@@ -505,6 +508,7 @@ print(diff(resolve(before, T4), resolve(after, T4)))
 course.show_bill(before, after)
 first, second = course.bill(before), course.bill(after)
 assert first.peak_bytes - second.peak_bytes == 4 * 2048**2
+course.reveal(guess, (first.peak_bytes - second.peak_bytes) / MIB, "MiB")
 
 # %% [markdown]
 # 16 MiB, and all of it is *batch*: eager adds a mask of $T \times T$ fp32 numbers, causal kernels need none. Where are

@@ -60,7 +60,11 @@ MIB = 2**20
 # A new token attends to all before it. Their keys and values do not change any more, so they are kept: the *KV cache*.
 # How many bytes does one token of the past take, in 16 bits? Llama-3.2-1B has $L = 16$ blocks, $H = 32$ query heads,
 # and $K = 8$ heads of keys and values, of width $D = 64$. Write your guess down.
-#
+
+# %% Your guess: KiB of one token tags=["predict"]
+guess = 0  # @param {type:"number"}
+
+# %% [markdown]
 # It is $2\,L\,K\,D$ numbers of 2 bytes: 32 KiB. If every query head had keys and values of its own, it would be
 # $H / K = 4$ times that. Here is the bill of answering, in 16 bits (`cria chat` unpacks an NF4 base first):
 
@@ -97,6 +101,7 @@ for past in (2048, longest):
     )
 assert (cached, H // K) == (32 * 1024, 4)
 assert sum(answering(longest).values()) < T4.memory_bytes / 2
+course.reveal(guess, cached / 1024, "KiB")
 
 # %% [markdown]
 # Even the longest past that this model knows takes less than half of a T4. Bytes are not short. What is?

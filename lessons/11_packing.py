@@ -52,6 +52,9 @@ LENGTHS, TRAINED = zip(*row_lengths("train"), strict=True)
 # padding as on words, in every product; then the loss ignores it. Our rows have 484 to 2,048 of SmolLM2's tokens. What
 # share of a batch of four is padding? Write down a guess.
 
+# %% Your guess: per cent of padding tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 
 # %%
 def split(some, k):
@@ -74,6 +77,7 @@ assert (sum(LENGTHS), padded(LENGTHS, 4), padded(LENGTHS, 1)) == (
     200_205,
     153_617,
 )
+course.reveal(guess, 100 * (1 - sum(LENGTHS) / padded(LENGTHS, 4)), "%")
 
 # %% [markdown]
 # Sorting takes away nearly all of it, for nothing; but then rows of a batch are alike, and the

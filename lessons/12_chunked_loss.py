@@ -51,6 +51,9 @@ KIB, MIB = 2**10, 2**20
 # score for every word, for every token. Llama-3 knows $V = 128{,}256$ words. How many MiB are the logits of one row in
 # 16 bits? And how many of one token, beside what all 16 blocks keep for it? Guess, then run.
 
+# %% Your guess: MiB of one row's logits tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 before, after = course.so_far("11_packing"), course.so_far("12_chunked_loss")
 shape = find_shape(before.model)
@@ -64,6 +67,7 @@ print(
     f"of a token: {rows['logits'] / N / KIB:,.0f} KiB of logits; "
     f"saved activations {saved / N / KIB:,.0f}"
 )
+course.reveal(guess, 2 * N * V / MIB, "MiB")
 
 # %% [markdown]
 # More than one copy lives, then. A loss is computed in fp32, so at the end of the forward pass there are 16-bit logits,

@@ -90,6 +90,9 @@ batch = {"input_ids": ids, "labels": ids}
 # as well, and $2L + 1$ norms of $D$ numbers. How many MiB is that for $V = 128{,}256$, $D = 2048$ and $L = 16$? Guess.
 # Then hold the formula against the real function, on a Llama small enough to train here.
 
+# %% Your guess: MiB left in 16 bits tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 
 # %%
 def raised_bytes(V, D, L):
@@ -109,6 +112,7 @@ print(
 )
 print(f"Llama-3.2-1B: {raised_bytes(128_256, 2048, 16) / MIB:,.1f} MiB more")
 assert stored(model) - at_first == raised_bytes(V, D, L)
+course.reveal(guess, raised_bytes(128_256, 2048, 16) / MIB, "MiB")
 
 # %% [markdown]
 # That is 501 of 1,155 MiB. The other 654 are not in the weights.

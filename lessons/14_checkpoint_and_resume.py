@@ -78,6 +78,9 @@ def new_place() -> Path:
 #
 # Our adapter has 11,272,192 numbers. How many MB is a checkpoint? Guess, then run.
 
+# %% Your guess: MB of a checkpoint tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 before, after = (
     course.so_far("13_lean_preparation"),
@@ -111,6 +114,7 @@ counted = sum({t.data_ptr(): t.nbytes for t in kept}.values())
 print(" + ".join(f"{name} {size:,}" for name, size in bill.items()))
 print(f"predicted {sum(bill.values()):,} bytes for {n:,} numbers, counted {counted:,}")
 assert counted == sum(bill.values())
+course.reveal(guess, counted / 1e6, "MB")
 
 # %% [markdown]
 # The bill says 9.6 MiB of states, since lesson 8 lets the large ones leave for the host. A disk gets all of them.

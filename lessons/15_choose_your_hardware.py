@@ -77,6 +77,9 @@ def cria(command):
 # The guide's rules for memory: 20 GB for each billion parameters, and 4 with LoRA. Llama-3.2-1B has 1.24 billion. What
 # do the rules say, and what will the bill of lesson 0 say for rows of 512, 2,048 and 8,192 tokens? Guess, then run.
 
+# %% Your guess: GB of LoRA at 8,192 tokens tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 
 # %%
 def needed(model, method, card, tokens=2048):
@@ -107,6 +110,7 @@ for model in (
         f"{model:15}{20 * billions:12.1f}{full:8.1f}{4 * billions:14.1f}"
         f"{lora}{qlora:8.1f}"
     )
+course.reveal(guess, needed("llama-3.2-1b", "lora", A100, 8192) / GB, "GB")
 
 # %% [markdown]
 # *Full* holds within a tenth, from a billion on. It must: a weight, its gradient and AdamW's states are 16 bytes, its

@@ -191,6 +191,9 @@ assert heights(toy) == {"loss": 18, "update": 12}
 # **Take rows away.** A perfect trick removes its row. What do these save, alone and together? *states* and *kept*;
 # *kept* and *logits*; and *gradients* with the last two. Guess first.
 
+# %% Your guess: what kept and logits save together tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 
 # %%
 def without(table, *gone):
@@ -215,6 +218,7 @@ assert (
     < saves("kept", "logits", "gradients")
     == 11
 )
+course.reveal(guess, saves("kept", "logits"))
 
 
 # %% Draw figure 3 tags=["hide-input"]

@@ -143,6 +143,9 @@ _ = cria("data", "kwanzaa" if GPU else "history_notes")
 # taken as full, 2,048 tokens each. The last line also counts what PyTorch's allocator may reserve (lesson 19). This is
 # an estimate; no card has confirmed it.
 
+# %% Your guess: GiB of a training step tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 DATA = RECIPE if GPU else "history_notes"
 ROWS = {"kwanzaa_curated": 395, "kwanzaa": 107}[RECIPE]
@@ -155,6 +158,7 @@ print(
 )
 assert bill["fits"]
 assert sum(line["bytes"] for line in bill["lines"]) == bill["peak_bytes"]
+course.reveal(guess, bill["needed_bytes"] / 2**30, "GiB")
 
 
 # %% Draw the ladder of switches tags=["hide-input"]

@@ -165,6 +165,9 @@ def ask(name, line, healthy, sick):
 # `{% generation %}` block. Most have none. Then it gives zeros, and a warning in the log. Guess: which loss is logged
 # when no token has a label, so that the mean is $0/0$?
 
+# %% Your guess: the loss in the log tags=["predict"]
+guess = "no guess"  # @param ["no guess", "0.0", "nan", "an error"]
+
 # %%
 made = tokenizer.apply_chat_template(
     selftest.TURNS, return_dict=True, return_assistant_tokens_mask=True
@@ -183,6 +186,7 @@ said = [
 ]
 print("loss and norm of the gradient:", said)
 assert said == [(0.0, 0.0)] * 3
+course.reveal(guess, str(said[-1][0]))
 
 # %% [markdown]
 # Not NaN: 0.0, a perfect loss. Failure 4 hides it. And one such row among good ones shows nowhere. The healthy way

@@ -57,6 +57,9 @@ MIB, GIB = 2**20, 2**30
 #
 # The bill below says 7.3 GiB. How many GiB will `nvidia-smi` show? Write your guess down.
 
+# %% Your guess: GiB that nvidia-smi shows tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 fast = with_settings(
     course.CAPSTONE,
@@ -345,6 +348,7 @@ print(
 assert abs(card.peak_allocated / by_bill - 1) < 0.005  # the bill is right
 assert 1.2 < card.peak_reserved / card.peak_allocated < 1.35
 assert card.peak_reserved == replay(events).reserved_bytes
+course.reveal(guess, (card.peak_reserved + CONTEXT) / GIB, "GiB")
 
 
 # %% Draw figure 2 tags=["hide-input"]
@@ -421,6 +425,9 @@ course.show(
 # **Does the run therefore need 9.3 GiB?** No. On a smaller card PyTorch gives the empty segments back. How small may
 # the memory be? Guess; then we search by halving the range from 7.3 to 9.3 GiB.
 
+# %% Your guess: GiB that suffice tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 
 # %%
 def smallest(events, settings=DEFAULT):
@@ -448,6 +455,7 @@ small_card, _, failed = watch(events, limit=least - 2 * MIB)
 print(f"2 MiB less: out of memory in the {failed.moment}")
 assert 1.02 < least / card.peak_allocated < 1.08
 assert "2,048" in failed.moment
+course.reveal(guess, least / GIB, "GiB")
 
 # %% [markdown]
 # So there are three numbers: 7.3 GiB allocated, 9.3 reserved where there is plenty, and 7.6 that the run must have.

@@ -469,6 +469,9 @@ print(
 # short waits for the other. Guess the speed-up of two cards with our 107 rows in random order. We take a row's time to
 # be its tokens.
 
+# %% Your guess: times as fast on two cards tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 
 # %%
 def speed_up(
@@ -497,6 +500,7 @@ for cards in mean:
         f"{mean[cards]:.2f} with ours"
     )
 assert mean[2] < 1.85
+course.reveal(guess, mean[2], "times")
 
 
 # %% Draw figure 3 tags=["hide-input"]

@@ -476,6 +476,9 @@ assert with_fsdp == 1.5 * with_ddp
 # embedding once, because it is the head as well and stays whole until the backward pass is over. How many times DDP's
 # bytes is that? Guess before you run.
 
+# %% Your guess: times the bytes of DDP tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 work = folds.step(of_one_card, shape, CARDS["t4"], trained_share=TRAINED_SHARE).seconds
 by = {
@@ -489,6 +492,7 @@ for name, size in by.items():
         f"{wire / work:.1%} of {work:.1f} s"
     )
 assert 70 < by["fsdp"] / by["ddp"] < 75
+course.reveal(guess, by["fsdp"] / by["ddp"], "times")
 
 # %% [markdown]
 # Seventy times. Even so it takes less than a twentieth of the step, and torch sends while it computes.

@@ -79,6 +79,9 @@ MIB = 2**20
 # states 194, and embedding, logits, saved block inputs and the rest 920. Which is divided? Write down the peak of
 # eight.
 
+# %% Your guess: MiB of the peak of eight tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 A100 = CARDS["a100"]
 ours = recipes.capstone(A100.device)
@@ -127,7 +130,7 @@ for N, bill in bills.items():
         16 * 2 * 2048 * 2048,
     )
 assert bills[8].peak_bytes > bills[1].peak_bytes / 3
-
+course.reveal(guess, bills[8].peak_bytes / MIB, "MiB")
 
 # %% Draw figure 1 tags=["hide-input"]
 TRAINED = (

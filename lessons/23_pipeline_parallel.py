@@ -564,6 +564,9 @@ print(f"the pipeline's of QLoRA over 10 Gbit Ethernet: {seconds:.2f} s a step")
 # **Which layers go where?** All wait for the slowest stage. With times $t_s$ for a micro-batch, a step takes about
 # $\sum t_s + (k - 1) \max t_s$. The last stage has the head, and ours has 128,256 words. Eight blocks each? Guess.
 
+# %% Your guess: blocks of the first stage tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 
 # %%
 def seconds_of(blocks, head):
@@ -593,6 +596,7 @@ for stage, what in enumerate(("embedding", "head, norm")):
     }
     print(f"stage {stage}, {what}: {bill['weights: all others'] / MIB:.1f} MiB")
     assert bill["weights: all others"] > 500 * MIB
+course.reveal(guess, max(faster, key=faster.get), "blocks")
 
 # %% [markdown]
 # Nine and seven. And both ends hold the same 501 MiB: Llama-3.2-1B's head *is* its embedding. Frozen, as under LoRA,

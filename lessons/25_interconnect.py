@@ -177,6 +177,9 @@ def reduce_scatter(pieces):
 # **Hand complete pieces on.** $N - 1$ more rounds, without adding: an *all-gather*. **Put both together.** How much of
 # the tensor does each of four processes send now? Count the rounds before you run.
 
+# %% Your guess: times the tensor that each sends tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 
 # %%
 def all_gather(pieces):
@@ -199,6 +202,7 @@ def ring(x):
 
 print("of a tensor each process sends", sent := sent_by_each(ring))
 assert sent == [1.5] * 4
+course.reveal(guess, sent[0], "times")
 
 
 # %% Draw figure 1 tags=["hide-input"]

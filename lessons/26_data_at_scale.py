@@ -93,6 +93,9 @@ folder = Path(place.name)
 #
 # How many bytes of memory does each take for a character of the text? Which reads all rows fastest? Guess.
 
+# %% Your guess: bytes of a character in lists tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 T = 128
 
@@ -198,6 +201,7 @@ assert 2 * len(ids) < bill[array] * len(text) < 2.2 * len(ids)
 assert taken[stream_of][1] > 5 * taken[mapped][1]  # an epoch of a stream tokenizes
 # but its first row needs no pass beforehand
 assert taken[stream_of][0] < taken[mapped][0] / 5
+course.reveal(guess, bill[lists], "bytes")
 
 # %% [markdown]
 # A Python integer takes 28 bytes (those up to 256 exist only once), and each list 8 more to point to it: in all

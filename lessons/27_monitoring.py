@@ -69,6 +69,9 @@ place = Path(disk.name)
 # Each of the first three contains the one before it. Our job's tensors take 1.5 GiB at the peak, and we bill a context
 # with 400 MB (lesson 0). How many MiB will `nvidia-smi` show at the least? Guess, then run.
 
+# %% Your guess: MiB that nvidia-smi shows tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 bill = course.bill(course.so_far("27_monitoring"))
 at_least = bill.allocated_bytes + CONTEXT
@@ -76,6 +79,7 @@ print(
     f"allocated {bill.allocated_bytes / MIB:,.0f} MiB, "
     f"the card shows {at_least / MIB:,.0f} MiB or more"
 )
+course.reveal(guess, at_least / MIB, "MiB")
 
 
 # %% Draw figure 1 tags=["hide-input"]

@@ -56,6 +56,9 @@ folder = Path(away.name)
 # middle of the estimate and half an hour. What can either job cost at most? Guess, and guess which part of it is
 # training.
 
+# %% Your guess: dollars that the cheaper job costs at most tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 whole = {}
 for name in FLAVORS:
@@ -73,6 +76,7 @@ a100 = whole["a100-large"]
 print(f"an A100 that trained in no time: ${a100.price / 2:.2f} for the half hour")
 assert a100.most > 3.5 * cheapest.most
 assert a100.price / 2 > 3 * cheapest.most  # whatever the estimate of its speed
+course.reveal(guess, cheapest.most, "USD")
 
 # %% [markdown]
 # The T4's job costs a quarter, and of its $0.30 five cents are training. (A job that ends earlier costs less.) This

@@ -391,6 +391,9 @@ course.show_bill(job, fused)
 # each of two norms $2D$, because it stores its 16-bit input and not the fp32 copy. The adapters have 11,272,192
 # weights; autocast keeps 16-bit copies of them, and ours does not.
 
+# %% Your guess: MiB that the peak falls tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 per_token_and_block = 4 * shape.inner + 2 * 2 * shape.width + 7 * 2 * job.lora.r
 bytes_saved = 2048 * shape.layers * per_token_and_block + 2 * 11_272_192
@@ -405,6 +408,7 @@ for name, recipe in (("peft's way", job), ("fused", fused)):
         f"{name:10} by estimate {ms:.2f} ms a token on a T4, "
         f"and rows of up to {longest:,} tokens fit"
     )
+course.reveal(guess, saved / MIB, "MiB")
 
 # %% [markdown]
 # 104 KiB became 64, and the longest row grew by 59 %. And with checkpointing, where blocks store only their inputs?

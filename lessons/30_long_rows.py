@@ -51,6 +51,9 @@ GIB, MIB, KIB = 2**30, 2**20, 2**10
 # Three parts are large: the weights, the saved inputs of all 32 blocks, and the *open block*, the one that
 # checkpointing is recomputing. Which is the largest at 2,048, 16,384 and 65,536 tokens? Write down your guess.
 
+# %% Your guess: the largest at 65,536 tokens tags=["predict"]
+guess = "no guess"  # @param ["no guess", "weights", "block inputs", "open block"]
+
 
 # %% Helper: the bill in four groups tags=["hide-input"]
 def parts(recipe, tokens):
@@ -89,6 +92,7 @@ assert [max(bill, key=bill.get) for bill in bills] == [
     "weights, states",
     "open block",
 ]
+course.reveal(guess, max(bills[-1], key=bills[-1].get).partition(",")[0])
 
 # %% [markdown]
 # At 2,048 and 16,384 tokens it is the weights. At 65,536 the *one* open block takes as much as the inputs of all 32

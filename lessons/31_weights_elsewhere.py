@@ -59,6 +59,9 @@ def refusal(recipe, setting):
 # 3). Weights that learn are stored in fp32, 4 bytes each, and so are their gradients and AdamW's two states. Guess
 # the GiB of weights, gradients and states. Which of them need not stay?
 
+# %% Your guess: GiB of weights, gradients and states tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 settings = [
     "tricks.gradient_accumulation=1",
@@ -74,6 +77,7 @@ print(
     f"a T4 has {T4.memory_bytes / MIB:,.0f}"
 )
 assert f"{course.bill(full).peak_bytes / GIB:.1f}" == "20.4"
+course.reveal(guess, 16 * find_shape(full.model).weights / GIB, "GiB")
 
 # %% [markdown]
 # The peak is at the end of the backward pass, where all gradients exist and no activation is left. The states are the

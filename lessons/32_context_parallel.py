@@ -64,6 +64,9 @@ GIB, MIB = 2**30, 2**20
 # adapter. Every tensor with a dimension of tokens is divided. How much longer is the longest row on four T4s than on
 # one: less than four times, four times, or more? Write your guess down, then run.
 
+# %% Your guess: times as long on four T4s tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 alone = with_settings(
     course.CAPSTONE,
@@ -103,6 +106,7 @@ assert 4 < rows[4] / rows[1] < 4.3
 assert all(
     any("second norm" in line.why for line in bill(N, rows[N]).lines) for N in rows
 )
+course.reveal(guess, rows[4] / rows[1], "times")
 
 # %% [markdown]
 # A little more than four times. All that the weights leave of a card is for its tokens. And a process saves keys and

@@ -43,6 +43,9 @@ from cria_tricks.tricks import folds
 # Two public runs with checkpointing: QLoRA of Llama-3.2-1B on a T4 at 1,060 tokens a second, and LoRA of Llama-2-7B on
 # an A100 at 2,954. Both cards were busy all the time. Guess the two MFUs.
 
+# %% Your guess: MFU of the T4, in per cent tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 usual = (
     "tricks.expand_kv=false tricks.lean_preparation=false train.batch_size=4 "
@@ -71,6 +74,7 @@ for model, name, tokens, speed, words in (
     print(f"MFU {mfu[name]:.1%}, HFU {done * speed / card.half_flops:.1%}")
     assert needed < done
 assert mfu["t4"] < 0.1 < 0.2 < mfu["a100"] < 0.3
+course.reveal(guess, 100 * mfu["t4"], "%")
 
 # %% [markdown]
 # Less than a tenth, and a quarter. Lesson 15 has higher shares for the same runs, because it compares each part of a

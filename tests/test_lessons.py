@@ -184,7 +184,8 @@ def test_a_lesson_has_the_skeleton(lesson):
         "In one breath",
         "Sources",
     ]
-    shown = [cell for cell in cells if cell.cell_type == "code" and not _tagged(cell, notebooks.FOLDED)]
+    hidden = (notebooks.FOLDED, notebooks.PREDICT)
+    shown = [cell for cell in cells if cell.cell_type == "code" and not any(_tagged(cell, tag) for tag in hidden)]
     code = [line for cell in shown for line in cell.source.splitlines() if line.strip()]
     words = len(text.split("## In one breath")[0].split())
     assert 800 <= words <= 1600, words
@@ -208,6 +209,20 @@ def test_every_fold_says_what_is_inside(script):
     names = [cell.metadata.get("title", "") for cell in folded]
     assert all(len(name) > len("Code") for name in names), "write a title: # %% Draw figure 2 tags=[...]"
     assert len(set(names)) == len(names), names
+
+
+@pytest.mark.parametrize("lesson", notebooks.lessons(), ids=lambda path: path.stem)
+def test_every_lesson_takes_a_prediction_before_it_says_the_answer(lesson):
+    """Each guess has one answer, which comes after it, and no two guesses are open at once under one name."""
+    cells = [cell for cell in jupytext.read(lesson).cells if cell.cell_type == "code"]
+    order = [
+        "guess" if asks else "answer"
+        for cell in cells
+        for asks in [_tagged(cell, notebooks.PREDICT)] * (_tagged(cell, notebooks.PREDICT) or "reveal(" in cell.source)
+    ]
+    assert order, "no prediction"
+    assert order == ["guess", "answer"] * (len(order) // 2), order
+    assert all(cell.metadata["title"].startswith("Your guess: ") for cell in cells if _tagged(cell, notebooks.PREDICT))
 
 
 def _tagged(cell: nbformat.NotebookNode, tag: str) -> bool:

@@ -28,6 +28,8 @@ BEFORE_INSTALL = "before-install"
 
 FOLDED = "hide-input"
 """The tag of cells whose code is folded; such a cell has a title, which says what is inside: ``# %% Draw figure 2``."""
+PREDICT = "predict"
+"""The tag of a form cell that takes the reader's guess; ``course.reveal`` further down says how far off it was."""
 
 BADGE = "https://colab.research.google.com/assets/colab-badge.svg"
 KAGGLE_BADGE = "https://kaggle.com/static/images/open-in-kaggle.svg"
@@ -129,6 +131,9 @@ def make(script: Path) -> str:
         elif FOLDED in cell.metadata.get("tags", []):  # figures and checks, which hold answers
             cell.source = title_line(cell) + cell.source
             cell.metadata |= {"cellView": "form", "jupyter": {"source_hidden": True}}
+        elif PREDICT in cell.metadata.get("tags", []):  # its form must be seen, in Jupyter as code
+            cell.source = title_line(cell) + cell.source
+            cell.metadata |= {"cellView": "form"}
     for number, cell in enumerate(book.cells):  # jupytext's and nbformat's own are random
         cell["id"] = f"{script.stem.replace('_', '-')[:50]}-{number:03d}"
     needs = {key: book.metadata[key] for key in ("accelerator",) if key in book.metadata}
