@@ -4,11 +4,14 @@
 them, so that any site engine can take them; MkDocs, whose theme Material ends in 2027, calls this file as a hook.
 """
 
+import base64
 import hashlib
 import html
 import itertools
+import json
 import re
 import sys
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from benchmarks.plot import with_blocks
 from cria_tricks import recipes
 from cria_tricks.bench import style
 from cria_tricks.bill.bill import Bill
-from cria_tricks.course import DARK, LIGHT
+from cria_tricks.course import DARK, LIGHT, NO_GUESS, PREDICTION
 from cria_tricks.hardware import T4
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles
@@ -33,9 +36,15 @@ from tools.fit import page as fit_page
 
 ROOT = notebooks.ROOT
 PAGES = ROOT / "docs" / "lessons"
+COLUMNS = 88
+"""The width of code and of what it prints; a page shows so many columns without scrolling."""
 STAMP = "sources.txt"
 """The file of a built site that holds the hash of what it was made of."""
 MADE_HERE = (PAGES, browser_python.HERE)
+
+
+ANSWERS, ASKS = "answers", "asks"
+"""Where in a cell's metadata is which guess it answers, and what a form asks: its answer, which comes later."""
 
 
 class ForTheSite(Preprocessor):
@@ -50,22 +59,31 @@ class ForTheSite(Preprocessor):
         tags = cell.metadata.get("tags", [])
         if cell.cell_type == "markdown":
             cell.source = _markdown(cell.source)
+        elif notebooks.PREDICT in tags:
+            cell = nbformat.v4.new_markdown_cell(_field(cell, self.stem))
         elif cell.cell_type == "code":
             parts = [part for output in cell.outputs if (part := self._output(output, resources))]
-            code = _fence(cell.source.removeprefix(notebooks.FOLDED), "python")
-            if "hide-input" in tags:
-                code = f'<details class="code" markdown="1"><summary>Code</summary>\n\n{code}\n\n</details>'
-            cell = nbformat.v4.new_markdown_cell("\n\n".join([code, *parts]))
+            if notebooks.FOLDED in tags:
+                code = _fence(cell.source.removeprefix(notebooks.title_line(cell)), "python")
+                title = html.escape(cell.metadata["title"])
+                code = f'<details class="code" markdown="1"><summary>{title}</summary>\n\n{code}\n\n</details>'
+            else:
+                code = _fence(cell.source, "python")
+            cell = nbformat.v4.new_markdown_cell("\n\n".join([code, *parts]), metadata=cell.metadata)
+        if place := cell.metadata.get(ANSWERS):
+            cell.source = f'<div class="answer" data-of="{place}" markdown="1">\n\n{cell.source}\n\n</div>'
         return cell, resources
 
     def _output(self, output: Any, resources: Any) -> str:
         if output.output_type == "stream":
-            text = plain(output.text)
+            text = _narrow(plain(output.text))
             return _fence(text, f"{{ .text .no-copy .output .{output.name} }}") if text.strip() else ""
         if output.output_type == "error":
             raise LessonError(f"lessons/{self.stem}.py: {output.ename}: {output.evalue}")
         if output.output_type == "execute_result":
             raise LessonError(f"lessons/{self.stem}.py: a cell's last line has a value nobody asked for: {output.data}")
+        if PREDICTION in output.data:
+            return _fence(output.data["text/plain"], "{ .text .no-copy .output .stdout }")
         return self._figure(output.data, resources)
 
     def _figure(self, data: Any, resources: Any) -> str:
@@ -81,6 +99,7 @@ def page(lesson: Path, book: nbformat.NotebookNode) -> tuple[str, dict[str, byte
     """A lesson's page, and the files beside it."""
     resources: dict[str, Any] = {}
     book.cells = [cell for cell in book.cells[1:] if cell.source != notebooks.INSTALL]  # nor the badge
+    join_predictions(book.cells, lesson.stem)
     book, resources = ForTheSite(lesson.stem).preprocess(book, resources)
     text, resources = MarkdownExporter().from_notebook_node(book, resources)
     preset = techniques.preset(lesson.stem)
@@ -91,6 +110,40 @@ def page(lesson: Path, book: nbformat.NotebookNode) -> tuple[str, dict[str, byte
     )
     text = film_places.with_films(lesson.stem, re.sub(r"\n{3,}", "\n\n", text).strip() + "\n")
     return re.sub(r"\A(# .*\n)", lambda title: f"{title[1]}\n{bar}\n\n", text, count=1), resources.get("outputs", {})
+
+
+def join_predictions(cells: list[Any], stem: str) -> None:
+    """Give each form that takes a guess its answer, and note which cells the page hides until the reader has guessed.
+
+    The cell that answers is hidden, and with it a text between the form and this cell, because it may say the answer.
+    """
+    asked = [number for number, cell in enumerate(cells) if notebooks.PREDICT in cell.metadata.get("tags", [])]
+    answers = [(number, data) for number, cell in enumerate(cells) for data in _answers(cell)]
+    if len(asked) != len(answers) or any(form > answer for form, (answer, _) in zip(asked, answers, strict=True)):
+        raise LessonError(f"lessons/{stem}.py: {len(asked)} guesses and {len(answers)} answers, or not in this order")
+    for count, (form, (answer, data)) in enumerate(zip(asked, answers, strict=True), 1):
+        cells[form].metadata[ASKS] = {"number": count, **data}
+        between = cells[form + 1 : answer]
+        near = all(cell.cell_type == "markdown" and not re.search("^#", cell.source, re.M) for cell in between)
+        for cell in [*(between if near else []), cells[answer]]:
+            cell.metadata[ANSWERS] = f"guess-{count}"
+
+
+def _answers(cell: Any) -> list[dict[str, Any]]:
+    """What the calls of ``course.reveal`` in a cell hand over."""
+    return [output.data[PREDICTION] for output in cell.get("outputs", ()) if PREDICTION in output.get("data", {})]
+
+
+def _field(cell: Any, stem: str) -> str:
+    """The place of a field for a guess; docs/assets/predictions.js fills it, and without it there is nothing to see."""
+    asks = dict(cell.metadata[ASKS])
+    number = asks.pop("number")
+    if choices := re.search(r"# @param (\[.*\])", cell.source):
+        asks["choices"] = [choice for choice in json.loads(choices[1]) if choice != NO_GUESS]
+    packed = base64.b64encode(json.dumps(asks).encode()).decode()  # so that nobody reads the answer by accident
+    label = html.escape(cell.metadata["title"])
+    key = f'id="guess-{number}" data-key="{stem}-{number}"'
+    return f'<div class="predict" {key} data-label="{label}" data-of="{packed}" hidden></div>'
 
 
 def build() -> None:
@@ -205,6 +258,20 @@ def _markdown(source: str) -> str:
     )
     source = re.sub(re.escape(notebooks.SITE) + r"([\w/]+)\.html", r"../\1.md", source)
     return source.replace("<details>", '<details markdown="1">')
+
+
+def _narrow(text: str) -> str:
+    """Break what a cell printed where a line is wider than the page; tables and commands stay as they are."""
+    lines = []
+    for line in text.splitlines():
+        indent = re.match(" *", line)[0] + "    "  # type: ignore[index]
+        keep = len(line) <= COLUMNS or re.match(
+            r"\s*(\||\$|cria |torchrun |hf |uv |pip |python |import |from |\w+ = )", line
+        )
+        lines += [line] if keep else textwrap.wrap(
+            line, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )  # fmt: skip
+    return "\n".join(lines)
 
 
 def _fence(text: str, kind: str) -> str:

@@ -19,7 +19,7 @@ from cria_tricks import course
 
 print("here:", Path.cwd() / "a", "```")
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 course.show(lambda theme: course.figure()[0], "Figure 1. Nothing, in two colours.")
 """
 
@@ -39,7 +39,7 @@ def test_a_page(lesson):
     assert text.startswith('# 1. A lesson\n\n<p class="bar"><a href=')
     assert "[the bill](00_the_bill.md#3-prove-it), see [the map](../map.md)" in text
     assert "```` { .text .no-copy .output .stdout }\nhere: a ```\n````" in text, "where it ran is in it"
-    assert '<details class="code" markdown="1"><summary>Code</summary>' in text
+    assert '<details class="code" markdown="1"><summary>Draw figure 1</summary>' in text
     assert list(files) == ["01_one-1-light.svg", "01_one-1-dark.svg"]
     assert files["01_one-1-light.svg"] != files["01_one-1-dark.svg"]
     assert 'src="01_one-1-light.svg"' in text
