@@ -5,6 +5,7 @@ its own: ``techniques.py``, ``describe.py`` and ``social.py``.
 """
 
 import functools
+import itertools
 import json
 import re
 import sys
@@ -68,7 +69,9 @@ def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
     folder = Path(config.docs_dir) / Path(page.file.src_uri).parent
     page.meta["math"] = 'class="arithmatex"' in content
     page.meta["picture"] = social.place(page.file.src_uri)
-    return re.sub(r"<img [^>]*?>", lambda found: _sized(found[0], folder), content)
+    content = content.replace("<th></th>", "<td></td>")  # the empty corner of a table is no heading
+    numbers = itertools.count()
+    return re.sub(r"<img [^>]*?>", lambda found: _sized(found[0], folder, first=next(numbers) == 0), content)
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
@@ -79,7 +82,7 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Add the readers' words to the search index.
+    """Add the readers' words to the search index, and leave code out of the reference's part: every page loads it.
 
     Raises:
         PluginError: a place of :data:`WORDS` is not on the site.
@@ -93,8 +96,11 @@ def on_post_build(config: Any) -> None:
         if place not in entries:
             raise PluginError(f"tools/site_hooks.py: {place} is no place to find")
         entries[place]["words"] = words
+    for entry in index["docs"]:
+        if entry["location"].startswith("reference/"):
+            entry["text"] = _words_only(entry["text"])
     index["config"]["fields"]["words"] = {"boost": 1000.0}
-    path.write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
+    path.write_text(json.dumps(index, separators=(",", ":"), ensure_ascii=False), encoding="utf-8")
 
 
 def _section(entries: list[Any], path: str) -> list[Any]:
@@ -112,16 +118,32 @@ def _sections(entries: list[Any], path: str) -> list[list[Any]]:
     return [found for value in values if isinstance(value, list) for found in _sections(value, path)]
 
 
-def _sized(image: str, folder: Path) -> str:
-    """An image's tag with its width and height, so that the text below does not jump when it arrives."""
+def _sized(image: str, folder: Path, first: bool) -> str:
+    """An image's tag with its width and height, so that the text below does not jump when it arrives.
+
+    The first image of a page is loaded at once, because it may be in sight; the others when a reader comes near.
+    """
     source = re.search(r'src="([^":]+\.svg)"', image)
-    if not source or " width=" in image or not (folder / source[1]).is_file():
+    if not source or not (folder / source[1]).is_file():
         return image
-    return image.replace("<img ", f'<img {_size(folder / source[1])} loading="lazy" decoding="async" ', 1)
+    width, height = _size(folder / source[1])
+    if given := re.search(r' width="(\d+)"', image):
+        width, height = int(given[1]), round(int(given[1]) * height / width)
+        image = image.replace(given[0], "")
+    when = 'fetchpriority="high"' if first else 'loading="lazy"'
+    return image.replace("<img ", f'<img width="{width}" height="{height}" {when} decoding="async" ', 1)
 
 
 @functools.cache
-def _size(path: Path) -> str:
-    """The size that an SVG file states, as attributes."""
+def _size(path: Path) -> tuple[int, int]:
+    """The width and height that an SVG file states."""
     found = re.search(r'viewBox="\S+ \S+ (\S+) (\S+)"', path.read_text(encoding="utf-8")[:3000])
-    return f'width="{float(found[1]):.0f}" height="{float(found[2]):.0f}"' if found else ""
+    if not found:
+        raise ValueError(f"{path} has no viewBox")
+    return round(float(found[1])), round(float(found[2]))
+
+
+def _words_only(text: str) -> str:
+    """The text of a place without code and tags."""
+    text = re.sub(r"<pre>.*?</pre>", "", text, flags=re.S)
+    return " ".join(re.sub(r"<[^>]+>", " ", text).split())

@@ -1,5 +1,6 @@
 """A page of the reference for each technique, and the index of them, made from the modules' cards."""
 
+import re
 from types import ModuleType
 
 from cria_tricks.bench import tables
@@ -29,7 +30,11 @@ def with_index(markdown: str) -> str:
     if BLOCK not in markdown:
         raise ValueError(f"docs/{INDEX} has no {BLOCK}")
     rows = [
-        (f"[{_title(trick)}](techniques/{trick_name(trick)}.md)", _line(trick), card(trick)["Claim"].partition(":")[0])
+        (
+            f"[{_title(trick)}](techniques/{trick_name(trick)}.md)",
+            card(trick)["title"].partition(": ")[2],
+            _claim(trick),
+        )
         for trick in _sorted()
     ]
     return markdown.replace(BLOCK, tables.table(("technique", "what it does", "claim"), rows))
@@ -61,9 +66,13 @@ def _title(trick: ModuleType) -> str:
     return card(trick)["title"].partition(": ")[0]
 
 
-def _line(trick: ModuleType) -> str:
-    text = card(trick)["title"].partition(": ")[2]
-    return text[0].upper() + text[1:]
+def _what(trick: ModuleType) -> str:
+    return card(trick)["title"].partition(": ")[2]
+
+
+def _claim(trick: ModuleType) -> str:
+    """The claim without its conditions."""
+    return re.split("[:;,]", card(trick)["Claim"])[0]
 
 
 def _page(trick: ModuleType) -> str:

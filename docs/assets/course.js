@@ -26,8 +26,12 @@
   }
   function keyboard() {
     document.querySelector(".md-search[role=dialog]")?.setAttribute("aria-label", "Search");
-    document.querySelectorAll("nav.md-code__nav").forEach((bar) => bar.setAttribute("role", "none")); // a copy button is no place to go to
-    const boxes = "pre > code, .md-typeset__scrollwrap, .md-typeset :is(figure, p:has(> picture), .scrolls)";
+    // The theme calls each copy button and each level of the table of contents a navigation of its own.
+    document.querySelectorAll("nav.md-code__nav, .md-nav--secondary nav").forEach(function (part) {
+      part.removeAttribute("aria-label");
+      part.setAttribute("role", "none");
+    });
+    const boxes = "pre > code, .md-typeset__scrollwrap, .md-typeset :is(picture, .scrolls)";
     const watch = new ResizeObserver((changed) => changed.forEach(({ target }) => look(target)));
     document.querySelectorAll(boxes).forEach(function (box) {
       watch.observe(box);
