@@ -12,11 +12,10 @@ from cria_tricks.hardware import T4
 from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.predict import film as filming
-from cria_tricks.predict import film_data
 from cria_tricks.predict.dry_run import dry_run, fake_training, later_step
 from cria_tricks.predict.film import LINES, SAVED, Film, film
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.report import film_answer, film_picture
+from cria_tricks.report import film_answer, film_data, film_picture
 from cria_tricks.report.film_answer import FilmAnswer
 from cria_tricks.resolve import resolve
 from tools import film_places, films

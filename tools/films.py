@@ -15,9 +15,9 @@ from cria_tricks import recipes
 from cria_tricks.bench import style
 from cria_tricks.common.themes import THEMES
 from cria_tricks.hardware import T4
-from cria_tricks.predict import film_data, toggles
+from cria_tricks.predict import toggles
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.report import film_picture
+from cria_tricks.report import film_data, film_picture
 from cria_tricks.run import api
 from tools import ladder
 

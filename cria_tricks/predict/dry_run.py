@@ -22,8 +22,7 @@ from cria_tricks.load import losses
 from cria_tricks.load.model import blocks_of, quiet_libraries
 from cria_tricks.measure.memory import LiveBytes, every_tensor
 from cria_tricks.predict.cuda_on_cpu import kernels_of
-from cria_tricks.predict.fake_model import fake_model
-from cria_tricks.predict.fake_values import flash_attention_2, known_values, refuse_data_dependent_shapes
+from cria_tricks.predict.fake_model import fake_model, flash_attention_2, known_values, refuse_data_dependent_shapes
 from cria_tricks.step_plan import Plan
 from cria_tricks.trainer.shared import CONTEXTS
 from cria_tricks.tricks.layer_by_layer import one_pass

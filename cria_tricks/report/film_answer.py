@@ -13,11 +13,10 @@ from cria_tricks.common.atomic_files import new_file, write_file
 from cria_tricks.common.errors import BadInput, usable_path
 from cria_tricks.common.units import human
 from cria_tricks.models.configs import find_config
-from cria_tricks.predict import film_data
 from cria_tricks.predict.film import LINES, film
 from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe
-from cria_tricks.report import film_picture
+from cria_tricks.report import film_data, film_picture
 
 if TYPE_CHECKING:
     from cria_tricks.common.console import Screen
@@ -32,7 +31,7 @@ class FilmAnswer:
     """A step as a film.
 
     Attributes:
-        data: what :func:`cria_tricks.predict.film_data.as_data` makes of it; ``cria film --json`` prints it.
+        data: what :func:`cria_tricks.report.film_data.as_data` makes of it; ``cria film --json`` prints it.
     """
 
     data: dict[str, Any]
@@ -126,6 +125,7 @@ def destination(path: str | Path) -> Path:
         raise BadInput(f"--out {path}: is a folder; name a file in it")
     if file.suffix == ".gif":
         try:
+            # Only to see whether they are there, before the step runs.
             import matplotlib
             import PIL  # noqa: F401
         except ImportError as error:

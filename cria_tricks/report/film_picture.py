@@ -12,7 +12,7 @@ from typing import Any
 from cria_tricks.common.themes import THEMES, Theme
 from cria_tricks.common.units import human
 from cria_tricks.predict.film import LINES
-from cria_tricks.predict.film_data import WIDE, alive, unpacked
+from cria_tricks.report.film_data import WIDE, alive, unpacked
 
 GIB = 2**30
 WIDTH, HEIGHT = 720, 400
@@ -77,6 +77,14 @@ def says(data: dict[str, Any]) -> str:
         f"Memory during an optimizer step of {data['model']}, {data['rows']} x {data['tokens']:,} tokens: the peak is "
         f"{human(total[data['peak']])}, in the {part}; {data['card']} has {human(data['capacity'])}"
     )
+
+
+def caption(data: dict[str, Any], place: int) -> str:
+    """Say how many bytes there are at a kept moment, and which tensors take most."""
+    family, many = alive(data, place)[0]
+    module = family[4].replace("*", "N")
+    largest = f"{many} of {module} ({family[5]})" if many > 1 else f"{module} ({family[5]})"
+    return f"{human(totals(data)[place])}; most: {largest}, {human(many * family[1])}"
 
 
 def svg(data: dict[str, Any], theme: str, *, top: int = 0, background: bool = False, moving: bool = False) -> str:
@@ -225,9 +233,7 @@ class _Drawing:
             low, high = (LEFT + (RIGHT - LEFT) * (number + more) / WORDS for more in (0, 1))
             inside = [place for place, x in enumerate(self.x) if low <= x <= high]
             place = max(inside, key=self.total.__getitem__) if inside else 0
-            family, many = alive(self.data, place)[0]
-            several = f"{many} x " if many > 1 else ""
-            words = f"{human(self.total[place])}, most in {several}{family[4].replace('*', 'N')} ({family[5]})"
+            words = caption(self.data, place)
             about = f' class="say{" peak" if place == self.data["peak"] else ""}" font-weight="600"'
             delay = f' style="animation-delay:{SECONDS * number / WORDS:.2f}s"'
             made.append(self.text(words, LEFT, 60, about + delay))

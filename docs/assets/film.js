@@ -34,7 +34,7 @@
     return `${(bytes / GIB).toFixed(1)} GiB`;
   }
 
-  // Reading: predict/film_data.py says how the numbers are packed -------------------------------------------------------
+  // Reading: report/film_data.py says how the numbers are packed -------------------------------------------------------
 
   function unpacked(data, count) {
     const found = new Float64Array(count);
@@ -161,7 +161,7 @@
       film.parts.forEach(([name, first, last], n) => {
         const from = n ? at(film.x[first]) : left, to = at(film.x[last]);
         if (n) inside.push(el("line", { class: "film-part", x1: from, x2: from, y1: top, y2: bottom + 6 }));
-        const words = to - from < 70 ? name.replace("optimizer step", "step") : name;
+        const words = to - from < 84 ? name.replace("optimizer step", "step") : name;
         inside.push(text(words, (from + to) / 2, bottom + 17, { "text-anchor": "middle" }));
       });
       const line = up(film.capacity), within = film.capacity <= set.top; // else the films stay far below it
@@ -197,9 +197,9 @@
       scrubber.setAttribute("aria-valuetext", words);
       now.textContent = words;
       legend.replaceChildren(...LINES.map((line, n) => [line, n]).filter(([, n]) => film.bytes[n].some(Boolean)).map(([line, n]) =>
-        el("li", {}, el("span", { class: `film-swatch film-line-${n}` }), `${line} ${size(film.bytes[n][moment])}`)));
+        el("li", {}, el("span", { class: `film-swatch film-line-${n}` }), `${line} `, el("span", { class: "film-bytes" }, size(film.bytes[n][moment])))));
       if (film.reserved) {
-        legend.append(el("li", {}, el("span", { class: "film-swatch film-swatch-reserved" }), `reserved, not used ${size(Math.max(0, film.kept[moment] - total))}`));
+        legend.append(el("li", {}, el("span", { class: "film-swatch film-swatch-reserved" }), "reserved, not used ", el("span", { class: "film-bytes" }, size(Math.max(0, film.kept[moment] - total)))));
       }
       const there = largest(film, moment);
       list.replaceChildren(...there.map((one) => el("li", {},

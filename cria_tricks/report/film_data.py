@@ -21,7 +21,8 @@ WIDTHS = {
     "optimizer step": 0.1,
 }
 """The share of the width that a part takes. It is fixed, so that the parts of two films lie above each other. Within a
-part the moments follow each other at equal distances: a moment is an allocation or a release, and not a time."""
+part each allocation and each release takes some room, and more if it is large: half of the width is shared out equally,
+and half by bytes. Else the logits, which are the peak of many steps, would be a line that nobody sees."""
 STRIPS = 250
 """A film is cut into so many strips. The lowest and the highest moment of each are kept."""
 LARGEST = 8
@@ -56,11 +57,12 @@ def as_data(film: Film, about: dict[str, Any]) -> dict[str, Any]:
         - ``capacity`` [bytes], ``fits``, and ``peak``, the number of the kept moment with the most bytes.
         - ``parts``: name, the first kept moment and the last one, and the one of the part's peak.
         - ``x``: the place of each kept moment on the axis, from 0 to 10,000, packed as :func:`packed` says.
-        - ``lines``: the bytes of each line of the bill at each kept moment, packed. Where a line never has any, ``0``.
+        - ``lines``: the bytes of each line of the bill at each kept moment, packed. A line without any is ``0``.
         - ``reserved``: what the allocator has reserved at each of them, packed; ``null`` on a CPU.
-        - ``tensors``: families of equal tensors: line (its number), bytes, shape, dtype, module, operation; then, for
-          each run of equal blocks, the first block, the last one (-1: none), and birth and death as numbers of kept
-          moments.
+        - ``tensors``: families of equal tensors: line (its number), bytes, shape, dtype, module, operation, then runs.
+
+        A run is of blocks that follow each other and live equally long: the first block, the last one (-1: none), and
+        birth and death as numbers of kept moments.
     """
     kept, x = _kept(film)
     lines = film.bytes()
@@ -126,22 +128,31 @@ def as_text(data: dict[str, Any]) -> str:
 def _kept(film: Film) -> tuple[list[int], list[int]]:
     """Choose the moments to keep, and their places on the axis."""
     totals = film.totals()
-    peaks = dict(film.peaks())
+    peaks = film.peaks()
     places: dict[int, int] = {0: 0}
     left = 0.0
     for name, first, end in film.parts:
         width = WIDTHS[name]
-        count = max(end - first, 1)
-        strips = min(count, round(STRIPS * width))
-        wanted = {first, end - 1, max(peaks[name][0], 0)}
-        for strip in range(strips):
-            moments = range(first + strip * count // strips, first + (strip + 1) * count // strips)
+        strips: dict[int, list[int]] = defaultdict(list)
+        at: dict[int, float] = {first - 1: left}
+        for moment, share in zip(range(first, end), _shares(totals[first - 1 : end]), strict=True):
+            at[moment] = left + width * share
+            strips[int(STRIPS * at[moment])].append(moment)
+        wanted = {first, end - 1, peaks[name][0]}
+        for moments in strips.values():
             wanted |= {min(moments, key=totals.__getitem__), max(moments, key=totals.__getitem__)}
         for moment in wanted:
-            places.setdefault(moment, round(WIDE * (left + width * (moment - first + 1) / count)))
+            places.setdefault(moment, round(WIDE * at[moment]))
         left += width
     kept = sorted(places)
     return kept, [places[moment] for moment in kept]
+
+
+def _shares(totals: Sequence[int]) -> list[float]:
+    """Return where each moment of a part lies, from 0 to 1; ``totals`` begins with the moment before the part."""
+    moved = [abs(after - before) for before, after in itertools.pairwise(totals)]
+    all_moved = sum(moved) or 1
+    return list(itertools.accumulate(0.5 / len(moved) + 0.5 * size / all_moved for size in moved))
 
 
 def _tensors(shots: Iterable[Shot], kept: Sequence[int]) -> list[list[Any]]:
