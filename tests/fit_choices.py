@@ -26,7 +26,7 @@ NUMBERS = {
 
 
 def choices(number: int = MANY, seed: int = SEED) -> list[dict[str, str]]:
-    """Draw models, cards, numbers and switches; each switch is that of the first choice in two of three."""
+    """Draw models, cards, numbers and switches; six of seven switches are those of the first choice."""
     draw = random.Random(seed)
     return [_choice(draw, draw.choice(list(CATALOGUE))) for _ in range(number)]
 
@@ -36,7 +36,7 @@ def _choice(draw: random.Random, model: str) -> dict[str, str]:
     found |= {name: str(draw.choice(values)) for name, values in NUMBERS.items()}
     found["targets"] = draw.choice(("all", "all", "attention", "mlp", "qv"))
     for name in SWITCHES:
-        if draw.random() < 1 / 3:
+        if draw.random() < 1 / 7:
             found[name] = draw.choice(BY_NAME[name].values)
     if draw.random() < 0.2:
         found["gradient_checkpointing"] = str(draw.randrange(1, 12))
@@ -68,6 +68,8 @@ def planned(choice: dict[str, str], folder: Path) -> dict[str, object]:
     """What ``cria plan --json`` says; ``refused`` is the line that it ends with."""
     settings = [f"{setting}={choice[name]}" for setting, name in OF_SETTING.items() if name != "targets"]
     modules = {"attention": "q_proj,k_proj,v_proj,o_proj", "mlp": "gate_proj,up_proj,down_proj", "qv": "q_proj,v_proj"}
+    if "phi" in choice["model"] + choice["config"]:  # which joins some of them
+        modules |= {"attention": "qkv_proj,o_proj", "mlp": "gate_up_proj,down_proj"}
     if choice["targets"] in modules:
         settings.append(f"lora.target_modules={modules[choice['targets']]}")
     before = Path.cwd()

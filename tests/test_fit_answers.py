@@ -37,7 +37,7 @@ def test_random_choices_and_pasted_configs_get_the_answer_of_cria_plan(tmp_path)
         verdicts.add(plan.get("verdict"))
         refused += "refused" in plan
     assert verdicts == {"fits", "tight", "does not fit", None} or not ALL
-    assert refused < len(every) * 0.7, "most choices were refused, so little was compared"
+    assert refused < len(every) / 2, "most choices were refused, so little was compared"
 
 
 def test_the_command_says_the_same_as_the_page(tmp_path):

@@ -21,8 +21,13 @@ HERE = ROOT / "docs" / "assets" / "python"
 """Where the site serves these files; git ignores this folder."""
 PYODIDE = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm")
 MADE = ("python_stdlib.zip", "packages.zip")
-LEFT_OUT = ("gpu_tests", "committed", "course/", "bench/", "doctor/", "launch/", "cli/", "trainer/")
+LEFT_OUT = (
+    *("gpu_tests", "committed", "course/", "bench/", "doctor/", "launch/", "cli/", "trainer/", "kwanzaa/", "adapter/"),
+    "report/",
+)
 """Parts of the package that no plan imports."""
+UNUSED = (".dist-info/", "pydantic/v1/", "pydantic/mypy", "pydantic/experimental/", ".pyi")
+"""Parts of the wheels that nothing here imports."""
 MISSING = 'no npm: "Will it fit?" shows one answer and computes no other; install npm, and build the site again'
 PLATFORM = (
     *("--platform", "pyemscripten_2026_0_wasm32", "--python-version", "3.14"),
@@ -88,7 +93,7 @@ def _make() -> None:
     shutil.rmtree(packages, ignore_errors=True)
     for wheel in sorted((KEPT / "wheels").glob("*.whl")):
         with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if ".dist-info/" not in name or "METADATA" in name]
+            names = [name for name in archive.namelist() if not any(part in name for part in UNUSED)]
             archive.extractall(packages, names)
     for path in package_files():
         target = packages / path.relative_to(ROOT)

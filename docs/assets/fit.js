@@ -282,10 +282,9 @@
       const refused = [];
       [...box.options].forEach((option) => {
         const one = values[option.value];
-        option.dataset.label ??= option.textContent;
-        option.textContent = one?.words ? `${option.dataset.label}: ${one.words}` : option.dataset.label;
+        if (one?.words) says.append(el("div", {}, `${option.textContent}: ${one.words}`));
         option.disabled = Boolean(one?.refused) && !root.classList.contains("refused") && !option.selected;
-        if (option.disabled) refused.push(el("p", {}, `${option.dataset.label}: ${one.refused}`));
+        if (option.disabled) refused.push(el("p", {}, `${option.textContent}: ${one.refused}`));
       });
       if (refused.length) says.append(el("details", {}, el("summary", {}, `Not possible here: ${refused.length}`), ...refused));
     });
@@ -294,7 +293,7 @@
   }
   function beside(box, says, one, on) {
     box.disabled = Boolean(one?.refused) && !root.classList.contains("refused") && box !== document.activeElement;
-    if (one?.refused) says.append(el("details", {}, el("summary", {}, "Not possible here"), one.refused));
+    if (box.disabled) says.append(el("details", {}, el("summary", {}, "Not possible here"), one.refused));
     if (one?.words) says.append(`${on ? "off" : "on"}: ${one.words}`);
     if (one?.says) says.append(el("br"), one.says);
   }
