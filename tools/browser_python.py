@@ -8,6 +8,7 @@ made is kept until a version or this package changes.
 
 import hashlib
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ LEFT_OUT = (
 UNUSED = (".dist-info/", "pydantic/v1/", "pydantic/mypy", "pydantic/experimental/", ".pyi")
 """Parts of the wheels that nothing here imports."""
 MISSING = 'no npm: "Will it fit?" shows one answer and computes no other; install npm, and build the site again'
+FAILED = 'no Python for browsers, so "Will it fit?" shows one answer and computes no other: '
 PLATFORM = (
     *("--platform", "pyemscripten_2026_0_wasm32", "--python-version", "3.14"),
     *("--implementation", "cp", "--abi", "cp314"),
@@ -47,10 +49,15 @@ def put() -> str:
         return MISSING
     stamp = HERE / "made_of.txt"
     now = key()
-    if not stamp.is_file() or stamp.read_text(encoding="utf-8") != now:
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == now:
+        return ""
+    try:
         _install()
         _make()
-        stamp.write_text(now, encoding="utf-8")
+    except subprocess.CalledProcessError as error:
+        shutil.rmtree(HERE, ignore_errors=True)
+        return f"{FAILED}{shlex.join(error.cmd[:4])} ... ended with {error.returncode}"
+    stamp.write_text(now, encoding="utf-8")
     return ""
 
 

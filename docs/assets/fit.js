@@ -98,9 +98,12 @@
     fail(`Python could not be loaded: ${why}.`);
   }
   function fail(why) { // nothing of an earlier answer stays: it would be another choice's
-    clear("failed");
     const again = el("button", { type: "button", class: "md-button" }, "Try again");
     again.addEventListener("click", () => go(state, { keep: false }));
+    if (!root.dataset.changed) { // the answer that came with the page is still right
+      return strange.replaceChildren(`${why} So this page shows the answer for its first choice only. `, again);
+    }
+    clear("failed");
     verdict.replaceChildren(el("strong", { class: "not" }, `${why} So there is no answer. `), again);
   }
   function clear(mode) {
