@@ -26,7 +26,7 @@ NUMBERS = {
 
 
 def choices(number: int = MANY, seed: int = SEED) -> list[dict[str, str]]:
-    """Draw models, cards, numbers and switches; each switch is that of the first choice in two of three."""
+    """Draw models, cards, numbers and switches; six of seven switches are those of the first choice."""
     draw = random.Random(seed)
     return [_choice(draw, draw.choice(list(CATALOGUE))) for _ in range(number)]
 
@@ -36,7 +36,7 @@ def _choice(draw: random.Random, model: str) -> dict[str, str]:
     found |= {name: str(draw.choice(values)) for name, values in NUMBERS.items()}
     found["targets"] = draw.choice(("all", "all", "attention", "mlp", "qv"))
     for name in SWITCHES:
-        if draw.random() < 1 / 3:
+        if draw.random() < 1 / 7:
             found[name] = draw.choice(BY_NAME[name].values)
     if draw.random() < 0.2:
         found["gradient_checkpointing"] = str(draw.randrange(1, 12))
@@ -68,6 +68,8 @@ def planned(choice: dict[str, str], folder: Path) -> dict[str, object]:
     """What ``cria plan --json`` says; ``refused`` is the line that it ends with."""
     settings = [f"{setting}={choice[name]}" for setting, name in OF_SETTING.items() if name != "targets"]
     modules = {"attention": "q_proj,k_proj,v_proj,o_proj", "mlp": "gate_proj,up_proj,down_proj", "qv": "q_proj,v_proj"}
+    if "phi" in choice["model"] + choice["config"]:  # which joins some of them
+        modules |= {"attention": "qkv_proj,o_proj", "mlp": "gate_up_proj,down_proj"}
     if choice["targets"] in modules:
         settings.append(f"lora.target_modules={modules[choice['targets']]}")
     before = Path.cwd()
@@ -100,6 +102,8 @@ def same(name: str, one: object, other: object) -> bool:
     """Whether two values are the same; floats, which are seconds and prices, to 1e-9."""
     if isinstance(one, float) and isinstance(other, float | int):
         return abs(one - other) <= 1e-9 * abs(other)
+    if isinstance(one, int) and isinstance(other, int) and abs(other) > 2**53:
+        return float(one) == float(other)  # petabytes, where JavaScript has no whole numbers any more
     if isinstance(one, dict) and isinstance(other, dict):
         return set(one) == set(other) and all(same(key, one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list):

@@ -8,6 +8,7 @@ made is kept until a version or this package changes.
 
 import hashlib
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,9 +22,15 @@ HERE = ROOT / "docs" / "assets" / "python"
 """Where the site serves these files; git ignores this folder."""
 PYODIDE = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm")
 MADE = ("python_stdlib.zip", "packages.zip")
-LEFT_OUT = ("gpu_tests", "committed", "course/", "bench/", "doctor/", "launch/", "cli/", "trainer/")
+LEFT_OUT = (
+    *("gpu_tests", "committed", "course/", "bench/", "doctor/", "launch/", "cli/", "trainer/", "kwanzaa/", "adapter/"),
+    "report/",
+)
 """Parts of the package that no plan imports."""
+UNUSED = (".dist-info/", "pydantic/v1/", "pydantic/mypy", "pydantic/experimental/", ".pyi")
+"""Parts of the wheels that nothing here imports."""
 MISSING = 'no npm: "Will it fit?" shows one answer and computes no other; install npm, and build the site again'
+FAILED = 'no Python for browsers, so "Will it fit?" shows one answer and computes no other: '
 PLATFORM = (
     *("--platform", "pyemscripten_2026_0_wasm32", "--python-version", "3.14"),
     *("--implementation", "cp", "--abi", "cp314"),
@@ -42,10 +49,15 @@ def put() -> str:
         return MISSING
     stamp = HERE / "made_of.txt"
     now = key()
-    if not stamp.is_file() or stamp.read_text(encoding="utf-8") != now:
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == now:
+        return ""
+    try:
         _install()
         _make()
-        stamp.write_text(now, encoding="utf-8")
+    except subprocess.CalledProcessError as error:
+        shutil.rmtree(HERE, ignore_errors=True)
+        return f"{FAILED}{shlex.join(error.cmd[:4])} ... ended with {error.returncode}"
+    stamp.write_text(now, encoding="utf-8")
     return ""
 
 
@@ -88,7 +100,7 @@ def _make() -> None:
     shutil.rmtree(packages, ignore_errors=True)
     for wheel in sorted((KEPT / "wheels").glob("*.whl")):
         with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if ".dist-info/" not in name or "METADATA" in name]
+            names = [name for name in archive.namelist() if not any(part in name for part in UNUSED)]
             archive.extractall(packages, names)
     for path in package_files():
         target = packages / path.relative_to(ROOT)

@@ -98,9 +98,12 @@
     fail(`Python could not be loaded: ${why}.`);
   }
   function fail(why) { // nothing of an earlier answer stays: it would be another choice's
-    clear("failed");
     const again = el("button", { type: "button", class: "md-button" }, "Try again");
     again.addEventListener("click", () => go(state, { keep: false }));
+    if (!root.dataset.changed) { // the answer that came with the page is still right
+      return strange.replaceChildren(`${why} So this page shows the answer for its first choice only. `, again);
+    }
+    clear("failed");
     verdict.replaceChildren(el("strong", { class: "not" }, `${why} So there is no answer. `), again);
   }
   function clear(mode) {
@@ -282,10 +285,9 @@
       const refused = [];
       [...box.options].forEach((option) => {
         const one = values[option.value];
-        option.dataset.label ??= option.textContent;
-        option.textContent = one?.words ? `${option.dataset.label}: ${one.words}` : option.dataset.label;
+        if (one?.words) says.append(el("div", {}, `${option.textContent}: ${one.words}`));
         option.disabled = Boolean(one?.refused) && !root.classList.contains("refused") && !option.selected;
-        if (option.disabled) refused.push(el("p", {}, `${option.dataset.label}: ${one.refused}`));
+        if (option.disabled) refused.push(el("p", {}, `${option.textContent}: ${one.refused}`));
       });
       if (refused.length) says.append(el("details", {}, el("summary", {}, `Not possible here: ${refused.length}`), ...refused));
     });
@@ -294,7 +296,7 @@
   }
   function beside(box, says, one, on) {
     box.disabled = Boolean(one?.refused) && !root.classList.contains("refused") && box !== document.activeElement;
-    if (one?.refused) says.append(el("details", {}, el("summary", {}, "Not possible here"), one.refused));
+    if (box.disabled) says.append(el("details", {}, el("summary", {}, "Not possible here"), one.refused));
     if (one?.words) says.append(`${on ? "off" : "on"}: ${one.words}`);
     if (one?.says) says.append(el("br"), one.says);
   }

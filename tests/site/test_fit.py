@@ -12,6 +12,7 @@ from cria_tricks.models.catalogue import CONFIGS
 from tests.fit_choices import choices, pasted, reduced, same
 from tests.site.test_browser import settles
 from tests.sweeps import sample
+from tools import browser_python
 from tools.fit import bridge, fields
 
 READY = 'Boolean(document.getElementById("fit").dataset.state)'
@@ -126,8 +127,7 @@ def test_switches_say_what_they_save_and_what_is_not_possible(page):
     choice = {**fields.default(), "model": "llama-3.2-1b"}
     here = json.loads(bridge.call("beside", json.dumps({"choice": choice})))
     words = here["switches"]["gradient_checkpointing"]["false"]["words"]
-    off = "return [...document.getElementById('fit-gradient_checkpointing').options].map(option => option.textContent)"
-    assert f"off: {words}" in page.execute_script(off)
+    assert f"off: {words}" in shown(page, "#fit-gradient_checkpointing-says")
     assert here["switches"]["chunked_loss"]["false"]["words"] in shown(page, "#fit-chunked_loss-says")
     assert page.execute_script("return document.querySelector('#fit-precision [value=bf16]').disabled")
     reason = "return document.getElementById('fit-precision-says').textContent"
@@ -227,18 +227,6 @@ def test_the_notebook_of_a_choice_says_the_command(page):
     assert book.cells[-2].source.startswith("!cria plan kwanzaa --model llama-3.2-3b --gpu t4 ")
 
 
-@pytest.fixture
-def block(browser):
-    """Let files not come, or all of them again."""
-
-    def these(*urls):
-        browser.execute_cdp_cmd("Network.enable", {})
-        browser.execute_cdp_cmd("Network.setBlockedURLs", {"urls": urls})
-
-    yield these
-    these()
-
-
 @pytest.mark.parametrize("file", ["fit-worker.js", "packages.zip", "pyodide.asm.wasm", "pyodide.mjs"])
 def test_a_file_that_does_not_come_leaves_no_answer_and_can_be_asked_for_again(host, site, browser, file):
     """The file is renamed, because Chromium does not block what a worker asks for."""
@@ -264,6 +252,28 @@ def test_a_file_that_does_not_come_leaves_no_answer_and_can_be_asked_for_again(h
     found = json.loads(browser.execute_script("return document.getElementById('fit').dataset.found"))
     assert found["model"] == "tinyllama-1.1b"
     assert browser.execute_script("return document.querySelector('.fit .answer').checkVisibility()")
+
+
+def test_the_first_answer_stays_when_python_does_not_come(host, site, browser):
+    path = site / "assets" / "fit-worker.js"
+    away = path.with_suffix(".away")
+    browser.get("about:blank")
+    browser.execute_cdp_cmd("Network.enable", {})
+    browser.execute_cdp_cmd("Network.clearBrowserCache", {})
+    path.rename(away)
+    try:
+        browser.get(host + "fit.html")
+        assert settles(browser, "document.querySelector('.fit .strange').innerText.includes('could not be loaded')")
+        assert browser.execute_script(VERDICT).startswith("It fits."), "it is the answer for this choice"
+    finally:
+        away.rename(path)
+
+
+def test_the_page_says_how_much_it_loads(site):
+    folder = site / "assets" / "python"
+    size = sum((folder / name).stat().st_size for name in (*browser_python.PYODIDE, *browser_python.MADE))
+    text = " ".join((browser_python.ROOT / "docs" / "fit.md").read_text().split())
+    assert f"about {round(size / 1e6)} MB, loaded once" in text
 
 
 def test_what_a_link_says_and_the_page_does_not_know_is_named(page, host):

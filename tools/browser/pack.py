@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 LEFT_OUT = (
-    "idlelib/", "lib2to3/", "ensurepip/", "tkinter/", "turtle", "unittest/", "pydoc", "doctest", "_pyrepl/",
-    "venv/", "wsgiref/", "xmlrpc/", "curses/", "dbm/", "sqlite3/", "smtplib", "imaplib", "ftplib", "poplib",
-    "mailbox", "webbrowser", "pdb", "profile", "cProfile", "pstats", "trace.", "tabnanny", "nturl2path", "zipapp",
-    "antigravity", "this.", "_aix_support", "_osx_support",
+    "idlelib/", "lib2to3/", "ensurepip/", "tkinter/", "turtle", "unittest/", "pydoc", "doctest", "_pyrepl/", "venv/",
+    "wsgiref/", "xmlrpc/", "curses/", "dbm/", "sqlite3/", "smtplib", "imaplib", "ftplib", "poplib", "mailbox",
+    "webbrowser", "pdb", "profile", "cProfile", "pstats", "trace.", "tabnanny", "nturl2path", "zipapp", "antigravity",
+    "this.", "_aix_support", "_osx_support", "multiprocessing/", "xml/", "pickletools", "optparse", "modulefinder",
+    "wave", "socketserver", "compileall", "fileinput", "plistlib", "pyclbr", "bdb", "symtable", "encodings/cp1",
+    "encodings/cp7", "encodings/cp8", "encodings/cp9", "encodings/iso", "encodings/mac", "encodings/koi8",
+    "encodings/big5", "encodings/euc", "encodings/gb", "encodings/jo", "encodings/shift", "encodings/ptcp",
+    "encodings/hp", "encodings/tis", "encodings/kz", "statistics",
 )  # fmt: skip
 """Parts of Python's library that no plan needs, by the beginnings of their names in the archive."""
 

@@ -116,7 +116,7 @@ def _field(field: Field, value: str) -> str:
     """Write a field: its label, its control, a link to its lesson, and room for what it saves or why it cannot be."""
     box = _is_box(field)
     name = f"fit-{field.name}"
-    says = f'<div class="says" id="{name}-says"></div>' if field.name in fields.SWITCHES or field.setting else ""
+    says = f'<div class="says" id="{name}-says"></div>'
     if field.name == "config":
         file = f'<input type="file" id="{name}-file" accept=".json,application/json">'
         says += f'<label class="file">or its file {file}</label>'
