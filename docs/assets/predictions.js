@@ -109,7 +109,7 @@
         const named = element("label", { htmlFor: this.input.id, textContent: label });
         this.fields = element("fieldset", {}, named, " ", this.input, ` ${this.unit}`);
       }
-      this.form.append(this.fields, element("p", { className: "predict-buttons" }, this.show, " ", this.skip));
+      this.form.append(this.fields, element("p", { className: "predict-buttons" }, this.show, this.skip));
       this.form.addEventListener("submit", (event) => {
         event.preventDefault(); // nothing is sent
         this.answered();
