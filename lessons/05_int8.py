@@ -477,7 +477,7 @@ course.reveal(guess, course.bill(after).peak_bytes / MIB, "MiB")
 # %%
 first_guess = course.bill(before).peak_bytes - (2 * weights - in_8_bits)
 lean = with_settings(after, ["tricks.lean_preparation=true"])
-# in 16 bits now
+# what is pinned is in 16 bits now
 peak, lean_pinned = (
     course.bill(lean).peak_bytes,
     L * tokens * (3 * 2 * WIDTH + 2 * INNER),
