@@ -202,7 +202,8 @@
       for (const one of all) one.restore();
       changed();
     });
-    const home = element("aside", { className: "predict-score" }, says, reset);
+    const where = element("small", { textContent: "Kept in this browser only." });
+    const home = element("aside", { className: "predict-score" }, says, reset, where);
     home.setAttribute("aria-label", "Your predictions");
     places[0].closest("article, main, body").append(home);
     changed();
