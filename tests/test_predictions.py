@@ -54,6 +54,9 @@ def test_a_trend():
     assert [course.trend(1, after) for after in (0, 1, 2)] == ["fall", "stay", "rise"]
 
 
+END = "So it is 12.\n\n## 2. The end\nWords."
+
+
 def code(source, *answers, tags=(), **more):
     """A cell that was executed, with what its calls of ``course.reveal`` handed over."""
     said = [{"text/plain": f"It is {one}.", course.PREDICTION: {"answer": one, "unit": "MiB"}} for one in answers]
@@ -68,7 +71,7 @@ def form(param='guess = 0  # @param {type:"number"}'):
 
 def page(*cells):
     """The page of a lesson of these cells, and of a text on each side."""
-    badge, title, after = (nbformat.v4.new_markdown_cell(text) for text in ("badge", "# 1. A lesson", "The end."))
+    badge, title, after = (nbformat.v4.new_markdown_cell(text) for text in ("badge", "# 1. A lesson", END))
     return pages.page(notebooks.LESSONS / "01_one.py", nbformat.v4.new_notebook(cells=[badge, title, *cells, after]))[0]
 
 
@@ -84,19 +87,33 @@ def test_a_page_packs_the_answer_into_the_field_and_hides_the_cell_that_says_it(
     )
     assert json.loads(base64.b64decode(packed)) == {"answer": 12.0, "unit": "MiB"}
     assert 'data-label="Your guess: &lt;MiB&gt;"' in text
-    ((of, what),) = hidden(text)
+    ((of, what),) = hidden(text)  # a cell is between the answer and the end, so the end says nothing of it
     assert of == "guess-1"
     assert "course.reveal(guess, 12)" in what
     assert "It is 12.0." in what, "without JavaScript the page says it"
-    assert not re.search("before|later|The end", what)
+    assert not re.search("before|later|So it is", what)
     assert "@param" not in text
+
+
+def test_what_is_said_behind_the_answer_is_hidden_too_up_to_a_heading_or_the_next_guess():
+    blocks = hidden(page(form(), code("reveal", 12)))
+    assert [what for _, what in blocks][1:] == ["So it is 12."]
+    asks = nbformat.v4.new_markdown_cell("What then?")
+    text = page(form(), code("reveal", 12), asks, form(), code("reveal", 13), nbformat.v4.new_markdown_cell("## 1. B"))
+    assert [of for of, _ in hidden(text)] == ["guess-1", "guess-2"], "the second question is hidden, or a heading"
+    assert text.index("## 2. The end") > text.index("So it is 12.") > text.index("## 1. B")
 
 
 def test_a_text_between_guess_and_answer_is_hidden_too_unless_it_is_a_section():
     says, section = "It is 12.", "## 2. From scratch\nWords."
 
     def blocks(text, *cells):
-        return [of for of, _ in hidden(page(form(), nbformat.v4.new_markdown_cell(text), *cells, code("reveal", 12)))]
+        return [
+            of
+            for of, _ in hidden(
+                page(form(), nbformat.v4.new_markdown_cell(text), *cells, code("reveal", 12), code("end"))
+            )
+        ]
 
     assert blocks(says) == ["guess-1", "guess-1"]
     assert blocks(section) == ["guess-1"]
