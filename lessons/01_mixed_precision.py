@@ -549,7 +549,7 @@ changes = []
 for name, attention, card in (
     ("eager on a T4", "eager", "t4"),
     ("sdpa on a T4", "sdpa", "t4"),
-    ("sdpa on a T4, keys repeated (lesson 9)", "sdpa tricks.expand_kv=true", "t4"),
+    ("sdpa on a T4, keys repeated", "sdpa tricks.expand_kv=true", "t4"),
     ("sdpa on an L4", "sdpa", "l4"),
 ):
     recipes = [
@@ -562,7 +562,7 @@ for name, attention, card in (
     )
     changes.append(round((fp16.peak_bytes - fp32.peak_bytes) / MIB))
     print(
-        f"{name:38} fp32 {fp32.facts.kernel:16} -> fp16 {fp16.facts.kernel:16} "
+        f"{name:27} fp32 {fp32.facts.kernel:16} -> fp16 {fp16.facts.kernel:16} "
         f"{changes[-1]:+6,} MiB"
     )
 assert changes == [4013, 301, -83, -8463]

@@ -475,18 +475,18 @@ course.reveal(guess, course.bill(after).peak_bytes / MIB, "MiB")
 # 13 removes them. Were the pinned inputs let go of besides, int8 would cost just what we guessed at first.
 
 # %%
-guess = course.bill(before).peak_bytes - (2 * weights - in_8_bits)
+first_guess = course.bill(before).peak_bytes - (2 * weights - in_8_bits)
 lean = with_settings(after, ["tricks.lean_preparation=true"])
-# in 16 bits now
+# what is pinned is in 16 bits now
 peak, lean_pinned = (
     course.bill(lean).peak_bytes,
     L * tokens * (3 * 2 * WIDTH + 2 * INNER),
 )
 print(
-    f"guessed {guess / MIB:,.1f} MiB; lean int8 takes {peak / MIB:,.1f}, "
+    f"guessed {first_guess / MIB:,.1f} MiB; lean int8 takes {peak / MIB:,.1f}, "
     f"{lean_pinned / MIB:,.1f} of them pinned"
 )
-assert peak - lean_pinned == guess
+assert peak - lean_pinned == first_guess
 
 
 # %% Draw figure 3 tags=["hide-input"]

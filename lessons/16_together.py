@@ -211,7 +211,7 @@ def saves(*gone):
 assert saves("states") + saves("kept") == 3 + 6 == saves("states", "kept")
 # less than their sum
 assert saves("kept") + saves("logits") == 6 + 5 > saves("kept", "logits") == 6
-# more
+# more than their sum
 assert (
     saves("kept", "logits") + saves("gradients")
     == 6 + 0

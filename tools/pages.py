@@ -43,6 +43,7 @@ STAMP = "sources.txt"
 MADE_HERE = (PAGES, browser_python.HERE)
 
 
+HEADING = re.compile("^## ", re.M)
 ANSWERS, ASKS = "answers", "asks"
 """Where in a cell's metadata is which guess it answers, and what a form asks: its answer, which comes later."""
 
@@ -59,7 +60,7 @@ class ForTheSite(Preprocessor):
         tags = cell.metadata.get("tags", [])
         if cell.cell_type == "markdown":
             cell.source = _markdown(cell.source)
-        elif notebooks.PREDICT in tags:
+        elif _asks(cell):
             cell = nbformat.v4.new_markdown_cell(_field(cell, self.stem))
         elif cell.cell_type == "code":
             parts = [part for output in cell.outputs if (part := self._output(output, resources))]
@@ -115,18 +116,38 @@ def page(lesson: Path, book: nbformat.NotebookNode) -> tuple[str, dict[str, byte
 def join_predictions(cells: list[Any], stem: str) -> None:
     """Give each form that takes a guess its answer, and note which cells the page hides until the reader has guessed.
 
-    The cell that answers is hidden, and with it a text between the form and this cell, because it may say the answer.
+    The cell that answers is hidden, and with it what is said of the answer: a text between the form and this cell, and
+    the text behind it, up to a heading.
     """
-    asked = [number for number, cell in enumerate(cells) if notebooks.PREDICT in cell.metadata.get("tags", [])]
+    asked = [number for number, cell in enumerate(cells) if _asks(cell)]
     answers = [(number, data) for number, cell in enumerate(cells) for data in _answers(cell)]
     if len(asked) != len(answers) or any(form > answer for form, (answer, _) in zip(asked, answers, strict=True)):
         raise LessonError(f"lessons/{stem}.py: {len(asked)} guesses and {len(answers)} answers, or not in this order")
-    for count, (form, (answer, data)) in enumerate(zip(asked, answers, strict=True), 1):
+    # From the last to the first, because a text that is cut in two moves the cells behind it.
+    for count, (form, (answer, data)) in reversed([*enumerate(zip(asked, answers, strict=True), 1)]):
         cells[form].metadata[ASKS] = {"number": count, **data}
         between = cells[form + 1 : answer]
-        near = all(cell.cell_type == "markdown" and not re.search("^#", cell.source, re.M) for cell in between)
-        for cell in [*(between if near else []), cells[answer]]:
+        near = all(cell.cell_type == "markdown" and not HEADING.search(cell.source) for cell in between)
+        for cell in [*(between if near else []), cells[answer], *_said_of(cells, answer)]:
             cell.metadata[ANSWERS] = f"guess-{count}"
+
+
+def _said_of(cells: list[Any], answer: int) -> list[Any]:
+    """The text behind an answer, cut off before its first heading; none where this text asks for the next guess."""
+    after = cells[answer + 1 : answer + 3]
+    if not after or after[0].cell_type != "markdown" or any(map(_asks, after)):
+        return []
+    if heading := HEADING.search(after[0].source):
+        says, rest = after[0].source[: heading.start()].strip(), after[0].source[heading.start() :]
+        both = [nbformat.v4.new_markdown_cell(text) for text in (says, rest)] if says else after[:1]
+        cells[answer + 1 : answer + 2] = both
+        return both[:1] if says else []
+    return after[:1]
+
+
+def _asks(cell: Any) -> bool:
+    """Whether a cell is a form that takes a guess."""
+    return notebooks.PREDICT in cell.metadata.get("tags", [])
 
 
 def _answers(cell: Any) -> list[dict[str, Any]]:

@@ -109,7 +109,7 @@
         const named = element("label", { htmlFor: this.input.id, textContent: label });
         this.fields = element("fieldset", {}, named, " ", this.input, ` ${this.unit}`);
       }
-      this.form.append(this.fields, element("p", { className: "predict-buttons" }, this.show, " ", this.skip));
+      this.form.append(this.fields, element("p", { className: "predict-buttons" }, this.show, this.skip));
       this.form.addEventListener("submit", (event) => {
         event.preventDefault(); // nothing is sent
         this.answered();
@@ -202,7 +202,8 @@
       for (const one of all) one.restore();
       changed();
     });
-    const home = element("aside", { className: "predict-score" }, says, reset);
+    const where = element("small", { textContent: "Kept in this browser only." });
+    const home = element("aside", { className: "predict-score" }, says, reset, where);
     home.setAttribute("aria-label", "Your predictions");
     places[0].closest("article, main, body").append(home);
     changed();

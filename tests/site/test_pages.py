@@ -1,7 +1,9 @@
 """A lesson becomes a page: what it prints and draws, links as they are on the site; and nothing when a cell fails."""
 
+import re
 from types import SimpleNamespace
 
+import nbformat
 import pytest
 
 from tests.site.conftest import wrong_with
@@ -47,6 +49,20 @@ def test_a_page(lesson):
     assert notebooks.INSTALL.splitlines()[0] not in text
     assert next(executed.KEPT.iterdir()).name.startswith("01_one-")
     assert pages.page(lesson, executed.execute(lesson)) == (text, files), "what was kept gives another page"
+
+
+def test_what_a_cell_printed_is_no_wider_than_a_page():
+    long, table, command = "  " + "a word " * 30, "| a |" * 30, "$ cria plan " + "--set a=b " * 20
+    output = nbformat.v4.new_output("stream", text="\n".join([long, table, command, "short"]))
+    cells = [nbformat.v4.new_markdown_cell("badge"), nbformat.v4.new_code_cell("print()", outputs=[output])]
+    text, _ = pages.page(notebooks.LESSONS / "01_one.py", nbformat.v4.new_notebook(cells=cells))
+    printed = text.partition("stdout }\n")[2].splitlines()
+    first, second, third, *rest = printed
+    assert all(len(line) <= pages.COLUMNS for line in (first, second, third))
+    assert re.match("  a word", first)
+    assert re.match("      \\w", second), "it goes on further to the right"
+    assert re.match("      \\w", third)
+    assert rest[:3] == [table, command, "short"], "these would be broken by it"
 
 
 @pytest.mark.parametrize(
