@@ -3,13 +3,11 @@
 (function () {
   function math() {
     if (!window.renderMathInElement) return; // KaTeX is loaded only on pages that have mathematics
-    renderMathInElement(document.body, {
-      delimiters: [
-        { left: "\\[", right: "\\]", display: true },
-        { left: "\\(", right: "\\)", display: false },
-      ],
-      throwOnError: false,
-    });
+    const delimiters = [
+      { left: "\\[", right: "\\]", display: true },
+      { left: "\\(", right: "\\)", display: false },
+    ];
+    document.querySelectorAll(".arithmatex").forEach((formula) => renderMathInElement(formula, { delimiters, throwOnError: false }));
   }
   function mode() {
     const dark = document.body.getAttribute("data-md-color-scheme") === "slate";
@@ -17,12 +15,20 @@
       source.media = dark ? "all" : "not all";
     });
   }
-  // A box that scrolls can be reached by keyboard, and shows whether there is more to the right.
-  function look(box) {
-    const wide = box.scrollWidth - box.clientWidth;
-    if (wide > 1 || box.scrollHeight > box.clientHeight) box.tabIndex = 0;
-    if (wide > 1) box.dataset.more = box.scrollLeft < wide - 2;
-    else delete box.dataset.more;
+  // A box that scrolls can be reached by keyboard, and shows whether there is more to the right. All boxes are measured
+  // before the first is changed, so that the browser lays the page out once.
+  function look(boxes) {
+    const found = boxes.map((box) => ({
+      box,
+      wide: box.scrollWidth - box.clientWidth > 1,
+      high: box.scrollHeight > box.clientHeight,
+      more: box.scrollLeft < box.scrollWidth - box.clientWidth - 2,
+    }));
+    found.forEach(function ({ box, wide, high, more }) {
+      if (wide || high) box.tabIndex = 0;
+      if (wide) box.dataset.more = more;
+      else delete box.dataset.more;
+    });
   }
   function keyboard() {
     document.querySelector(".md-search[role=dialog]")?.setAttribute("aria-label", "Search");
@@ -32,10 +38,10 @@
       part.setAttribute("role", "none");
     });
     const boxes = "pre > code, .md-typeset__scrollwrap, .md-typeset :is(picture, .scrolls)";
-    const watch = new ResizeObserver((changed) => changed.forEach(({ target }) => look(target)));
+    const watch = new ResizeObserver((changed) => look(changed.map(({ target }) => target)));
     document.querySelectorAll(boxes).forEach(function (box) {
       watch.observe(box);
-      box.addEventListener("scroll", () => look(box), { passive: true });
+      box.addEventListener("scroll", () => look([box]), { passive: true });
     });
   }
   window.addEventListener("load", keyboard); // by then the theme has laid its boxes around wide tables
