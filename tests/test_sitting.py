@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 import time
 import zipfile
 from pathlib import Path
@@ -20,8 +19,8 @@ from cria_tricks.hardware import T4, calibration, this_device
 from cria_tricks.hardware.device import pretend
 from cria_tricks.hardware.gpus import GPUS, by_datasheet
 from tests.test_results import case as a_case
+from tests.warm import Child
 
-ROOT = Path(__file__).parents[1]
 LADDER = [ToMeasure("off", ""), ToMeasure("ladder_peft", "peft=lora", "off")]
 OF_TIME = ("seconds", "calibration", "provenance.changed")
 """What a busy machine, or a checkout in which somebody works, may be refused for."""
@@ -119,14 +118,13 @@ main()
 """
 
 
-def test_a_killed_process_loses_one_case_at_most(tmp_path, run_cria, monkeypatch):
+def test_a_killed_process_loses_one_case_at_most(tmp_path, run_cria, monkeypatch, warm):
     """Killed as soon as a second case is in the file, and run again, here, where the libraries are imported."""
     out = tmp_path / "mine"
     file = out / measured_card.NAME
     words = ["bench", "--short", "--part", "ladder", "--out", str(out)]
-    command = [sys.executable, "-c", SHORT, *words]
     cases = []
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as running:
+    with Child(("code", SHORT, *words), stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as running:
         while len(cases) < 2:
             assert running.poll() is None
             time.sleep(0.05)

@@ -29,7 +29,7 @@ class Reader(gguf.GGUFReader):
 
 @contextlib.contextmanager
 def read_once() -> Iterator[None]:
-    """Give all who read the same file the same reader: transformers alone would read its metadata three times."""
+    """Give all who read the same file the same reader, because transformers alone reads its metadata three times."""
     original = gguf.GGUFReader
     read = functools.cache(Reader)
     gguf.GGUFReader = lambda path: read(Path(path))
