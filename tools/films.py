@@ -96,8 +96,8 @@ SETS = {
         "Memory during a training step with eager attention: the scores of each block stand out as peaks",
     ),
     "chunked_loss": Set(
-        "The same step without and with the chunked loss",
-        {"nf4": "off", "chunked_loss": "chunked loss"},
+        "The capstone's step without and with the chunked loss",
+        {"without_chunked_loss": "off", "all": "chunked loss"},
         "Memory during a training step without the chunked loss: the logits are the peak",
     ),
     "together": Set(

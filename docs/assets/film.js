@@ -257,6 +257,8 @@
       const less = before.total[before.peak] - film.total[film.peak];
       change.textContent = `The peak was ${size(before.total[before.peak])} and is ${size(film.total[film.peak])}: `
         + (less ? `${size(Math.abs(less))} ${less > 0 ? "less" : "more"}.` : "the same.");
+      const most = (one) => one.kept.reduce((best, value) => Math.max(best, value), 0);
+      if (film.reserved && !less) change.textContent += ` Reserved were at most ${size(most(before))}, now ${size(most(film))}.`;
       root.dataset.film = other;
       say();
       morph(old, film);

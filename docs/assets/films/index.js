@@ -3,7 +3,7 @@ Object.assign(window.criaFilmSets ||= {},{
 "plain":{"title":"One step of plain fp32 training, moment by moment","films":{"plain":"plain fp32 training"},"top":36283497841,"adds":false},
 "checkpointing":{"title":"The same step without and with gradient checkpointing","films":{"plain":"off","checkpointing":"gradient checkpointing"},"top":36283497841,"adds":false},
 "attention":{"title":"The capstone's step with eager attention, and with SDPA","films":{"lean":"off","all":"SDPA with expanded K/V heads"},"top":3776761037,"adds":false},
-"chunked_loss":{"title":"The same step without and with the chunked loss","films":{"nf4":"off","chunked_loss":"chunked loss"},"top":5947313357,"adds":false},
+"chunked_loss":{"title":"The capstone's step without and with the chunked loss","films":{"without_chunked_loss":"off","all":"chunked loss"},"top":5800198144,"adds":false},
 "together":{"title":"The capstone's step, and what happens without each switch","films":{"all":"all switches","without_checkpointing":"without checkpointing","without_chunked_loss":"without chunked loss","without_nf4":"without NF4","without_fp16":"without fp16","lean":"without SDPA"},"top":5814668493,"adds":false},
 "reserved":{"title":"What PyTorch's allocator reserves, without and with expandable segments","films":{"segments":"off","expandable":"expandable segments"},"top":16778019471,"adds":false},
 "offload":{"title":"Rows of 16,384 tokens without and with activation offload","films":{"long":"off","long_offload":"activation offload"},"top":5684435354,"adds":false},
