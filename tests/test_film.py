@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from xml.etree import ElementTree
 
 import pytest
@@ -15,7 +14,7 @@ from cria_tricks.predict import film as filming
 from cria_tricks.predict.dry_run import dry_run, fake_training, later_step
 from cria_tricks.predict.film import LINES, SAVED, Film, film
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.report import film_answer, film_data, film_picture
+from cria_tricks.report import film_data, film_picture
 from cria_tricks.report.film_answer import FilmAnswer
 from cria_tricks.resolve import resolve
 from tools import film_places, films
@@ -247,12 +246,6 @@ def test_a_wrong_question_is_one_line(arguments, said, run_cria, tmp_path, monke
     assert said in errors[0]
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "kept"
-
-
-def test_a_gif_without_its_libraries_is_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "PIL", None)  # as if it were not installed
-    with pytest.raises(film_answer.BadInput, match="pip install matplotlib pillow"):
-        film_answer.destination("film.gif")
 
 
 # The films of the site

@@ -106,7 +106,7 @@ class FilmAnswer:
         elif file.suffix == ".svg":
             write_file(file, film_picture.svg(self.data, "light", background=True))
         else:
-            from cria_tricks.report import film_animation  # it needs matplotlib and pillow
+            from cria_tricks.report import film_animation  # matplotlib takes a second to import
 
             with new_file(file) as aside:
                 film_animation.write(self.data, aside)
@@ -116,21 +116,13 @@ def destination(path: str | Path) -> Path:
     """Check where a film would be written, before it is made.
 
     Raises:
-        BadInput: for another suffix than :data:`SUFFIXES`, a folder, or a library that is missing.
+        BadInput: for another suffix than :data:`SUFFIXES`, or for a folder.
     """
     file = usable_path("--out", path)
     if file.suffix not in SUFFIXES:
         raise BadInput(f"--out {path}: must end with {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
     if file.is_dir():
         raise BadInput(f"--out {path}: is a folder; name a file in it")
-    if file.suffix == ".gif":
-        try:
-            # Only to see whether they are there, before the step runs.
-            import matplotlib
-            import PIL  # noqa: F401
-        except ImportError as error:
-            raise BadInput(f"--out {path}: needs {error.name}: pip install matplotlib pillow") from None
-        matplotlib.use("agg")
     return file
 
 
