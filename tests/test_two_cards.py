@@ -2,12 +2,14 @@
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import jupytext
 import nbformat
 import pytest
 import torch
 
+import cria_tricks
 from cria_tricks.course import two_cards
 from cria_tricks.course.processes import Ranks
 from tests.drills import two_cards as drill
@@ -21,9 +23,14 @@ FORKED = "from tests.warm import ranks; from cria_tricks.course.processes import
 """Its processes need not import the libraries again; ``make two-cards`` starts them anew."""
 
 
-def test_on_two_gloo_processes_it_prints_what_must_hold(warm):
-    """Three trainings of an adapter and three of all weights, in processes that start once."""
-    drill.check(drill.executed("" if ALL else FORKED))
+def test_on_two_gloo_processes_it_prints_what_must_hold(warm, tmp_path):
+    """Three trainings of an adapter and three of all weights, evaluated on one row, in processes that start once."""
+    if ALL:
+        drill.check(drill.executed())
+        return
+    rows = Path(cria_tricks.__file__).with_name("data") / "nguzo_saba_eval.jsonl"
+    (tmp_path / "one.jsonl").write_text(rows.read_text().splitlines(keepends=True)[0])
+    drill.check(drill.executed(FORKED, f"data.eval={tmp_path / 'one.jsonl'}"))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from cria_tricks.tricks import folds
 from cria_tricks.tricks.layer_by_layer import one_pass
 from cria_tricks.tricks.stream_layers import CopiesOnCpu
 from tests.helpers import train, trained_weights
+from tests.sweeps import sample
 from tests.tricks.test_stream_layers import BLOCKS, ON, SAME, SETS, STEPS, Block, blocks, deep, streamed  # noqa: F401
 
 K = 3
@@ -118,7 +119,7 @@ class Checkpointed(Block):
         return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "nf4", "fused"])
+@pytest.mark.parametrize("name", sample(["fp32", "bf16", "nf4", "fused"], 2))
 def test_switch(deep, rows, tmp_path, name):  # noqa: F811
     """Losses, gradients' norms and weights of a run equal those of micro-batches one by one, bit for bit."""
     sets = [one for one in (*ON, *SETS[name]) if "accumulation" not in one]

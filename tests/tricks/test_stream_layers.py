@@ -22,6 +22,7 @@ from cria_tricks.resolve import resolve
 from cria_tricks.tricks import folds
 from cria_tricks.tricks.stream_layers import SLOTS, Copies, CopiesOnCpu, Streamed
 from tests.helpers import prepare, train, trained_weights
+from tests.sweeps import sample
 from tests.test_trainer import InterruptAt
 
 ON = ("tricks.peft=lora", "tricks.gradient_checkpointing=true")
@@ -252,7 +253,7 @@ SETS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", sample(SETS, 3))
 def test_switch(deep, rows, tmp_path, name):
     """A whole run equals the resident one: losses, evaluations, adapters; also when it was stopped in the middle."""
     sets = (*ON, *SETS[name], f"train.max_steps={STEPS}", "train.eval_steps=3", "train.save_steps=1000")
