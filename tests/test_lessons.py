@@ -29,7 +29,7 @@ COLUMNS = 88
 """Of code: a page of the site shows so many without scrolling."""
 VISIBLE = 295
 """Lines of code that are not folded. The limit was 200 while lines had 120 columns, and the same code in 88 columns was
-6,235 lines before and 9,182 after, 1.47 times as many."""
+6,236 lines before and 9,180 after, 1.47 times as many."""
 
 
 @pytest.fixture

@@ -125,6 +125,15 @@ def test_what_is_there_with_its_extra_is_not_installed_again(monkeypatch):
     exec(notebooks.install_cell("data"), {})
 
 
+def test_a_fold_without_a_title_says_what_to_write(course):
+    lesson = course / "lessons" / "01_one.py"
+    lesson.write_text(LESSON + '\n# %% tags=["hide-input"]\nhelper = 1\n')
+    with pytest.raises(ValueError, match=r"no title .*Draw figure 2.*helper = 1"):
+        notebooks.make(lesson)
+    lesson.write_text(LESSON + '\n# %% A helper tags=["hide-input"]\nhelper = 1\n')
+    assert nbformat.reads(notebooks.make(lesson), as_version=4).cells[-1].source == "# @title A helper\nhelper = 1"
+
+
 def test_the_same_lesson_gives_the_same_bytes(course):
     lesson = course / "lessons" / "01_one.py"
     assert notebooks.make(lesson) == notebooks.make(lesson)

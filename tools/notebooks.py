@@ -152,7 +152,9 @@ def make(script: Path) -> str:
 
 def title_line(cell: nbformat.NotebookNode) -> str:
     """The line with which Colab folds a cell's code and shows its title instead."""
-    return f"# @title {cell.metadata['title']}\n"
+    if not (title := cell.metadata.get("title")):
+        raise ValueError(f'a folded cell has no title (# %% Draw figure 2 tags=["hide-input"]): {cell.source[:60]!r}')
+    return f"# @title {title}\n"
 
 
 def stale() -> list[str]:
