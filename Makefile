@@ -9,7 +9,7 @@ CONSTRAINTS ?= constraints.txt
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
 READY := $(VENV)/.ready
 
-.PHONY: address colab colab-measure dist pins release-check workflows train test test-processors test-gpu site serve check check-all lint types drill drill-dump drill-shards drill-signals two-cards fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-curated bench-card bench-fused bench-overhead bench-packing bench-step-profile bench-streaming bench-estimate bench-dry-run bench-seconds bench-monitor bench-quality mutants results notebooks clean
+.PHONY: address colab colab-measure dist pins release-check workflows train test test-processors test-gpu site serve check check-all lint types drill drill-dump drill-shards drill-signals two-cards fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-curated bench-card bench-fused bench-overhead bench-packing bench-step-profile bench-streaming bench-estimate bench-dry-run bench-seconds bench-monitor bench-quality mutants results notebooks films clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
@@ -188,6 +188,11 @@ kaggle: $(READY)
 # lessons/*.py -> notebooks/*.ipynb. Notebooks are never edited; a test fails when one is out of date.
 notebooks: $(READY)
 	$(VENV)/bin/python -m tools.notebooks
+
+# The films of the site, into docs/assets/films: two to five minutes of dry runs on one core. Run it when the package
+# changes what is in memory when; a test computes two of them and compares.
+films: $(READY)
+	$(VENV)/bin/python -m tools.films
 
 # Write the repository's address and the release's tag into all files that show them, from pyproject.toml, or first
 # another address into pyproject.toml: make address URL=https://github.com/OWNER/NAME

@@ -14,7 +14,9 @@ SYSTEMS = {
     "reference": "the data's own answers",
 }
 SHOWN = 3
-"""Answers that a page shows."""
+"""Answers that the page "Did it learn?" shows."""
+ON_HOME = "Which state did Harriet Tubman escape from?"
+"""The question that the home page shows, because all about it is short."""
 WIDTH = 240
 """The length at which an answer is cut (characters)."""
 
@@ -37,10 +39,19 @@ def answers(study: Mapping[str, Any]) -> str:
     lines = []
     for example in chosen(study["answers"]):
         lines += [f"**{example['question']}**", ""]
-        for system in ("base", "adapter"):
-            lines += [f"- {SYSTEMS[system]}: {answer_line(example[system], WIDTH)}"]
+        lines += [f"- {SYSTEMS[system]}: {answer_line(example[system], WIDTH)}" for system in ("base", "adapter")]
         lines += [""]
     return "\n".join(lines).rstrip()
+
+
+def answer_on_home(study: Mapping[str, Any]) -> str:
+    """Write the question of the home page with its documents, and the answers before and after training."""
+    (example,) = [one for one in study["answers"] if one["question"] == ON_HOME]
+    documents = [f"> [{number}] {text}" for number, text in enumerate(example["documents"], 1)]
+    said = [answer_line(example[system], WIDTH) for system in ("base", "adapter")]
+    quoted = "\n>\n".join([f"> **{example['question']}**", *documents])
+    after = f"after {study['run']['seconds'] / 60:.0f} minutes of training"
+    return f"{quoted}\n\n{table(['before training', after], [said])}"
 
 
 def chosen(examples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -66,6 +66,7 @@ def blocks(cases: list[Case]) -> dict[str, str]:
         found["curated"] = curated_tables.scores(curated, "history_notes")
         found["curated_on_real_rows"] = curated_tables.scores(curated, "kwanzaa")
         found["curated_answers"] = curated_tables.answers(curated)
+        found["curated_answer_on_home"] = curated_tables.answer_on_home(curated)
     if real_rows := study("kwanzaa_small"):
         found["real_rows"] = curated_tables.scores(real_rows, "kwanzaa")
         found["real_rows_with_the_contract"] = curated_tables.scores(real_rows, "kwanzaa with the contract")

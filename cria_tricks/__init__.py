@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cria_tricks.common.version import __version__
     from cria_tricks.predict.answer import PlanAnswer
     from cria_tricks.recipe import Recipe
-    from cria_tricks.run.api import estimate, plan, train
+    from cria_tricks.run.api import estimate, film, plan, train
     from cria_tricks.settings import Tricks
 
 __all__ = [
@@ -27,13 +27,14 @@ __all__ = [
     "Tricks",
     "__version__",
     "estimate",
+    "film",
     "plan",
     "recipes",
     "train",
 ]
 
 _MODULES = {
-    "run.api": ("estimate", "plan", "train"),
+    "run.api": ("estimate", "film", "plan", "train"),
     "common.errors": ("BadInput", "Diverged", "Interrupted", "OutOfMemory"),
     "predict.answer": ("PlanAnswer",),
     "recipe": ("Recipe",),

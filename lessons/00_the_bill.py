@@ -20,7 +20,7 @@
 #
 # Trained plainly, the model does not fit. This lesson says what is in the way.
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import weakref
 
 import torch
@@ -57,7 +57,10 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.qkv, self.out = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
+        self.qkv, self.out = (
+            nn.Linear(D, 3 * D, bias=False),
+            nn.Linear(D, D, bias=False),
+        )
         self.up, self.down = nn.Linear(D, H, bias=False), nn.Linear(H, D, bias=False)
 
     def forward(self, x):
@@ -76,7 +79,9 @@ class Tiny(nn.Module):
         self.blocks = nn.Sequential(*(Block() for _ in range(L)))
 
     def forward(self, ids):
-        return F.linear(F.layer_norm(self.blocks(self.embedding(ids)), (D,)), self.embedding.weight)
+        return F.linear(
+            F.layer_norm(self.blocks(self.embedding(ids)), (D,)), self.embedding.weight
+        )
 
 
 # %% [markdown]
@@ -91,6 +96,9 @@ class Tiny(nn.Module):
 #   softmaxed scores
 # - **logits**: $BTV$ numbers, three times: when the loss goes back, log-softmax, its gradient, and the logits' gradient
 #   live at once
+
+# %% Your guess: KiB of the logits tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %%
 P = V * D + L * (4 * D * D + 2 * D * H)
@@ -120,25 +128,37 @@ optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 with SavedBytes(besides=(*model.parameters(), ids)) as kept:
     hidden = model.blocks(model.embedding(ids))
 logits = torch.randn(B * T, V, requires_grad=True)
-of_loss = peak_bytes(lambda: F.cross_entropy(logits, ids.flatten()).backward(), alive=(logits, ids))
+of_loss = peak_bytes(
+    lambda: F.cross_entropy(logits, ids.flatten()).backward(), alive=(logits, ids)
+)
 hidden.sum().backward()
 optimizer.step()
 
 counted = {
     "weights": sum(p.nbytes for p in model.parameters()),
     "gradients": sum(p.grad.nbytes for p in model.parameters()),
-    "optimizer states": sum(state.nbytes for states in optimizer.state.values() for state in states.values()),
+    "optimizer states": sum(
+        state.nbytes for states in optimizer.state.values() for state in states.values()
+    ),
     "blocks": kept.peak,
-    "logits": of_loss - 8,  # besides, the loss itself and the gradient it starts from: two numbers
+    # besides, the loss itself and the gradient it starts from: two numbers
+    "logits": of_loss - 8,
 }
 for name, size in predicted.items():
-    print(f"{name:18}predicted {size / KIB:8,.1f} KiB   counted {counted[name] / KIB:8,.1f} KiB")
+    print(
+        f"{name:18}predicted {size / KIB:8,.1f} KiB   counted "
+        f"{counted[name] / KIB:8,.1f} KiB"
+    )
 assert counted == predicted
 print(f"added up: {sum(predicted.values()) / KIB:,.1f} KiB")
+course.reveal(guess, counted["logits"] / KIB, "KiB")
 
 # %% [markdown]
 # 65,536 weights take 16 bytes each with their gradients and states: 1 MiB. Together with the activations and the
 # logits, that is 2,952 KiB. Must the card have that much? Decide before you go on.
+
+# %% Your guess: KiB that the card must have tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %% [markdown]
 # ## 2. From scratch, in four steps
@@ -156,7 +176,8 @@ class Alive(TorchDispatchMode):
         if (key := storage._cdata) not in self.known:
             self.known.add(key)
             self.now += storage.nbytes()
-            weakref.finalize(storage, self.gone, key, storage.nbytes())  # called when it dies
+            # called when it dies
+            weakref.finalize(storage, self.gone, key, storage.nbytes())
 
     def gone(self, key, size):
         self.known.remove(key)
@@ -187,7 +208,10 @@ class Film(Alive):
             if isinstance(made, torch.Tensor):
                 self.count(made)
         if self.now > self.capacity:
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {(self.now - before) / KIB:.2f} KiB.")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. "
+                f"Tried to allocate {(self.now - before) / KIB:.2f} KiB."
+            )
         self.frames.append(self.now)
         return out
 
@@ -220,7 +244,10 @@ def train(film, rows=B, steps=2, set_to_none=True, way="fused"):
 
 
 def peaks(film):
-    return [max(film.frames[start:end]) for start, end in zip(film.cuts, film.cuts[1:], strict=False)]
+    return [
+        max(film.frames[start:end])
+        for start, end in zip(film.cuts, film.cuts[1:], strict=False)
+    ]
 
 
 train(film := Film())
@@ -235,35 +262,52 @@ assert len(peaks(film)) == 2 * 3
 # %%
 def bills(rows=B, states=STATES):
     n = rows * T
-    always = {"weights": 4 * P, "states": states, "batch": 2 * 8 * n + 4 * T * T}  # 8 bytes a token, and the mask
-    kept = {"blocks": blocks_keep(rows), "final norm": 4 * n * (2 * D + 2), "logits": 3 * 4 * n * V}
+    # 8 bytes a token, and the mask
+    always = {"weights": 4 * P, "states": states, "batch": 2 * 8 * n + 4 * T * T}
+    kept = {
+        "blocks": blocks_keep(rows),
+        "final norm": 4 * n * (2 * D + 2),
+        "logits": 3 * 4 * n * V,
+    }
     update = {"states": STATES, "gradients": 4 * P}
     return always | kept | {"scalars": 8}, always | update | {"scalars": 4}
 
 
 at_loss, at_update = (sum(rows.values()) for rows in bills())
-print(f"predicted: {at_loss / KIB:,.1f} KiB at the loss, {at_update / KIB:,.1f} KiB in the update")
+print(
+    f"predicted: {at_loss / KIB:,.1f} KiB at the loss, "
+    f"{at_update / KIB:,.1f} KiB in the update"
+)
 assert max(peaks(film)) == max(at_loss, at_update) == at_loss
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def who_lives(theme: Theme):
     """The five things at three moments, in KiB."""
     sketch = course.Sketch(theme, 41, 15.2)
-    for column, when in enumerate(("backpropagation starts", "back at the first block", "in the update")):
+    for column, when in enumerate(
+        ("backpropagation starts", "back at the first block", "in the update")
+    ):
         sketch.text(13 + 10.5 * column, 0.7, when)
-    for row, (name, color, sizes) in enumerate((
-        ("weights", 0, ("256", "256", "256")),
-        ("optimizer states", 0, ("512", "512", "512")),
-        ("blocks", 1, ("1,160", "one block's", "")),
-        ("logits", 2, ("768", "", "")),
-        ("gradients", 3, ("", "nearly all", "256")),
-    )):  # fmt: skip
+    for row, (name, color, sizes) in enumerate(
+        (
+            ("weights", 0, ("256", "256", "256")),
+            ("optimizer states", 0, ("512", "512", "512")),
+            ("blocks", 1, ("1,160", "one block's", "")),
+            ("logits", 2, ("768", "", "")),
+            ("gradients", 3, ("", "nearly all", "256")),
+        )
+    ):
         top = 1.6 + 2.1 * row
         sketch.text(0, top + 0.8, name, align="left")
         for column, size in enumerate(sizes):
-            sketch.tensor(8.5 + 10.5 * column, top, 9, 1.6, size, color=color, kept=bool(size))
-    for name, y, sizes in (("all else", 12.7, ("51", "...", "18")), ("together", 14.2, ("2,747", "less", "1,042"))):
+            sketch.tensor(
+                8.5 + 10.5 * column, top, 9, 1.6, size, color=color, kept=bool(size)
+            )
+    for name, y, sizes in (
+        ("all else", 12.7, ("51", "...", "18")),
+        ("together", 14.2, ("2,747", "less", "1,042")),
+    ):
         sketch.text(0, y, name, align="left", quiet=name == "all else")
         for column, size in enumerate(sizes):
             sketch.text(13 + 10.5 * column, y, size, quiet=name == "all else")
@@ -273,7 +317,8 @@ def who_lives(theme: Theme):
 assert [round(size / KIB) for size in (at_loss, at_update)] == [2747, 1042]  # as drawn
 course.show(
     who_lives,
-    "Figure 1. Filled boxes are alive, dashed boxes are not (sizes in KiB). Activations and gradients take turns, so "
+    "Figure 1. Filled boxes are alive, dashed boxes are not (sizes in KiB). "
+    "Activations and gradients take turns, so "
     "the peak is less than the sum of all.",
 )
 
@@ -285,41 +330,78 @@ course.show(
 # %%
 first_loss, _ = (sum(rows.values()) for rows in bills(states=0))
 expected = [first_loss, at_update, at_loss, at_update]
-found = [peak for phase, peak in enumerate(peaks(film)) if phase % 3]  # backward pass and update of both steps
+# backward pass and update of both steps
+found = [peak for phase, peak in enumerate(peaks(film)) if phase % 3]
 print(f"predicted {expected} bytes\ncounted   {found}")
 assert found == expected
 
 package = LiveBytes()
-package.count, package.frames, package.cuts = package.track, [], []  # what `train` asks of a film
+# what `train` asks of a film
+package.count, package.frames, package.cuts = package.track, [], []
 train(package)
 assert package.peak == at_loss
 gradients = 4 * P
-print(f"all rows added up: {(at_loss + gradients) / KIB:,.1f} KiB; the card needs {at_loss / KIB:,.1f}")
+print(
+    f"all rows added up: {(at_loss + gradients) / KIB:,.1f} KiB; "
+    f"the card needs {at_loss / KIB:,.1f}"
+)
+course.reveal(guess, at_loss / KIB, "KiB")
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def over_time(theme: Theme):
     """Bytes alive, operation by operation; every phase is drawn equally wide."""
     drawn, axes = course.figure(height=3.4)
     for phase, (start, end) in enumerate(zip(film.cuts, film.cuts[1:], strict=False)):
         frames = film.frames[start:end]
         places = [phase + n / len(frames) for n in range(len(frames))]
-        axes.plot(places, [now / KIB for now in frames], color=theme.series[phase % 3], drawstyle="steps-post")
+        axes.plot(
+            places,
+            [now / KIB for now in frames],
+            color=theme.series[phase % 3],
+            drawstyle="steps-post",
+        )
     for left, peak in ((0, first_loss), (3, at_loss)):
-        axes.hlines(peak / KIB, left, left + 3, color=theme.quiet, linewidth=1, linestyle=(0, (4, 3)))
-        axes.text(left + 2.95, peak / KIB - 60, f"predicted {peak / KIB:,.0f}", ha="right", va="top", color=theme.quiet)
+        axes.hlines(
+            peak / KIB,
+            left,
+            left + 3,
+            color=theme.quiet,
+            linewidth=1,
+            linestyle=(0, (4, 3)),
+        )
+        axes.text(
+            left + 2.95,
+            peak / KIB - 60,
+            f"predicted {peak / KIB:,.0f}",
+            ha="right",
+            va="top",
+            color=theme.quiet,
+        )
     added = (at_loss + gradients) / KIB
     axes.axhline(added, color=theme.alarm, linewidth=1, linestyle=(0, (1, 2)))
-    axes.text(0.02, added + 40, f"all rows added up: {added:,.0f}", va="bottom", color=theme.alarm)
+    axes.text(
+        0.02,
+        added + 40,
+        f"all rows added up: {added:,.0f}",
+        va="bottom",
+        color=theme.alarm,
+    )
     axes.set_xticks([n + 0.5 for n in range(6)], ["forward", "backward", "AdamW"] * 2)
-    axes.set(xlabel="two steps, operation by operation", ylabel="alive, KiB", xlim=(0, 6), ylim=(0, 3450))
+    axes.set(
+        xlabel="two steps, operation by operation",
+        ylabel="alive, KiB",
+        xlim=(0, 6),
+        ylim=(0, 3450),
+    )
     axes.grid(axis="y")
     return drawn
 
 
 course.show(
     over_time,
-    "Figure 2. Two steps: the peak is where backpropagation starts, and the second step is higher by the optimizer's "
+    "Figure 2. Two steps: the peak is where backpropagation starts, "
+    "and the second step is higher by the optimizer's "
     "states.",
 )
 
@@ -334,7 +416,10 @@ course.show(
 # %%
 train(foreach := Film(), way="foreach")
 roots = peaks(foreach)[-1] - at_update
-print(f"foreach adds {roots:,} bytes to the update, {roots / P:.0f} for each weight; in Llama-3.2-1B 4.6 GiB")
+print(
+    f"foreach adds {roots:,} bytes to the update, {roots / P:.0f} for each weight; "
+    "in Llama-3.2-1B 4.6 GiB"
+)
 assert roots == 4 * P
 assert max(peaks(foreach)) == at_loss  # it does not add to the peak here
 
@@ -347,31 +432,62 @@ assert max(peaks(foreach)) == at_loss  # it does not add to the peak here
 # you accept?
 
 # %%
-study, dry_runs, on_a_card = (results.study(f"{name}_error") for name in ("estimate", "dry_run", "gpu"))
+study, dry_runs, on_a_card = (
+    results.study(f"{name}_error") for name in ("estimate", "dry_run", "gpu")
+)
 if study and dry_runs:
-    print(f"by hand against dry run, {study['settings']:,} settings: half are within {study['median_size']:.2%},")
-    print(f"    the worst is {study['worst_over']:+.1%}, the worst that is too low {study['worst_under']:+.1%}")
-    print(f"dry run against real steps, {len(dry_runs['cases'])} cases: the worst is {dry_runs['worst']:+.5%}")
-    allocator = f"the worst is {on_a_card['by_hand_worst']:+.1%}" if on_a_card else "not measured yet"
+    print(
+        f"by hand against dry run, {study['settings']:,} settings: "
+        f"half are within {study['median_size']:.2%},"
+    )
+    print(
+        f"    the worst is {study['worst_over']:+.1%}, "
+        f"the worst that is too low {study['worst_under']:+.1%}"
+    )
+    print(
+        f"dry run against real steps, {len(dry_runs['cases'])} cases: "
+        f"the worst is {dry_runs['worst']:+.5%}"
+    )
+    allocator = (
+        f"the worst is {on_a_card['by_hand_worst']:+.1%}"
+        if on_a_card
+        else "not measured yet"
+    )
     print(f"by hand against CUDA's allocator: {allocator}")
     assert -0.006 < study["worst_under"] < study["worst_over"] < 0.031
 else:
-    print("the committed results are not beside this package: see benchmarks/results/cpu in the repository")
+    print(
+        "the committed results are not beside this package: "
+        "see benchmarks/results/cpu in the repository"
+    )
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input"]
 def errors(theme: Theme):
     """Every case: its size, and how far the bill by hand is off."""
     drawn, axes = course.figure(height=3.0)
-    pairs = [[int(size) for size in case.split()[1:3]] for case in study["cases"]]  # counted, and by hand
+    # counted, and by hand
+    pairs = [[int(size) for size in case.split()[1:3]] for case in study["cases"]]
     off = [100 * (by_hand / counted - 1) for counted, by_hand in pairs]
-    axes.scatter([counted / GIB for counted, _ in pairs], off, s=6, color=theme.series[0], alpha=0.4)
+    axes.scatter(
+        [counted / GIB for counted, _ in pairs],
+        off,
+        s=6,
+        color=theme.series[0],
+        alpha=0.4,
+    )
     axes.axhline(0, color=theme.quiet, linewidth=1)
-    axes.axvline(T4.memory_bytes / GIB, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.axvline(
+        T4.memory_bytes / GIB, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3))
+    )
     axes.text(T4.memory_bytes / GIB, 1.75, " a T4", color=theme.alarm, va="center")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set(xlabel="peak of a training step by dry run, GiB", ylabel="error of the bill, %", ylim=(-2, 3.5))
+    axes.set(
+        xlabel="peak of a training step by dry run, GiB",
+        ylabel="error of the bill, %",
+        ylim=(-2, 3.5),
+    )
     axes.grid(axis="y")
     return drawn
 
@@ -379,7 +495,8 @@ def errors(theme: Theme):
 if study:
     course.show(
         errors,
-        "Figure 3. 3,000 bills by hand: most errors are too small to see, and nearly every error over half a per cent "
+        "Figure 3. 3,000 bills by hand: most errors are too small to see, "
+        "and nearly every error over half a per cent "
         "is a bill that is too high.",
     )
 
@@ -395,7 +512,8 @@ if study:
 # then ask the package.
 
 # %%
-V1, D1, H1, L1, T1, KEYS = 128_256, 2048, 8192, 16, 2048, 512  # KEYS: width of keys, and of values
+# KEYS: width of keys, and of values
+V1, D1, H1, L1, T1, KEYS = 128_256, 2048, 8192, 16, 2048, 512
 P1 = V1 * D1 + L1 * (2 * D1 * D1 + 2 * D1 * KEYS + 3 * D1 * H1 + 2 * D1) + D1
 by_hand = {
     "weights": 4 * P1,
@@ -408,10 +526,18 @@ plain = course.so_far("00_the_bill")  # the job with every switch off
 bill = course.bill(plain)
 for line in bill.lines:
     print(f"{line.name:26}{line.bytes / MIB:10,.1f} MiB  {line.why}")
-print(f"{'peak, at the ' + bill.peak.name:26}{bill.peak_bytes / MIB:10,.1f} MiB = {bill.peak_bytes / GIB:.1f} GiB")
-print(f"{'least, with CUDA':26}{bill.least_bytes / MIB:10,.1f} MiB; a T4 has {T4.memory_bytes / MIB:,.1f}")
+print(
+    f"{'peak, at the ' + bill.peak.name:26}{bill.peak_bytes / MIB:10,.1f} MiB = "
+    f"{bill.peak_bytes / GIB:.1f} GiB"
+)
+print(
+    f"{'least, with CUDA':26}{bill.least_bytes / MIB:10,.1f} MiB; "
+    f"a T4 has {T4.memory_bytes / MIB:,.1f}"
+)
 for name, size in by_hand.items():
-    assert size == sum(line.bytes for line in bill.lines if line.name.startswith(name)), name
+    assert size == sum(
+        line.bytes for line in bill.lines if line.name.startswith(name)
+    ), name
 assert P1 == bill.facts.shape.weights == 1_235_814_400
 
 # %% [markdown]
@@ -427,8 +553,17 @@ assert P1 == bill.facts.shape.weights == 1_235_814_400
 for tokens in (256, 1000, 1001, 1032, 1033, 2048):
     short = course.bill(with_settings(plain, [f"data.max_length={tokens}"]))
     held = sum(line.bytes for line in short.lines if line.name == "gradients")
-    print(f"{tokens:5,} tokens: {short.peak_bytes / GIB:.1f} GiB, at the {short.peak.name}; gradients {held / GIB:.1f}")
-    expected = (4 * P1, "embedding") if tokens <= 1000 else (0, "head") if tokens <= 1032 else (0, "loss")
+    print(
+        f"{tokens:5,} tokens: {short.peak_bytes / GIB:.1f} GiB, "
+        f"at the {short.peak.name}; gradients {held / GIB:.1f}"
+    )
+    expected = (
+        (4 * P1, "embedding")
+        if tokens <= 1000
+        else (0, "head")
+        if tokens <= 1032
+        else (0, "loss")
+    )
     assert (held, short.peak.name) == expected
 
 # %% [markdown]
@@ -437,7 +572,7 @@ for tokens in (256, 1000, 1001, 1032, 1033, 2048):
 # whose gradient comes first, on a line of its own.
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 4 tags=["hide-input"]
 def all_moments(theme: Theme):
     """The bill of Llama-3.2-1B at every moment that might be the peak."""
     kinds = {
@@ -452,7 +587,10 @@ def all_moments(theme: Theme):
     for place, moment in enumerate(found):
         left = 0.0
         for starts, color in kinds.values():
-            size = sum(line.bytes for line in moment.lines if line.name.startswith(starts)) / GIB
+            size = (
+                sum(line.bytes for line in moment.lines if line.name.startswith(starts))
+                / GIB
+            )
             axes.barh(place, size, left=left, color=color, height=0.66)
             left += size
         assert abs(left - moment.bytes / GIB) < 1e-9
@@ -469,7 +607,8 @@ def all_moments(theme: Theme):
 
 course.show(
     all_moments,
-    "Figure 4. Eight moments of one step of Llama-3.2-1B: most gradients appear after a block's activations "
+    "Figure 4. Eight moments of one step of Llama-3.2-1B: "
+    "most gradients appear after a block's activations "
     "are freed, and no moment fits a T4.",
 )
 
@@ -482,8 +621,14 @@ course.show(
 # it. Between them lies what you switch on:
 
 # %%
-early, finished = (course.bill(recipe).least_bytes / 1e9 for recipe in (course.so_far("06_nf4"), course.CAPSTONE))
-print(f"our bill: {early:.1f} GB after lesson 6, where QLoRA is complete, {finished:.1f} GB after the last")
+early, finished = (
+    course.bill(recipe).least_bytes / 1e9
+    for recipe in (course.so_far("06_nf4"), course.CAPSTONE)
+)
+print(
+    f"our bill: {early:.1f} GB after lesson 6, where QLoRA is complete, "
+    f"{finished:.1f} GB after the last"
+)
 
 # %% [markdown]
 # ## 6. Where it breaks
@@ -508,7 +653,10 @@ def said(card, **how):
 # %%
 assert 4 * T1 * V1 == 1002 * MIB
 without = sum(size for name, size in bills()[0].items() if name != "logits")
-print(f"the bill without logits says {without / KIB:,.0f} KiB, the card has 2,100: {said(Film(2_100))}")
+print(
+    f"the bill without logits says {without / KIB:,.0f} KiB, the card has 2,100: "
+    f"{said(Film(2_100))}"
+)
 assert without < 2_100 * KIB
 assert said(Film(2_100)) == "CUDA out of memory. Tried to allocate 256.00 KiB."
 assert sum(bills(rows=1)[0].values()) < 2_100 * KIB
@@ -549,7 +697,7 @@ def update_on_the_way(model):
 least_gib = None
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def learnt(prepare, every_step):
     """The weights before and after two steps."""
     torch.manual_seed(0)
@@ -568,15 +716,23 @@ def of_updates(answer):
 
     def prepare(model):
         made = answer(model)
-        for p in model.parameters():  # hooks run in the order in which they were registered, so these come last
+        # hooks run in the order in which they were registered, so these come last
+        for p in model.parameters():
             p.register_post_accumulate_grad_hook(
-                lambda _: waited.append(sum(p.grad is not None for p in model.parameters()))
+                lambda _: waited.append(
+                    sum(p.grad is not None for p in model.parameters())
+                )
             )
         return made
 
     def nothing_waits(model, made):
-        assert all(p.grad is None for p in model.parameters()), "a gradient is left after the backward pass"
-        assert not any(waited), f"during the backward pass {max(waited)} gradients wait together; drop each when used"
+        assert all(p.grad is None for p in model.parameters()), (
+            "a gradient is left after the backward pass"
+        )
+        assert not any(waited), (
+            f"during the backward pass {max(waited)} gradients wait together; "
+            "drop each when used"
+        )
         if not isinstance(made, list | tuple | dict) or len(made) != 4 * L + 1:
             raise TypeError(f"{type(made).__name__} is not {4 * L + 1} optimizers")
 
@@ -586,11 +742,21 @@ def of_updates(answer):
 
     start, mine = learnt(prepare, nothing_waits)
     stuck = sum(torch.equal(p, q) for p, q in zip(start, mine, strict=True))
-    assert not stuck, f"{stuck} of {len(mine)} weights never move: does each hook step the optimizer of its own weight?"
-    rights = [learnt(lambda model, way=way: torch.optim.AdamW(model.parameters(), **way), plainly)[1]
-              for way in ({}, {"fused": True}, {"foreach": True})]  # fmt: skip
+    assert not stuck, (
+        f"{stuck} of {len(mine)} weights never move: "
+        "does each hook step the optimizer of its own weight?"
+    )
+    rights = [
+        learnt(
+            lambda model, way=way: torch.optim.AdamW(model.parameters(), **way), plainly
+        )[1]
+        for way in ({}, {"fused": True}, {"foreach": True})
+    ]
     same = any(all(map(torch.equal, right, mine)) for right in rights)
-    hint = "use the same settings, and the same optimizers in each step, because they hold the states"
+    hint = (
+        "use the same settings, and the same optimizers in each step, "
+        "because they hold the states"
+    )
     assert same, f"after two steps the weights are not those of plain AdamW: {hint}"
 
 
@@ -598,7 +764,11 @@ def of_bytes(answer):
     keeps = Film()
     train(keeps, set_to_none=False)
     grown = max(keeps.frames) - max(film.frames)
-    right = course.equal(grown, "which gradients are alive now when backpropagation starts? A number takes 4 bytes")
+    right = course.equal(
+        grown,
+        "which gradients are alive now when backpropagation starts? A "
+        "number takes 4 bytes",
+    )
     assert answer != 0, "not 0; a gradient of zeros takes as many bytes as any other"
     assert answer * KIB != grown, f"{answer} is in KiB; give it in bytes"
     right(answer)
@@ -607,20 +777,32 @@ def of_bytes(answer):
 def of_least(answer):
     least = course.bill(with_settings(plain, ["data.max_length=8"])).peak_bytes
     found = float(answer)
-    assert abs(found * 1e9 / least - 1) > 0.01, f"{found:.2f} is in GB of 10^9 bytes; a GiB has 2^30"
-    assert found <= 1.01 * least / GIB, f"not {found:.1f}: too much; our fused AdamW makes no tensor of its own"
-    course.about(least / GIB, "too little; look at all lines of the moment 'embedding'")(answer)
+    assert abs(found * 1e9 / least - 1) > 0.01, (
+        f"{found:.2f} is in GB of 10^9 bytes; a GiB has 2^30"
+    )
+    assert found <= 1.01 * least / GIB, (
+        f"not {found:.1f}: too much; our fused AdamW makes no tensor of its own"
+    )
+    course.about(
+        least / GIB, "too little; look at all lines of the moment 'embedding'"
+    )(answer)
 
 
 course.check(1, bytes_more, of_bytes, "a number of bytes")
-course.check(2, update_on_the_way, of_updates, "a function (model) -> its optimizers in a list or a dict")
+course.check(
+    2,
+    update_on_the_way,
+    of_updates,
+    "a function (model) -> its optimizers in a list or a dict",
+)
 course.check(3, least_gib, of_least, "a number of GiB")
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
 #
 # ```python
-# bytes_more = 4 * 65_536  # now gradients do wait at the loss, so the peak is the sum of all lines
+# # now gradients do wait at the loss, so the peak is the sum of all lines
+# bytes_more = 4 * 65_536
 #
 #
 # def update_on_the_way(model):
@@ -635,9 +817,10 @@ course.check(3, least_gib, of_least, "a number of GiB")
 #     return optimizers  # at the peak it saves nothing: no gradient lived there
 #
 #
-# # 16 bytes a weight, and two more tensors of the embedding's size: the tied head has a gradient of its own, and torch
-# # adds both gradients into a third tensor
-# least_gib = (16 * 1_235_814_400 + 2 * 4 * 128_256 * 2048) / 2**30  # 20.4, so no row fits a T4
+# # 16 bytes a weight, and two more tensors of the embedding's size: the tied head has a
+# # gradient of its own, and torch adds both gradients into a third tensor.
+# # The result is 20.4, so no row fits a T4.
+# least_gib = (16 * 1_235_814_400 + 2 * 4 * 128_256 * 2048) / 2**30
 # ```
 #
 # </details>

@@ -18,7 +18,10 @@
 # plain training: a peak of 31.3 GiB, where a T4 has 14.74. Nearly every number on it takes 4 bytes. So let us take 2,
 # and halve it. Will it halve? Write your guess down.
 
-# %% tags=["hide-input"]
+# %% Your guess: GiB of the peak in 16 bits tags=["predict"]
+guess = 0  # @param {type:"number"}
+
+# %% Imports and settings tags=["hide-input"]
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, linear, mse_loss, silu
@@ -46,15 +49,22 @@ KIB, MIB = 2**10, 2**20
 # is. With 16 bits you must choose.
 
 # %%
-FORMATS = {"fp32": (8, 23, torch.float32), "fp16": (5, 10, torch.float16), "bf16": (8, 7, torch.bfloat16)}
+FORMATS = {
+    "fp32": (8, 23, torch.float32),
+    "fp16": (5, 10, torch.float16),
+    "bf16": (8, 7, torch.bfloat16),
+}
 for name, (e, f, dtype) in FORMATS.items():
     bias = 2 ** (e - 1) - 1  # so that half of the exponents are negative
     largest, smallest, step = (2 - 2.0**-f) * 2.0**bias, 2.0 ** (1 - bias - f), 2.0**-f
-    print(f"{name}: largest {largest:9.5g}, smallest {smallest:7.2g}, from 1 to the next {step:.2g}")
+    print(
+        f"{name}: largest {largest:9.5g}, smallest {smallest:7.2g}, "
+        f"from 1 to the next {step:.2g}"
+    )
     assert (largest, step) == (torch.finfo(dtype).max, torch.finfo(dtype).eps)
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def layouts(theme: Theme):
     """The bits of three formats."""
     sketch = course.Sketch(theme, 41, 10.6)
@@ -73,7 +83,10 @@ def layouts(theme: Theme):
     return sketch.figure
 
 
-course.show(layouts, "Figure 1. Two ways to spend 16 bits: fp16 is finer, bf16 has the range of fp32.")
+course.show(
+    layouts,
+    "Figure 1. Two ways to spend 16 bits: fp16 is finer, bf16 has the range of fp32.",
+)
 
 # %% [markdown]
 # Now a block of Llama, small enough to count: a thirty-second of every width, with all 32 heads. So a MiB of the real
@@ -95,14 +108,28 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        sizes = {"q": (D, D), "k": (K, D), "v": (K, D), "o": (D, D), "gate": (F, D), "up": (F, D), "down": (D, F)}
-        self.w = nn.ParameterDict({name: torch.randn(size) * size[1] ** -0.5 for name, size in sizes.items()})
+        sizes = {
+            "q": (D, D),
+            "k": (K, D),
+            "v": (K, D),
+            "o": (D, D),
+            "gate": (F, D),
+            "up": (F, D),
+            "down": (D, F),
+        }
+        self.w = nn.ParameterDict(
+            {name: torch.randn(size) * size[1] ** -0.5 for name, size in sizes.items()}
+        )
         self.of_norms = nn.Parameter(torch.ones(2, D))
 
     def forward(self, x, half=lambda tensor: tensor):
         y = normed(x) * self.of_norms[0]
-        q, k, v = (linear(half(y), half(self.w[name])).view(T, -1, D // H).transpose(0, 1) for name in "qkv")
-        k, v = (z[:, None].expand(-1, D // K, -1, -1).reshape(H, T, -1) for z in (k, v))  # 8 heads serve 32
+        q, k, v = (
+            linear(half(y), half(self.w[name])).view(T, -1, D // H).transpose(0, 1)
+            for name in "qkv"
+        )
+        # 8 heads serve 32
+        k, v = (z[:, None].expand(-1, D // K, -1, -1).reshape(H, T, -1) for z in (k, v))
         scores = half(q) @ half(k).transpose(1, 2) * (D // H) ** -0.5
         looks = (scores + future).softmax(-1, dtype=torch.float32)
         attended = (half(looks) @ half(v)).transpose(0, 1).reshape(T, D)
@@ -143,13 +170,17 @@ def keeps(T, D, K, F, H, half):
     }
 
 
-LLAMA, V, L = {"T": 2048, "D": 2048, "K": 512, "F": 8192, "H": 32}, 128_256, 16  # V words, L blocks
+# V words, L blocks
+LLAMA, V, L = {"T": 2048, "D": 2048, "K": 512, "F": 8192, "H": 32}, 128_256, 16
 predicted, counted = sum(keeps(T, D, K, F, H, half=False).values()), kept_by(plain)
 print(f"predicted {predicted / KIB:,.1f} KiB, counted {counted / KIB:,.1f} KiB")
 assert counted == predicted
 before, after = course.so_far("00_the_bill"), course.so_far("01_mixed_precision")
-waiting = {line.name: line.bytes for line in course.bill(before).lines}["saved activations"]
-assert waiting == L * sum(keeps(**LLAMA, half=False).values())  # the same formula is the bill's row
+waiting = {line.name: line.bytes for line in course.bill(before).lines}[
+    "saved activations"
+]
+# the same formula is the bill's row
+assert waiting == L * sum(keeps(**LLAMA, half=False).values())
 
 # %% [markdown]
 # ## 2. From scratch, in three steps
@@ -170,7 +201,9 @@ def of_torch(block, x):
 
 
 def gradients(way, scale=4096.0):
-    found = torch.autograd.grad(mse_loss(way(block, x), target) * scale, [x, *block.parameters()])
+    found = torch.autograd.grad(
+        mse_loss(way(block, x), target) * scale, [x, *block.parameters()]
+    )
     assert all(grad.dtype == torch.float32 for grad in found)
     return torch.cat([grad.flatten() for grad in found]) / scale
 
@@ -178,7 +211,8 @@ def gradients(way, scale=4096.0):
 assert torch.equal(ours(block, x), of_torch(block, x))
 assert torch.equal(gradients(ours), gradients(of_torch))
 w = block.w["up"]
-assert torch.equal(half_linear(x, w, torch.float16), linear(x.half(), w.half()))  # the package's reference
+# the package's reference
+assert torch.equal(half_linear(x, w, torch.float16), linear(x.half(), w.half()))
 
 # %% [markdown]
 # **Learn in 32 bits.** Why keep fp32 weights? AdamW moves a weight by about the learning rate. Take a weight of 0.02
@@ -187,7 +221,8 @@ assert torch.equal(half_linear(x, w, torch.float16), linear(x.half(), w.half()))
 
 # %%
 for name, (_, f, dtype) in FORMATS.items():
-    w, step = torch.tensor(0.02, dtype=dtype), 2.0 ** (-6 - f)  # 0.02 lies between 2^-6 and 2^-5
+    # 0.02 lies between 2^-6 and 2^-5
+    w, step = torch.tensor(0.02, dtype=dtype), 2.0 ** (-6 - f)
     predicted = w.item() - 100 * round(1e-5 / step) * step
     for _ in range(100):
         w -= 1e-5
@@ -205,7 +240,8 @@ for name, (_, f, dtype) in FORMATS.items():
 
 # %%
 drawn = torch.randn(1, V)
-logits = {"random": (2 * drawn).half(), "peaked": (5 * drawn).half()}  # in fp16, as the head gives them under autocast
+# in fp16, as the head gives them under autocast
+logits = {"random": (2 * drawn).half(), "peaked": (5 * drawn).half()}
 
 
 def pushes(z, scale=1.0):
@@ -218,33 +254,63 @@ def pushes(z, scale=1.0):
 wide, lost = {name: pushes(z.float()) for name, z in logits.items()}, {}
 for name, exact in wide.items():
     for scale in (1.0, 65536.0):
-        predicted, gone = (exact.abs() * scale <= 2.0**-25).sum(), pushes(logits[name].clone(), scale) == 0
+        predicted, gone = (
+            (exact.abs() * scale <= 2.0**-25).sum(),
+            pushes(logits[name].clone(), scale) == 0,
+        )
         lost[name, scale] = (exact[gone].sum() / exact[exact > 0].sum()).item()
         share = f"{lost[name, scale]:.1%} of the push down"
-        print(f"{name}, scale {scale:6.0f}: predicted {predicted:7,} zeros, counted {gone.sum():7,}: {share}")
+        print(
+            f"{name}, scale {scale:6.0f}: predicted {predicted:7,} zeros, "
+            f"counted {gone.sum():7,}: {share}"
+        )
         assert gone.sum() == predicted
 assert lost["random", 1] > 0.4 > 0.05 > lost["peaked", 1] > 0.01 > lost["random", 65536]
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def window(theme: Theme):
     """Where the gradients of one token's logits lie, and what fp16 holds."""
     drawn, axes = course.figure(height=2.9)
     for color, scale in enumerate((1.0, 65536.0)):
         sizes = (wide["random"].abs() * scale).log2().flatten().numpy()
-        axes.hist(sizes, bins=60, color=theme.series[color], alpha=0.7, label=f"times {scale:,.0f}")
+        axes.hist(
+            sizes,
+            bins=60,
+            color=theme.series[color],
+            alpha=0.7,
+            label=f"times {scale:,.0f}",
+        )
     for border in (-25, -14, 16):
         axes.axvline(border, color=theme.quiet, linewidth=1, linestyle=(0, (4, 3)))
-    words = ((-36.5, "becomes zero"), (-19.5, "fewer bits"), (1, "all 11 bits"), (19, "infinity"))
+    words = (
+        (-36.5, "becomes zero"),
+        (-19.5, "fewer bits"),
+        (1, "all 11 bits"),
+        (19, "infinity"),
+    )
     for place, word in words:
-        axes.text(place, 1.04, word, transform=axes.get_xaxis_transform(), ha="center", color=theme.quiet)
-    axes.set(xlabel="size of a word's gradient, as a power of 2", ylabel="words", xlim=(-48, 22))
+        axes.text(
+            place,
+            1.04,
+            word,
+            transform=axes.get_xaxis_transform(),
+            ha="center",
+            color=theme.quiet,
+        )
+    axes.set(
+        xlabel="size of a word's gradient, as a power of 2",
+        ylabel="words",
+        xlim=(-48, 22),
+    )
     axes.legend(loc="upper left")
     return drawn
 
 
 course.show(
-    window, "Figure 2. With random logits most pushes are too small for fp16; a scale moves them into its range."
+    window,
+    "Figure 2. With random logits most pushes are too small for fp16; "
+    "a scale moves them into its range.",
 )
 
 # %% [markdown]
@@ -285,8 +351,14 @@ x0, w = x.detach(), block.w["up"].detach()
 for name in ("fp16", "bf16"):
     _, f, dtype = FORMATS[name]
     moved = linear(x0.to(dtype), w.to(dtype)).double() - linear(x0.double(), w.double())
-    error, bound = (moved.abs() / linear(x0.double().abs(), w.double().abs())).max(), 4 * 2.0 ** -(f + 1)
-    print(f"{name}: moved by {error:.1e} of the sum of sizes at most; the bound is {bound:.1e}")
+    error, bound = (
+        (moved.abs() / linear(x0.double().abs(), w.double().abs())).max(),
+        4 * 2.0 ** -(f + 1),
+    )
+    print(
+        f"{name}: moved by {error:.1e} of the sum of sizes at most; "
+        f"the bound is {bound:.1e}"
+    )
     assert error <= bound
 
 # %% [markdown]
@@ -297,7 +369,8 @@ for name in ("fp16", "bf16"):
 
 # %%
 def train(way, scale_now, step):
-    """Forty steps of a fresh block: each one's loss and scale, and the weights at the end."""
+    """Forty steps of a fresh block: each one's loss and scale, and the weights at the
+    end."""
     torch.manual_seed(1)
     block, history = Block(), []
     optimizer = torch.optim.AdamW(block.parameters(), lr=0.003)
@@ -312,7 +385,11 @@ def train(way, scale_now, step):
 
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=8)
 scaler.scale(torch.zeros(()))  # it makes its scale at the first use
-history, weights = train(of_torch, scaler.get_scale, lambda optimizer, _: (scaler.step(optimizer), scaler.update()))
+history, weights = train(
+    of_torch,
+    scaler.get_scale,
+    lambda optimizer, _: (scaler.step(optimizer), scaler.update()),
+)
 for scale in (Scale(2.0**24, 8), LossScale(2.0**24, 8)):
     by_hand = train(ours, lambda scale=scale: scale.scale, scale.step)
     assert by_hand[0] == history
@@ -321,9 +398,16 @@ print("log2 of the scale:", *(int(used).bit_length() - 1 for _, used in history)
 
 torch.manual_seed(1)
 start = Block()
-largest = max(grad.abs().max() for grad in torch.autograd.grad(mse_loss(start(x), target), list(start.w.values())))
-print(f"65,504 / {largest:.3f}, the largest gradient at the start, is 2^{(65504 / largest).log2():.1f}")
-assert history[scale.skipped][1] == 2.0 ** (65504 / largest).log2().floor()  # the first step that was taken
+largest = max(
+    grad.abs().max()
+    for grad in torch.autograd.grad(mse_loss(start(x), target), list(start.w.values()))
+)
+print(
+    f"65,504 / {largest:.3f}, the largest gradient at the start, "
+    f"is 2^{(65504 / largest).log2():.1f}"
+)
+# the first step that was taken
+assert history[scale.skipped][1] == 2.0 ** (65504 / largest).log2().floor()
 
 # %% [markdown]
 # Four steps are skipped, as predicted; then the scale climbs, as the gradients shrink.
@@ -338,29 +422,57 @@ assert history[scale.skipped][1] == 2.0 ** (65504 / largest).log2().floor()  # t
 # %%
 in_16_bits = keeps(T, D, K, F, H, half=True)
 predicted, counted = sum(in_16_bits.values()), kept_by(of_torch)
-print(f"predicted {predicted / KIB:,.1f} KiB, counted {counted / KIB:,.1f} KiB; fp32 kept {kept_by(plain) / KIB:,.1f}")
+print(
+    f"predicted {predicted / KIB:,.1f} KiB, counted {counted / KIB:,.1f} KiB; "
+    f"fp32 kept {kept_by(plain) / KIB:,.1f}"
+)
 assert counted == kept_by(ours) == predicted
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input"]
 def ledger(theme: Theme):
     """What one block keeps, by kind."""
     drawn, axes = course.figure(height=2.3)
     in_32_bits, left = keeps(T, D, K, F, H, half=False), [0.0, 0.0]
     for color, kind in enumerate(in_16_bits):
         sizes = [column[kind] / KIB for column in (in_32_bits, in_16_bits)]
-        axes.barh([0, 1], sizes, left=left, color=theme.series[color], alpha=0.55, height=0.6, label=kind)
+        axes.barh(
+            [0, 1],
+            sizes,
+            left=left,
+            color=theme.series[color],
+            alpha=0.55,
+            height=0.6,
+            label=kind,
+        )
         for row, size in enumerate(sizes):
             if size:
-                axes.text(left[row] + size / 2, row, f"{size:.0f}", ha="center", va="center", color=theme.ink)
+                axes.text(
+                    left[row] + size / 2,
+                    row,
+                    f"{size:.0f}",
+                    ha="center",
+                    va="center",
+                    color=theme.ink,
+                )
         left = [start + size for start, size in zip(left, sizes, strict=True)]
     axes.set_yticks([0, 1], ["fp32", "autocast"])
     axes.set(xlabel="kept by one block, KiB (MiB in Llama-3.2-1B's)", ylim=(1.5, -0.5))
-    axes.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.45, 1.0), columnspacing=1, handlelength=1.2)
+    axes.legend(
+        ncols=4,
+        loc="lower center",
+        bbox_to_anchor=(0.45, 1.0),
+        columnspacing=1,
+        handlelength=1.2,
+    )
     return drawn
 
 
-course.show(ledger, "Figure 3. Autocast shrinks what products take and give, and adds more than that elsewhere.")
+course.show(
+    ledger,
+    "Figure 3. Autocast shrinks what products take and give, "
+    "and adds more than that elsewhere.",
+)
 
 # %% [markdown]
 # ## 4. What it costs
@@ -371,11 +483,20 @@ course.show(ledger, "Figure 3. Autocast shrinks what products take and give, and
 # tenth more for attention. In seconds, at the data sheets' best, which nobody reaches:
 
 # %%
-counts = [flops(lambda way=way: way(block, x).sum().backward()) for way in (plain, of_torch)]
-assert counts[0] == counts[1] == 6 * T * sum(w.numel() for w in block.w.values()) + 12 * T * T * D
+counts = [
+    flops(lambda way=way: way(block, x).sum().backward()) for way in (plain, of_torch)
+]
+assert (
+    counts[0]
+    == counts[1]
+    == 6 * T * sum(w.numel() for w in block.w.values()) + 12 * T * T * D
+)
 step = 6 * 2048 * course.bill(before).facts.shape.weights
 for card in ("t4", "l4"):
-    print(card.upper(), *(f"{name} {step / CARDS[card].flops(name):.2f} s" for name in FORMATS))
+    print(
+        card.upper(),
+        *(f"{name} {step / CARDS[card].flops(name):.2f} s" for name in FORMATS),
+    )
 
 # %% [markdown]
 # Norms, softmax and the optimizer gain nothing, so expect less than 8. Measure. (The benchmark's base is frozen, so
@@ -406,9 +527,14 @@ course.show_bill(before, after)
 fp32, fp16 = keeps(**LLAMA, half=False), keeps(**LLAMA, half=True)
 change = {kind: L * (fp16[kind] - fp32[kind]) for kind in fp32}
 change["copies of weights"] += 2 * V * LLAMA["D"]  # the head's
-change["what products take and give"] -= 2 * LLAMA["T"] * LLAMA["D"]  # what the head takes
+# what the head takes
+change["what products take and give"] -= 2 * LLAMA["T"] * LLAMA["D"]
 print({kind: f"{size / MIB:+,.0f} MiB" for kind, size in change.items() if size})
-assert sum(change.values()) == course.bill(after).peak_bytes - course.bill(before).peak_bytes
+assert (
+    sum(change.values())
+    == course.bill(after).peak_bytes - course.bill(before).peak_bytes
+)
+course.reveal(guess, course.bill(after).peak_bytes / 2**30, "GiB")
 
 # %% [markdown]
 # Weights and optimizer states stay in fp32, because they learn. Two lines of the bill grew, *saved activations* and
@@ -423,13 +549,22 @@ changes = []
 for name, attention, card in (
     ("eager on a T4", "eager", "t4"),
     ("sdpa on a T4", "sdpa", "t4"),
-    ("sdpa on a T4, keys repeated (lesson 9)", "sdpa tricks.expand_kv=true", "t4"),
+    ("sdpa on a T4, keys repeated", "sdpa tricks.expand_kv=true", "t4"),
     ("sdpa on an L4", "sdpa", "l4"),
 ):
-    recipes = [with_settings(one, f"tricks.attention={attention}".split()) for one in (before, after)]
-    fp32, fp16 = (estimate(one, course.bill(before).facts.shape, CARDS[card].device) for one in recipes)
+    recipes = [
+        with_settings(one, f"tricks.attention={attention}".split())
+        for one in (before, after)
+    ]
+    fp32, fp16 = (
+        estimate(one, course.bill(before).facts.shape, CARDS[card].device)
+        for one in recipes
+    )
     changes.append(round((fp16.peak_bytes - fp32.peak_bytes) / MIB))
-    print(f"{name:38} fp32 {fp32.facts.kernel:16} -> fp16 {fp16.facts.kernel:16} {changes[-1]:+6,} MiB")
+    print(
+        f"{name:27} fp32 {fp32.facts.kernel:16} -> fp16 {fp16.facts.kernel:16} "
+        f"{changes[-1]:+6,} MiB"
+    )
 assert changes == [4013, 301, -83, -8463]
 
 # %% [markdown]
@@ -442,11 +577,20 @@ assert changes == [4013, 301, -83, -8463]
 
 # %%
 lora = course.so_far("04_lora")
-bills = [course.bill(with_settings(lora, [f"tricks.precision={name}"])) for name in ("fp32", "fp16")]
-print("in lesson 4, without it and with it:", *(f"{bill.peak_bytes / 2**30:.2f} GiB" for bill in bills))
+bills = [
+    course.bill(with_settings(lora, [f"tricks.precision={name}"]))
+    for name in ("fp32", "fp16")
+]
+print(
+    "in lesson 4, without it and with it:",
+    *(f"{bill.peak_bytes / 2**30:.2f} GiB" for bill in bills),
+)
 
 # %%
-course.show(course.staircase("01_mixed_precision"), "Figure 4. The bill so far: the first step goes up.")
+course.show(
+    course.staircase("01_mixed_precision"),
+    "Figure 4. The bill so far: the first step goes up.",
+)
 
 # %% [markdown]
 # ## 6. Where it breaks
@@ -475,7 +619,8 @@ assert cured.grad[0] == 1 / scaler.get_scale()
 
 # %%
 big = 40 + torch.randn(T, D)
-for early in (False, True):  # the queries are divided after they met the keys, or before
+# the queries are divided after they met the keys, or before
+for early in (False, True):
     weight, scale = nn.Parameter(torch.eye(D)), LossScale()
     for _ in range(10):
         with torch.autocast("cpu", torch.float16):
@@ -484,7 +629,10 @@ for early in (False, True):  # the queries are divided after they met the keys, 
         loss = scores.softmax(-1, dtype=torch.float32).square().mean()
         weight.grad = torch.autograd.grad(loss * scale.scale, weight)[0]
         scale.step(torch.optim.SGD([weight], lr=1e-6), [weight])
-    print(f"divided early: {early}; loss {loss:.4f}, skipped {scale.skipped} of 10, scale {scale.scale:,.0f}")
+    print(
+        f"divided early: {early}; loss {loss:.4f}, skipped {scale.skipped} of 10, "
+        f"scale {scale.scale:,.0f}"
+    )
     assert early == loss.isfinite() == (scale.skipped < 10)
 
 # %% [markdown]
@@ -508,21 +656,37 @@ def to_bf16(x):
 break_even = None
 
 
-# %% tags=["hide-input"]
-anything = torch.randint(-(2**31), 2**31, (100_000,), dtype=torch.int32).view(torch.float32)  # any 32 bits
+# %% Check the exercises tags=["hide-input"]
+# any 32 bits
+anything = torch.randint(-(2**31), 2**31, (100_000,), dtype=torch.int32).view(
+    torch.float32
+)
 
 
 def of_scale(answer):
     scale = float(answer)
-    assert 3 * scale <= 65_504, f"3 x {scale:,.0f} is beyond 65,504, so this step is skipped, too"
-    assert scale in 2.0 ** torch.arange(17), f"not {scale:,.0f}; the scale begins at 65,536 and only ever halves"
-    course.equal(16_384, "a larger scale was tried before this one, and it already worked")(answer)
+    assert 3 * scale <= 65_504, (
+        f"3 x {scale:,.0f} is beyond 65,504, so this step is skipped, too"
+    )
+    assert scale in 2.0 ** torch.arange(17), (
+        f"not {scale:,.0f}; the scale begins at 65,536 and only ever halves"
+    )
+    course.equal(
+        16_384, "a larger scale was tried before this one, and it already worked"
+    )(answer)
 
 
 def of_break_even(answer):
     tokens = float(answer)
-    assert tokens <= 1536, f"not {tokens:,.0f}; autocast saves more for each token: list what lies between y and down"
-    course.equal(1536, "autocast adds more: a copy of each weight, and the casts of an input that was shared")(answer)
+    assert tokens <= 1536, (
+        f"not {tokens:,.0f}; autocast saves more for each token: "
+        "list what lies between y and down"
+    )
+    course.equal(
+        1536,
+        "autocast adds more: a copy of each weight, "
+        "and the casts of an input that was shared",
+    )(answer)
 
 
 class OnlyIntegers(TorchDispatchMode):
@@ -530,17 +694,31 @@ class OnlyIntegers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        wide = not isinstance(out, torch.Tensor) or out.dtype not in (torch.bfloat16, torch.float16)
-        assert wide, f"{func} makes 16-bit numbers; shift, add and mask the bits as integers"
+        wide = not isinstance(out, torch.Tensor) or out.dtype not in (
+            torch.bfloat16,
+            torch.float16,
+        )
+        assert wide, (
+            f"{func} makes 16-bit numbers; shift, add and mask the bits as integers"
+        )
         return out
 
 
 def of_bf16(answer):
     ties = 1 + torch.arange(256) / 256  # every second one is halfway
     for numbers, hint in (
-        (anything[~anything.isnan()], "a number nearer to its upper neighbour must go there"),
-        (torch.cat([ties, -ties]), "halfway between two numbers, take the neighbour whose last bit is 0"),
-        (torch.tensor([torch.inf, -torch.inf, 0.0, -0.0]), "infinity and zero stay what they are"),
+        (
+            anything[~anything.isnan()],
+            "a number nearer to its upper neighbour must go there",
+        ),
+        (
+            torch.cat([ties, -ties]),
+            "halfway between two numbers, take the neighbour whose last bit is 0",
+        ),
+        (
+            torch.tensor([torch.inf, -torch.inf, 0.0, -0.0]),
+            "infinity and zero stay what they are",
+        ),
         (torch.randn(3, 5), "keep the shape of x"),
     ):
         given = numbers.clone()
@@ -548,21 +726,35 @@ def of_bf16(answer):
             found = answer(given)
         if found is None:
             raise NotImplementedError
-        assert found.dtype == torch.float32, "give fp32 back: view the bits as torch.float32"
-        assert found.shape == numbers.shape, f"the shape is {tuple(found.shape)}, and x has {tuple(numbers.shape)}"
-        assert torch.equal(found.view(torch.int32), numbers.bfloat16().float().view(torch.int32)), hint
-        assert torch.equal(given, numbers), "your function changed x itself; leave x as it is"
+        assert found.dtype == torch.float32, (
+            "give fp32 back: view the bits as torch.float32"
+        )
+        assert found.shape == numbers.shape, (
+            f"the shape is {tuple(found.shape)}, and x has {tuple(numbers.shape)}"
+        )
+        assert torch.equal(
+            found.view(torch.int32), numbers.bfloat16().float().view(torch.int32)
+        ), hint
+        assert torch.equal(given, numbers), (
+            "your function changed x itself; leave x as it is"
+        )
 
 
 course.check(1, first_scale, of_scale, "a loss scale, one number")
-course.check(2, to_bf16, of_bf16, "a function (x) -> fp32 numbers in the shape of x, an fp32 tensor")
+course.check(
+    2,
+    to_bf16,
+    of_bf16,
+    "a function (x) -> fp32 numbers in the shape of x, an fp32 tensor",
+)
 course.check(3, break_even, of_break_even, "a number of tokens")
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
 #
 # ```python
-# first_scale = 65_536 / 2 / 2  # 3 x 65,536 and 3 x 32,768 are beyond 65,504, 3 x 16,384 is not
+# # 3 x 65,536 and 3 x 32,768 are beyond 65,504, 3 x 16,384 is not
+# first_scale = 65_536 / 2 / 2
 #
 #
 # def to_bf16(x):
@@ -571,7 +763,8 @@ course.check(3, break_even, of_break_even, "a number of tokens")
 #     return (bits + 0x7FFF + odd & -65536).view(torch.float32)
 #
 #
-# break_even = 3 * 2048 // 4  # the input draws, 4 T D = 2 x 2 T D; 4 x 2 T F saved = 3 x 2 D F copied
+# # the input draws, 4 T D = 2 x 2 T D; 4 x 2 T F saved = 3 x 2 D F copied
+# break_even = 3 * 2048 // 4
 # ```
 #
 # </details>

@@ -18,7 +18,10 @@
 # learning rate comes from steps on eight. So: eight rows a step. Before you read on, guess: does the bill fall, stay,
 # or rise?
 
-# %% tags=["hide-input"]
+# %% Your guess: what the bill does tags=["predict"]
+guess = "no guess"  # @param ["no guess", "fall", "stay", "rise"]
+
+# %% Imports and settings tags=["hide-input"]
 import random
 import warnings
 import weakref
@@ -42,7 +45,8 @@ from cria_tricks.tricks.gradient_accumulation import accumulated
 
 torch.manual_seed(0)
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-# Tokens and trained tokens of each of the 107 rows, as SmolLM2 cuts them, at most 2,048 a row; in the file's order.
+# Tokens and trained tokens of each of the 107 rows, as SmolLM2 cuts them, at most 2,048
+# a row; in the file's order.
 LENGTHS = row_lengths("train")
 
 # %% [markdown]
@@ -58,7 +62,8 @@ pad, draw = PadToLongest(0), random.Random(0)
 
 
 def made(tokens, trained):
-    """A row; its label at t is the word at t + 1. Small words are common, large ones rare."""
+    """A row; its label at t is the word at t + 1. Small words are common, large ones
+    rare."""
     words = [int(V * draw.random() ** 3) for _ in range(tokens + 1)]
     prompt = tokens - trained
     return {"input_ids": words[:-1], "labels": [-100] * prompt + words[prompt + 1 :]}
@@ -66,7 +71,12 @@ def made(tokens, trained):
 
 rows = [made(round(tokens / 20), round(trained / 20)) for tokens, trained in LENGTHS]
 window = rows[40:48]  # the eight rows of one step
-model = nn.Sequential(nn.Embedding(V, D), nn.Linear(D, H, bias=False), nn.Tanh(), nn.Linear(H, V, bias=False))
+model = nn.Sequential(
+    nn.Embedding(V, D),
+    nn.Linear(D, H, bias=False),
+    nn.Tanh(),
+    nn.Linear(H, V, bias=False),
+)
 
 
 def loss_sum(batch):
@@ -86,17 +96,23 @@ a_row = 4 * T * (D + H + V)
 
 
 def anyway(batches):  # weights and words
-    return [*model.parameters(), *(tensor for batch in batches for tensor in batch.values())]
+    return [
+        *model.parameters(),
+        *(tensor for batch in batches for tensor in batch.values()),
+    ]
 
 
 batch = pad(window)
 with SavedBytes(besides=anyway([batch])) as kept:
     loss_sum(batch).backward()
-print(f"eight rows at once: predicted {(8 * a_row + 4) / KIB:,.0f} KiB, counted {kept.peak / KIB:,.0f} KiB")
+print(
+    f"eight rows at once: predicted {(8 * a_row + 4) / KIB:,.0f} KiB, "
+    f"counted {kept.peak / KIB:,.0f} KiB"
+)
 assert kept.peak == 8 * a_row + 4
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def two_ways(theme: Theme):
     """What is alive while a step goes through its rows."""
     sketch = course.Sketch(theme, 41, 11.5)
@@ -105,19 +121,27 @@ def two_ways(theme: Theme):
     sketch.text(0, 7.7, "one by one", align="left")
     for n in range(8):
         if n < 4:
-            sketch.tensor(7 + 3 * n, 6.5, 2.6, 2.4, f"row {n + 1}", color=0, kept=n == 3)
+            sketch.tensor(
+                7 + 3 * n, 6.5, 2.6, 2.4, f"row {n + 1}", color=0, kept=n == 3
+            )
         else:
             sketch.text(8.3 + 3 * n, 7.7, f"row {n + 1}", quiet=True)
     for y in (2.5, 7.7):
         sketch.arrow((30.9, y), (33.2, y))
         sketch.tensor(33.5, y - 1.3, 6.5, 2.6, "gradient", color=1, kept=y > 5)
-    sketch.text(20, 10.4, "one row is alive, and beside it the gradients of rows 1 to 3, added up, wait", quiet=True)
+    sketch.text(
+        20,
+        10.4,
+        "one row is alive, and beside it the gradients of rows 1 to 3, added up, wait",
+        quiet=True,
+    )
     return sketch.figure
 
 
 course.show(
     two_ways,
-    "Figure 1. Eight rows at once, and one by one at row 4, at the loss: filled is alive, dashed is gone or to come.",
+    "Figure 1. Eight rows at once, and one by one at row 4, at the loss: "
+    "filled is alive, dashed is gone or to come.",
 )
 
 # %% [markdown]
@@ -191,7 +215,10 @@ def misplaced(counts):
 
 counts = [[n for _, n in LENGTHS[start : start + 8]] for start in range(0, 107, 8)]
 shares = [misplaced(some) for some in counts]
-print(f"say that the real rows misplace: {sum(shares) / 14:.1%} in the mean, {max(shares):.1%} in the worst window")
+print(
+    f"say that the real rows misplace: {sum(shares) / 14:.1%} in the mean, "
+    f"{max(shares):.1%} in the worst window"
+)
 
 loss, right = at_once(window)
 predicted = torch.zeros_like(right)
@@ -204,16 +231,27 @@ assert off(wrong, right + predicted) < 1e-5
 assert abs(wrong_loss / loss - 1) < 0.01 < 0.1 < off(wrong, right)
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def says(theme: Theme):
     """Each row's say in the worst real window."""
     drawn, axes = course.figure(height=2.8)
     worst = counts[shares.index(max(shares))]
     right = [100 * n / sum(worst) for n in worst]
-    axes.bar(range(8), right, color=theme.series[0], width=0.6, label="what it should have")
-    axes.axhline(100 / 8, color=theme.series[1], linewidth=1.6, label="what a mean of means gives")
+    axes.bar(
+        range(8), right, color=theme.series[0], width=0.6, label="what it should have"
+    )
+    axes.axhline(
+        100 / 8,
+        color=theme.series[1],
+        linewidth=1.6,
+        label="what a mean of means gives",
+    )
     axes.set_xticks(range(8), [f"{n:,}" for n in worst])
-    axes.set(xlabel="row of the window, by its trained tokens", ylabel="say in the step, %", ylim=(0, 28))
+    axes.set(
+        xlabel="row of the window, by its trained tokens",
+        ylabel="say in the step, %",
+        ylim=(0, 28),
+    )
     axes.legend(loc="upper left", ncols=2)
     axes.grid(axis="y")
     return drawn
@@ -221,7 +259,8 @@ def says(theme: Theme):
 
 course.show(
     says,
-    "Figure 2. The worst window of the real rows: the shortest answer gets twice the say it should have, the longest "
+    "Figure 2. The worst window of the real rows: "
+    "the shortest answer gets twice the say it should have, the longest "
     "little more than half.",
 )
 
@@ -289,7 +328,10 @@ _ = model.float()
 batches = split(window)
 with SavedBytes(besides=anyway(batches)) as kept:
     accumulate(batches)
-print(f"one by one: predicted {(a_row + 4) / KIB:,.0f} KiB, counted {kept.peak / KIB:,.0f} KiB")
+print(
+    f"one by one: predicted {(a_row + 4) / KIB:,.0f} KiB, "
+    f"counted {kept.peak / KIB:,.0f} KiB"
+)
 assert kept.peak == a_row + 4
 
 # %% [markdown]
@@ -313,11 +355,13 @@ for name, batches, more in (
     ("one by one", split(window), 4 * P),
 ):
     found = peak(batches) - alone
-    print(f"{name:10} predicted {more / KIB:+8,.1f} KiB, counted {found / KIB:+8,.1f} KiB")
+    print(
+        f"{name:10} predicted {more / KIB:+8,.1f} KiB, counted {found / KIB:+8,.1f} KiB"
+    )
     assert found == more
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input"]
 class Alive(LiveBytes):
     """The bytes that are alive, operation by operation, beside weights and words."""
 
@@ -333,7 +377,8 @@ class Alive(LiveBytes):
 
 
 def history(waits):
-    """Places and bytes, row by row, if the gradient waits for the next row, or is dropped."""
+    """Places and bytes, row by row, if the gradient waits for the next row, or is
+    dropped."""
     places, batches = [], split(window)
     model.zero_grad()
     with Alive(batches) as alive:
@@ -346,14 +391,26 @@ def history(waits):
     return places, alive.history
 
 
-histories = {"eight steps on a row each": history(waits=False), "one step on eight": history(waits=True)}
+histories = {
+    "eight steps on a row each": history(waits=False),
+    "one step on eight": history(waits=True),
+}
 
 
 def over_time(theme: Theme):
     """Bytes alive, row by row."""
     drawn, axes = course.figure(height=2.8)
-    for (name, (places, found)), color in zip(histories.items(), theme.series, strict=False):
-        axes.plot(places, found, color=color, drawstyle="steps-post", linewidth=1.2, label=name)
+    for (name, (places, found)), color in zip(
+        histories.items(), theme.series, strict=False
+    ):
+        axes.plot(
+            places,
+            found,
+            color=color,
+            drawstyle="steps-post",
+            linewidth=1.2,
+            label=name,
+        )
     axes.axhline(4 * P / KIB, color=theme.quiet, linewidth=1, linestyle=(0, (4, 3)))
     axes.text(8.05, 4 * P / KIB, "a gradient", color=theme.quiet, va="center")
     axes.set_xticks([n + 0.5 for n in range(8)], [f"row {n + 1}" for n in range(8)])
@@ -365,7 +422,8 @@ def over_time(theme: Theme):
 
 course.show(
     over_time,
-    "Figure 3. A step on eight rows is eight steps on one row, lifted by the gradient that waits from the second row "
+    "Figure 3. A step on eight rows is eight steps on one row, "
+    "lifted by the gradient that waits from the second row "
     f"on. At once, the same rows would reach {peak([pad(window)]) / KIB:,.0f} KiB.",
 )
 
@@ -376,9 +434,15 @@ course.show(
 # %%
 a_token = 3 * 2 * (D * H + H * V)
 assert flops(lambda: accumulate([pad(window)])) == a_token * 8 * T
-assert flops(lambda: accumulate(split(window))) == a_token * sum(len(row["labels"]) for row in window)
-real = [[tokens for tokens, _ in LENGTHS[start : start + 8]] for start in range(0, 107, 8)]
-padding = 1 - sum(sum(some) for some in real) / sum(len(some) * max(some) for some in real)
+assert flops(lambda: accumulate(split(window))) == a_token * sum(
+    len(row["labels"]) for row in window
+)
+real = [
+    [tokens for tokens, _ in LENGTHS[start : start + 8]] for start in range(0, 107, 8)
+]
+padding = 1 - sum(sum(some) for some in real) / sum(
+    len(some) * max(some) for some in real
+)
 print(f"padding of the real rows in batches of eight: {padding:.0%}")
 
 # %% [markdown]
@@ -396,7 +460,12 @@ print(f"{CARDS['t4'].half_flops / CARDS['t4'].memory_rate:.0f} tokens")
 # %%
 step_of = "peft=lora attention=best precision=best chunked_loss=true"
 one_by_one = f"{step_of} train.batch_size=1 gradient_accumulation=4"
-course.on_a_gpu("gradient_accumulation", off=f"{step_of} train.batch_size=4", on=one_by_one, shorter=2)
+course.on_a_gpu(
+    "gradient_accumulation",
+    off=f"{step_of} train.batch_size=4",
+    on=one_by_one,
+    shorter=2,
+)
 
 # %% [markdown]
 # ## 5. The production switch
@@ -407,7 +476,10 @@ course.on_a_gpu("gradient_accumulation", off=f"{step_of} train.batch_size=4", on
 # Your guess from the beginning, please: fall, stay, or rise?
 
 # %%
-before, after = course.so_far("01_mixed_precision"), course.so_far("02_gradient_accumulation")
+before, after = (
+    course.so_far("01_mixed_precision"),
+    course.so_far("02_gradient_accumulation"),
+)
 print("--set tricks.gradient_accumulation=8")
 print(diff(resolve(before, T4), resolve(after, T4)))
 
@@ -416,6 +488,8 @@ waits = 4 * course.bill(before).facts.trained_weights
 print(f"predicted: {waits / MIB:+,.1f} MiB")
 course.show_bill(before, after)
 assert course.bill(after).peak_bytes - course.bill(before).peak_bytes == waits
+peaks = (course.bill(recipe).peak_bytes for recipe in (before, after))
+course.reveal(guess, course.trend(*peaks))
 
 # %% [markdown]
 # It rises, by 4.6 GiB. One row was the smallest micro-batch already, so there was nothing left to save; and the peak
@@ -428,13 +502,16 @@ assert course.bill(after).peak_bytes - course.bill(before).peak_bytes == waits
 
 # %%
 entries = {line.name: line.bytes for line in course.bill(before).lines}
-of_tokens = sum(entries[name] for name in ("batch", "saved activations", "final norm", "logits"))
+of_tokens = sum(
+    entries[name] for name in ("batch", "saved activations", "final norm", "logits")
+)
 of_tokens -= entries["weights: blocks"] // 2 + MIB
 predicted = course.bill(before).peak_bytes + 7 * of_tokens
 eight = course.bill(with_settings(before, ["train.batch_size=8"])).peak_bytes
 one_by_one = course.bill(after).peak_bytes
 print(
-    f"at once: predicted {predicted / GIB:.1f}, by the bill {eight / GIB:.1f}; one by one: {one_by_one / GIB:.1f} GiB"
+    f"at once: predicted {predicted / GIB:.1f}, by the bill {eight / GIB:.1f}; "
+    f"one by one: {one_by_one / GIB:.1f} GiB"
 )
 assert predicted == eight
 
@@ -446,11 +523,18 @@ assert predicted == eight
 
 # %%
 later = course.bill(course.so_far("03_gradient_checkpointing"))
-alone = course.bill(with_settings(course.so_far("03_gradient_checkpointing"), ["tricks.gradient_accumulation=1"]))
+alone = course.bill(
+    with_settings(
+        course.so_far("03_gradient_checkpointing"), ["tricks.gradient_accumulation=1"]
+    )
+)
 print(f"after lesson 3 it costs {(later.peak_bytes - alone.peak_bytes) / MIB:,.0f} MiB")
 assert alone.peak.name == "embedding"  # the end of the backward pass
 assert round((later.peak_bytes - alone.peak_bytes) / MIB) == 1783 < waits / MIB
-course.show(course.staircase("02_gradient_accumulation"), "Figure 4. The bill so far: a step up, to get down later.")
+course.show(
+    course.staircase("02_gradient_accumulation"),
+    "Figure 4. The bill so far: a step up, to get down later.",
+)
 
 # %% [markdown]
 # The opposite is a toggle, too. With `tricks.optimizer_in_backward=true` each weight takes its optimizer step as soon
@@ -475,8 +559,12 @@ def divides_by_it(batch, num_items_in_batch):
 
 
 for k in (1, 2, 4, 8):
-    batches = split(window[:k])  # and now as transformers 5.23 does: no division after compute_loss
-    broken, cured = (sum(way(b, trained(*batches)).item() for b in batches) for way in (ignores_it, divides_by_it))
+    # and now as transformers 5.23 does: no division after compute_loss
+    batches = split(window[:k])
+    broken, cured = (
+        sum(way(b, trained(*batches)).item() for b in batches)
+        for way in (ignores_it, divides_by_it)
+    )
     print(f"gradient_accumulation_steps={k}: 'loss': {broken:.2f}, cured {cured:.2f}")
     assert abs(broken / (k * cured) - 1) < 0.02
     assert abs(cured / at_once(window[:k])[0] - 1) < 1e-5
@@ -490,7 +578,8 @@ for k in (1, 2, 4, 8):
 
 # %%
 def rate(micro_batches, every):
-    """The learning rate after so many micro-batches, eight to a step, if the schedule moves at every so many."""
+    """The learning rate after so many micro-batches, eight to a step, if the schedule
+    moves at every so many."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=2e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=42)
     for n in range(1, micro_batches + 1):
@@ -507,7 +596,9 @@ with warnings.catch_warnings(record=True) as said:
     assert not said
     broken = [rate(n, every=1) for n in (42, 84, 336)]
 print(str(said[0].message).split(".  Failure")[0])
-assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`" in str(said[0].message)
+assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`" in str(
+    said[0].message
+)
 print(f"after 42, 84 and 336 micro-batches: broken {broken}, cured {cured}")
 assert broken == [0, 2e-4, 2e-4]
 assert cured[0] > cured[1] > cured[2] == 0
@@ -534,7 +625,7 @@ def from_a_stream(batches):
 largest_sum = None
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def stream(batches):
     """Give each batch once, and check that the earlier batches are gone."""
     given = []
@@ -543,8 +634,12 @@ def stream(batches):
         given.append(weakref.ref(batch["input_ids"]))
         yield batch
         del batch
-        kept = sum(one() is not None for one in given)  # the caller still holds the last one
-        assert kept <= 1, f"{kept} batches are alive at once; finish with each before you ask for the next"
+        # the caller still holds the last one
+        kept = sum(one() is not None for one in given)
+        assert kept <= 1, (
+            f"{kept} batches are alive at once; "
+            "finish with each before you ask for the next"
+        )
 
 
 def of_a_stream(answer):
@@ -552,29 +647,48 @@ def of_a_stream(answer):
         right, batches = at_once(rows)[1], split(rows, B)
         if (found := answer(stream(batches))) is None:
             raise NotImplementedError
-        assert all(weight.grad is not None for weight in model.parameters()), "there is no gradient in .grad"
+        assert all(weight.grad is not None for weight in model.parameters()), (
+            "there is no gradient in .grad"
+        )
         mine = gradient()
         times = (mine.norm() / right.norm()).item()
         if off(mine / times, right) < 1e-5 < abs(times - 1):
-            raise AssertionError(f"the gradient points the right way and is {times:,.4g} times as long as it should be")
+            raise AssertionError(
+                f"the gradient points the right way and is {times:,.4g} times as "
+                "long as it should be"
+            )
         wrong = off(mine, right)
-        assert wrong < 1e-5, f"the gradient is off by {wrong:.1%}: some tokens count for more than others"
-        assert found == trained(*batches), f"{found} is not the number of trained tokens"
+        assert wrong < 1e-5, (
+            f"the gradient is off by {wrong:.1%}: "
+            "some tokens count for more than others"
+        )
+        assert found == trained(*batches), (
+            f"{found} is not the number of trained tokens"
+        )
 
 
 course.check(
     1,
     bytes_that_wait,
     course.equal(
-        4 * 11_272_192, "what waits is one sum of gradients, in fp32, for each weight that trains, whatever k is"
+        4 * 11_272_192,
+        "what waits is one sum of gradients, in fp32, "
+        "for each weight that trains, whatever k is",
     ),
     "a number of bytes",
 )
-course.check(2, from_a_stream, of_a_stream, "a function (batches) -> the number of trained tokens")
+course.check(
+    2,
+    from_a_stream,
+    of_a_stream,
+    "a function (batches) -> the number of trained tokens",
+)
 course.check(
     3,
     largest_sum,
-    course.equal(256, "try it: torch.tensor(0.0, dtype=torch.bfloat16), and add 1 in a loop"),
+    course.equal(
+        256, "try it: torch.tensor(0.0, dtype=torch.bfloat16), and add 1 in a loop"
+    ),
     "the largest value of .grad, one number",
 )
 
@@ -595,7 +709,8 @@ course.check(
 #     return tokens
 #
 #
-# largest_sum = 256  # 257 has 9 bits, and is rounded back: so gradients, and what trains, stay in fp32
+# # 257 has 9 bits, and is rounded back: so gradients, and what trains, stay in fp32
+# largest_sum = 256
 # ```
 #
 # </details>

@@ -16,7 +16,7 @@
 # not the weights. It is called *saved activations*, and this lesson removes nearly all of it. (Elsewhere: activation
 # checkpointing, recomputation, remat.)
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import warnings
 
 import torch
@@ -67,7 +67,11 @@ x = torch.randn(B, T, D, requires_grad=True)
 
 # %% [markdown]
 # What does one block keep, at 4 bytes a number? Write your guess down, then read on.
-#
+
+# %% Your guess: KiB that one block keeps tags=["predict"]
+guess = 0  # @param {type:"number"}
+
+# %% [markdown]
 # - the norm: its input $x$ ($BTD$), and a mean and a spread for each token ($2BT$)
 # - `up`: what it multiplied, the normed $x$ ($BTD$)
 # - gelu: its input ($BTH$)
@@ -81,6 +85,7 @@ s = 4 * B * T * D
 a = 4 * (2 * B * T + B * T * D + 3 * B * T * H)
 print(f"one block: input s = {s / KIB:.0f} KiB, inside a = {a / KIB:.0f} KiB")
 print(f"predicted: {L * (s + a) / KIB:,.0f} KiB wait in {L} blocks")
+course.reveal(guess, (s + a) / KIB, "KiB")
 
 
 # %%
@@ -96,7 +101,8 @@ def forward(way):
 
 
 def step(way):
-    """One forward and one backward pass: what autograd kept, the loss, and all gradients."""
+    """One forward and one backward pass: what autograd kept, the loss, and all
+    gradients."""
     with SavedBytes(besides=blocks.parameters()) as kept:
         loss = forward(way)
         loss.backward()
@@ -108,7 +114,10 @@ def gradients():
 
 
 plain, plain_loss, plain_grads = step(lambda block, x: block(x))
-print(f"counted:   {plain.peak / KIB:,.0f} KiB at the peak; the loss keeps its input too, s more")
+print(
+    f"counted:   {plain.peak / KIB:,.0f} KiB at the peak; "
+    "the loss keeps its input too, s more"
+)
 assert plain.peak == L * (s + a) + s
 
 # %% [markdown]
@@ -119,10 +128,13 @@ assert plain.peak == L * (s + a) + s
 with SavedBytes(besides=[x]) as mask:
     torch.native_dropout(x, 0.1, True)
 assert mask.peak == x.numel()
-print(f"with a mask of one byte a number {L * (s + a - 3 * B * T * H) / KIB:,.0f} KiB would wait")
+print(
+    f"with a mask of one byte a number {L * (s + a - 3 * B * T * H) / KIB:,.0f} "
+    "KiB would wait"
+)
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def keeping(theme: Theme):
     """What waits at the end of the forward pass, plain and checkpointed."""
     sketch = course.Sketch(theme, 41, 11)
@@ -134,11 +146,20 @@ def keeping(theme: Theme):
             sketch.tensor(left, top, 1.4, 3, "s", color=0)
             sketch.tensor(left + 2, top, 4.4, 3, "a", color=1, kept=every)
             sketch.arrow((left + 6.5, top + 1.5), (left + 8.4, top + 1.5))
-        sketch.text(24, top + 3.8, "kept: 4 s + 4 a" if every else "kept: 4 s; one a at a time comes back", quiet=True)
+        sketch.text(
+            24,
+            top + 3.8,
+            "kept: 4 s + 4 a" if every else "kept: 4 s; one a at a time comes back",
+            quiet=True,
+        )
     return sketch.figure
 
 
-course.show(keeping, "Figure 1. Four blocks at the end of the forward pass: filled is kept, dashed is gone.")
+course.show(
+    keeping,
+    "Figure 1. Four blocks at the end of the forward pass: filled is kept, "
+    "dashed is gone.",
+)
 
 # %% [markdown]
 # ## 2. From scratch, in three steps
@@ -183,7 +204,10 @@ def forgetful(block, x):
 # %%
 _, loss, grads = step(forgetful)
 wrong = sum(not torch.equal(p, q) for p, q in zip(plain_grads, grads, strict=True))
-print(f"loss equal: {torch.equal(loss, plain_loss)}; gradients that differ: {wrong} of {len(grads)}")
+print(
+    f"loss equal: {torch.equal(loss, plain_loss)}; gradients that differ: "
+    f"{wrong} of {len(grads)}"
+)
 assert torch.equal(loss, plain_loss)
 assert wrong > 0
 
@@ -227,7 +251,8 @@ def ours(block, x):
 
 
 def of_torch(block, x):
-    return checkpoint(block, x, use_reentrant=False)  # the production version: the same idea
+    # the production version: the same idea
+    return checkpoint(block, x, use_reentrant=False)
 
 
 # %% [markdown]
@@ -240,7 +265,10 @@ predicted = L * s + a  # what the loss kept is gone by then
 kept, loss, grads = step(ours)
 assert torch.equal(loss, plain_loss)
 assert all(torch.equal(p, q) for p, q in zip(plain_grads, grads, strict=True))
-print(f"predicted {predicted / KIB:,.0f} KiB, counted {kept.peak / KIB:,.0f} KiB, plain {plain.peak / KIB:,.0f} KiB")
+print(
+    f"predicted {predicted / KIB:,.0f} KiB, counted {kept.peak / KIB:,.0f} KiB, "
+    f"plain {plain.peak / KIB:,.0f} KiB"
+)
 assert kept.peak == predicted
 
 # %% [markdown]
@@ -269,14 +297,26 @@ assert torch.equal(gradient_of_x(ours), plainly)
 generators.remove(of_a_card)
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def over_time(theme: Theme):
     """Bytes kept, change by change."""
     drawn, axes = course.figure(height=2.8)
-    for (label, one), color in zip((("plain", plain), ("checkpointed", kept)), theme.series, strict=False):
+    for (label, one), color in zip(
+        (("plain", plain), ("checkpointed", kept)), theme.series, strict=False
+    ):
         share = [n / len(one.history) for n in range(len(one.history))]
-        axes.plot(share, [now / KIB for now in one.history], color=color, drawstyle="steps-post", label=label)
-    axes.set(xlabel="one step, from its first to its last change", ylabel="kept by autograd, KiB", ylim=(0, None))
+        axes.plot(
+            share,
+            [now / KIB for now in one.history],
+            color=color,
+            drawstyle="steps-post",
+            label=label,
+        )
+    axes.set(
+        xlabel="one step, from its first to its last change",
+        ylabel="kept by autograd, KiB",
+        ylim=(0, None),
+    )
     axes.grid(axis="y")
     axes.legend()
     return drawn
@@ -284,7 +324,8 @@ def over_time(theme: Theme):
 
 course.show(
     over_time,
-    "Figure 2. Plain training climbs until the loss and comes down again; with checkpointing it takes eight small "
+    "Figure 2. Plain training climbs until the loss and comes down again; "
+    "with checkpointing it takes eight small "
     "steps up, then one block after the other opens and closes.",
 )
 
@@ -304,7 +345,10 @@ def more(way) -> float:
 for trains, backward in (("all weights", 2), ("frozen", 1)):
     blocks.requires_grad_(trains == "all weights")
     expected = 1 / (1 + backward)
-    print(f"{trains:12} predicted {expected:+.0%}, ours {more(checkpointed):+.0%}, torch's {more(of_torch):+.0%}")
+    print(
+        f"{trains:12} predicted {expected:+.0%}, ours {more(checkpointed):+.0%}, "
+        f"torch's {more(of_torch):+.0%}"
+    )
     assert abs(more(checkpointed) - expected) < 1e-9
     assert abs(more(of_torch) - expected / 2) < 1e-9
 _ = blocks.requires_grad_(True)
@@ -322,7 +366,9 @@ _ = blocks.requires_grad_(True)
 
 # %%
 step_of = "peft=lora attention=best precision=best chunked_loss=true"
-course.on_a_gpu("gradient_checkpointing", off=step_of, on=f"{step_of} gradient_checkpointing=true")
+course.on_a_gpu(
+    "gradient_checkpointing", off=step_of, on=f"{step_of} gradient_checkpointing=true"
+)
 
 # %% [markdown]
 # ## 5. The production switch
@@ -330,14 +376,19 @@ course.on_a_gpu("gradient_checkpointing", off=step_of, on=f"{step_of} gradient_c
 # transformers' own method, which wraps every block in torch's `checkpoint`.
 
 # %%
-before, after = course.so_far("02_gradient_accumulation"), course.so_far("03_gradient_checkpointing")
+before, after = (
+    course.so_far("02_gradient_accumulation"),
+    course.so_far("03_gradient_checkpointing"),
+)
 print("--set tricks.gradient_checkpointing=true")
 print(diff(resolve(before, T4), resolve(after, T4)))
 
 # %%
 course.show_bill(before, after)
 assert course.bill(after).peak_bytes < 0.6 * course.bill(before).peak_bytes
-highest, second, *_ = sorted(course.bill(after).moments, key=lambda moment: -moment.bytes)
+highest, second, *_ = sorted(
+    course.bill(after).moments, key=lambda moment: -moment.bytes
+)
 assert (highest.name, second.name) == ("loss", "log-softmax")
 assert round((highest.bytes - second.bytes) / KIB**2) == 485
 
@@ -350,7 +401,10 @@ assert round((highest.bytes - second.bytes) / KIB**2) == 485
 # weights, gradients and states, is for lesson 4.
 
 # %%
-course.show(course.staircase("03_gradient_checkpointing"), "Figure 3. The bill so far: still beyond a T4.")
+course.show(
+    course.staircase("03_gradient_checkpointing"),
+    "Figure 3. The bill so far: still beyond a T4.",
+)
 
 # %% [markdown]
 # **Or only some blocks.** `gradient_checkpointing=3` checkpoints the first 3 blocks. The last ones keep everything, so
@@ -379,10 +433,15 @@ job = course.so_far("13_lean_preparation")
 fitting = []
 for number in ("true", 12, 8, 4, "false"):
     for keep in ("false", "true") if number != "false" else ("false",):
-        changed = with_settings(job, [f"gradient_checkpointing={number}", f"keep_attention={keep}"])
+        changed = with_settings(
+            job, [f"gradient_checkpointing={number}", f"keep_attention={keep}"]
+        )
         peak = course.bill(changed).peak_bytes
         fitting.append(peak)
-        print(f"gradient_checkpointing={number!s:5} keep_attention={keep:5} {peak / KIB**3:.2f} GiB")
+        print(
+            f"gradient_checkpointing={number!s:5} keep_attention={keep:5} "
+            f"{peak / KIB**3:.2f} GiB"
+        )
 assert fitting == sorted(fitting)
 assert max(fitting) < T4.memory_bytes / 2
 
@@ -400,7 +459,10 @@ offload = Offloaded(weights=blocks.parameters())
 with offload:  # around the forward pass
     loss = forward(ours)
 loss.backward()
-print(f"to the host {offload.bytes_to_host / KIB:.0f} KiB, back {offload.bytes_to_device / KIB:.0f} KiB")
+print(
+    f"to the host {offload.bytes_to_host / KIB:.0f} KiB, "
+    f"back {offload.bytes_to_device / KIB:.0f} KiB"
+)
 assert offload.bytes_to_host == L * s + s  # the blocks' inputs, and the loss's
 assert all(torch.equal(p, q) for p, q in zip(plain_grads, gradients(), strict=True))
 
@@ -417,7 +479,8 @@ assert all(torch.equal(p, q) for p, q in zip(plain_grads, gradients(), strict=Tr
 
 # %%
 frozen = x.detach()
-warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")  # torch's own hint, easily overlooked
+# torch's own hint, easily overlooked
+warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
 try:
     checkpoint(blocks[0], frozen, use_reentrant=True).sum().backward()
 except RuntimeError as error:
@@ -470,9 +533,10 @@ def in_pairs(blocks, x):
 best_k = None
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def run(way, some):
-    """Return the bytes that autograd keeps at the peak, the output, and all gradients, with the same dropout always."""
+    """Return the bytes that autograd keeps at the peak, the output, and all gradients,
+    with the same dropout always."""
     torch.manual_seed(1)
     blocks.zero_grad()
     x.grad = None
@@ -493,16 +557,31 @@ def of_pairs(answer):
     for some in (blocks, blocks[:4]):
         _, y, grads = run(one_by_one, some)
         peak, found, its_grads = run(answer, some)
-        assert torch.equal(found, y), f"with {len(some)} blocks the output is wrong: run every block once, in order"
+        assert torch.equal(found, y), (
+            f"with {len(some)} blocks the output is wrong: "
+            "run every block once, in order"
+        )
         same = all(map(torch.equal, grads, its_grads))
-        assert same, "the output is right and the gradients are not: is the dropout the same in both forward passes?"
-        right = len(some) // 2 * s + a + s + a  # the second block of a pair has an input, too
-        many = "too many: the insides of more than one pair, or every input" if peak > right else "one block at a time"
-        assert peak == right, f"{len(some)} blocks keep {peak:,} bytes at the peak, {many}"
+        assert same, (
+            "the output is right and the gradients are not: "
+            "is the dropout the same in both forward passes?"
+        )
+        # the second block of a pair has an input, too
+        right = len(some) // 2 * s + a + s + a
+        many = (
+            "too many: the insides of more than one pair, or every input"
+            if peak > right
+            else "one block at a time"
+        )
+        assert peak == right, (
+            f"{len(some)} blocks keep {peak:,} bytes at the peak, {many}"
+        )
 
 
 def of_bytes(answer):
-    course.equal(2 * predicted, "which of the terms of L s + a grow with T, and how fast?")(answer)
+    course.equal(
+        2 * predicted, "which of the terms of L s + a grow with T, and how fast?"
+    )(answer)
 
 
 def of_k(answer):
@@ -512,11 +591,19 @@ def of_k(answer):
     found = int(answer)
     assert found == answer, f"not {answer}; a whole number of blocks"
     best = min(range(1, 65), key=units)
-    assert found == best, f"not {found}; there the formula gives {units(found):g} s, and another k gives less"
+    assert found == best, (
+        f"not {found}; there the formula gives {units(found):g} s, "
+        "and another k gives less"
+    )
 
 
 course.check(1, bytes_at_twice_the_length, of_bytes, "a number of bytes")
-course.check(2, in_pairs, of_pairs, "a function (blocks, x) -> the last block's output, shaped like x")
+course.check(
+    2,
+    in_pairs,
+    of_pairs,
+    "a function (blocks, x) -> the last block's output, shaped like x",
+)
 course.check(3, best_k, of_k, "a whole number of blocks")
 
 # %% [markdown]

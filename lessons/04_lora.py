@@ -19,7 +19,10 @@
 # LoRA learns through thin matrices of rank $r$, here 16, and many people turn $r$ down to save memory. Write down a
 # guess: with LoRA on, $r$ goes from 16 to 1. By how many per cent does the bill fall?
 
-# %% tags=["hide-input"]
+# %% Your guess: per cent that the bill falls tags=["predict"]
+guess = 0  # @param {type:"number"}
+
+# %% Imports and settings tags=["hide-input"]
 from collections import OrderedDict
 
 import torch
@@ -51,10 +54,15 @@ MIB, GIB = 2**20, 2**30
 # %%
 before, after = course.so_far("03_gradient_checkpointing"), course.so_far("04_lora")
 shape = find_shape(before.model)
-(step,) = (moment for moment in course.bill(before).moments if moment.name == "optimizer step")
+(step,) = (
+    moment for moment in course.bill(before).moments if moment.name == "optimizer step"
+)
 rows = {line.name: line.bytes for line in step.lines}
 print(f"predicted: 16 x {shape.weights:,} bytes = {16 * shape.weights / MIB:,.1f} MiB")
-print(f"the bill:  {sum(rows.values()) / MIB:,.1f} MiB, of which the batch is {rows['batch'] / MIB:.1f}")
+print(
+    f"the bill:  {sum(rows.values()) / MIB:,.1f} MiB, "
+    f"of which the batch is {rows['batch'] / MIB:.1f}"
+)
 assert sum(rows.values()) == 16 * shape.weights + rows["batch"]
 
 # %% [markdown]
@@ -62,7 +70,7 @@ assert sum(rows.values()) == 16 * shape.weights + rows["batch"]
 # bytes*. Something small must learn for it.
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def sixteen_bytes(theme: Theme):
     """What lies beside a matrix, all of it learning, and with an adapter."""
     sketch = course.Sketch(theme, 41, 16)
@@ -77,11 +85,17 @@ def sixteen_bytes(theme: Theme):
         sketch.tensor(left, 10.3, 0.9, 3.7, "B" if n == 0 else "", color=1)
     sketch.tensor(10.2, 9, 2.5, 5, "W", color=0, kept=False)
     sketch.text(11.5, 15, "2 bytes each", quiet=True)
-    sketch.text(27.8, 15, "16 bytes each, in thin matrices (in a Llama far thinner)", quiet=True)
+    sketch.text(
+        27.8, 15, "16 bytes each, in thin matrices (in a Llama far thinner)", quiet=True
+    )
     return sketch.figure
 
 
-course.show(sixteen_bytes, "Figure 1. What lies beside a matrix that learns, and beside a frozen one (dashed).")
+course.show(
+    sixteen_bytes,
+    "Figure 1. What lies beside a matrix that learns, "
+    "and beside a frozen one (dashed).",
+)
 
 # %% [markdown]
 # ## 2. From scratch, in four steps
@@ -140,13 +154,16 @@ for says, first in (("B zero   ", A), ("both zero", torch.zeros_like(A))):
     of_A, of_B = gradients(first, B)
     print(f"{says}  gradient of A {of_A.norm():.2f}, of B {of_B.norm():.2f}")
     assert not of_A.any()
-    assert of_B.any() == first.any()  # B learns first, and through it A from the second step on
+    # B learns first, and through it A from the second step on
+    assert of_B.any() == first.any()
 
 # %% [markdown]
 # **Count what learns:** $r\,(D_{in} + D_{out})$ for each matrix. Llama-3.2-1B has seven in each of 16 blocks.
 
 # %%
-trained = sum(shape.layers * 16 * (d_in + d_out) for d_in, d_out in shape.linears.values())
+trained = sum(
+    shape.layers * 16 * (d_in + d_out) for d_in, d_out in shape.linears.values()
+)
 print(f"{trained:,} of {shape.weights:,}, or {trained / shape.weights:.2%}")
 assert trained == course.bill(after).facts.trained_weights == 11_272_192
 
@@ -168,14 +185,23 @@ def train(learning, forward, steps=200, rate=0.03):
 
 
 A, B, M = nn.Parameter(A), nn.Parameter(B), nn.Parameter(W.clone())
-runs = {"LoRA": train([A, B], lambda: beside(x, W, A, B)), "full": train([M], lambda: x @ M.T)}
+runs = {
+    "LoRA": train([A, B], lambda: beside(x, W, A, B)),
+    "full": train([M], lambda: x @ M.T),
+}
 for name, (optimizer, _) in runs.items():
     weights = optimizer.param_groups[0]["params"]
-    beside_them = [p.grad for p in weights] + [s for p in weights for s in optimizer.state[p].values()]
-    lying = sum(t.nbytes for t in [*weights, *beside_them] if t.numel() > 1)  # a counter of steps is one number
+    beside_them = [p.grad for p in weights] + [
+        s for p in weights for s in optimizer.state[p].values()
+    ]
+    # a counter of steps is one number
+    lying = sum(t.nbytes for t in [*weights, *beside_them] if t.numel() > 1)
     made = peak_bytes(optimizer.step, alive=[*weights, *beside_them])
     n = sum(p.numel() for p in weights)
-    print(f"{name}: {n:,} weights, predicted {16 * n:,} bytes, counted {lying:,}, and {made} more in the step")
+    print(
+        f"{name}: {n:,} weights, predicted {16 * n:,} bytes, counted {lying:,}, "
+        f"and {made} more in the step"
+    )
     assert (lying, made) == (16 * n, 0)
 
 # %% [markdown]
@@ -215,7 +241,9 @@ for theirs in (packages, pefts):
 x64, W64, A64, B64 = (m.detach().double() for m in (x, W, A, B))
 merged = W64 + scale * B64 @ A64
 apart = (x64 @ merged.T - beside(x64, W64, A64, B64)).abs()
-each = (D + r + 2) * 2.0**-53 * (x64.abs() @ (W64.abs() + scale * B64.abs() @ A64.abs()).T)
+each = (
+    (D + r + 2) * 2.0**-53 * (x64.abs() @ (W64.abs() + scale * B64.abs() @ A64.abs()).T)
+)
 print(f"bound up to {2 * each.max():.1e}, found up to {apart.max():.1e}")
 assert (apart <= 2 * each).all()  # two sums
 
@@ -227,30 +255,52 @@ assert (apart <= 2 * each).all()  # two sums
 # %%
 floor = sizes[r:].square().sum().item()
 reached = {name: found for name, (_, found) in runs.items()}
-print(f"predicted floor {floor:.5f}; LoRA reached {reached['LoRA']:.5f}, full fine-tuning {reached['full']:.5f}")
-learnt = {"full fine-tuning": (M - W).detach(), f"LoRA, r = {r}": (scale * B @ A).detach()}
+print(
+    f"predicted floor {floor:.5f}; LoRA reached {reached['LoRA']:.5f}, "
+    f"full fine-tuning {reached['full']:.5f}"
+)
+learnt = {
+    "full fine-tuning": (M - W).detach(),
+    f"LoRA, r = {r}": (scale * B @ A).detach(),
+}
 values = {name: torch.linalg.svdvals(difference) for name, difference in learnt.items()}
 assert abs(reached["LoRA"] / floor - 1) < 1e-3
 assert reached["full"] < 1e-6
 assert values[f"LoRA, r = {r}"][r] < 1e-5
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def spectra(theme: Theme):
     """The singular values of what was learnt."""
     drawn, axes = course.figure(height=2.8)
-    for (name, found), color, marker in zip(values.items(), theme.series, "os", strict=False):
-        axes.plot(range(1, 25), found[:24], color=color, marker=marker, markersize=4, linewidth=1.2, label=name)
+    for (name, found), color, marker in zip(
+        values.items(), theme.series, "os", strict=False
+    ):
+        axes.plot(
+            range(1, 25),
+            found[:24],
+            color=color,
+            marker=marker,
+            markersize=4,
+            linewidth=1.2,
+            label=name,
+        )
     axes.axvline(r + 0.5, color=theme.quiet, linewidth=1, linestyle=(0, (4, 3)))
     axes.text(r + 0.8, 0.55, f"the rank, {r}", color=theme.quiet)
-    axes.set(xlabel="which singular value, the largest first (24 of 64)", ylabel="its size", ylim=(-0.03, 1.05))
+    axes.set(
+        xlabel="which singular value, the largest first (24 of 64)",
+        ylabel="its size",
+        ylim=(-0.03, 1.05),
+    )
     axes.grid(axis="y")
     axes.legend()
     return drawn
 
 
 course.show(
-    spectra, "Figure 2. The difference that was learnt: LoRA finds the eight largest directions, and has no ninth."
+    spectra,
+    "Figure 2. The difference that was learnt: "
+    "LoRA finds the eight largest directions, and has no ninth.",
 )
 
 # %% [markdown]
@@ -260,9 +310,14 @@ course.show(
 # %%
 start = W.clone().requires_grad_()
 for n in (1, r, 2 * r):
-    (of_W,) = torch.autograd.grad((x[:n] @ start.T - target[:n]).square().sum(), [start])
+    (of_W,) = torch.autograd.grad(
+        (x[:n] @ start.T - target[:n]).square().sum(), [start]
+    )
     rank = torch.linalg.matrix_rank(of_W).item()
-    print(f"{n:2} tokens: a gradient of rank {rank}; an adapter of rank {r} can hold it: {rank <= r}")
+    print(
+        f"{n:2} tokens: a gradient of rank {rank}; "
+        f"an adapter of rank {r} can hold it: {rank <= r}"
+    )
     assert rank == n
 
 # %% [markdown]
@@ -281,7 +336,11 @@ def step(adapted, learns=False):
     weights = [w.clone().requires_grad_(learns) for w in stack]
     y = x
     for n, w in enumerate(weights):
-        y = beside(y, w, *(m.detach().requires_grad_() for m in (A, B))) if n in adapted else y @ w.T
+        y = (
+            beside(y, w, *(m.detach().requires_grad_() for m in (A, B)))
+            if n in adapted
+            else y @ w.T
+        )
     y.square().mean().backward()
 
 
@@ -295,8 +354,13 @@ for says, work, units in (
     counted = flops(work) / (2 * T * D * D)
     print(f"{says:20} predicted {units:6.3f} units, counted {counted:6.3f}")
     assert counted == units
-share = trained / sum(shape.layers * d_in * d_out for d_in, d_out in shape.linears.values())
-print(f"in Llama-3.2-1B t is {share:.2%} of a unit: a step falls from 3 units to {2 + 3 * share:.2f}")
+share = trained / sum(
+    shape.layers * d_in * d_out for d_in, d_out in shape.linears.values()
+)
+print(
+    f"in Llama-3.2-1B t is {share:.2%} of a unit: "
+    f"a step falls from 3 units to {2 + 3 * share:.2f}"
+)
 
 # %% [markdown]
 # So where matrices are wide, LoRA *saves* a third of the products with weights (a quarter under checkpointing, where
@@ -307,7 +371,9 @@ print(f"in Llama-3.2-1B t is {share:.2%} of a unit: a step falls from 3 units to
 # %%
 step_of = "attention=best precision=best gradient_checkpointing=true"
 course.on_a_gpu("lora", off=step_of, on=f"{step_of} peft=lora")
-full = course.bill(with_settings(course.so_far("00_the_bill"), settings_of(step_of, T4)))
+full = course.bill(
+    with_settings(course.so_far("00_the_bill"), settings_of(step_of, T4))
+)
 assert round(full.least_bytes / GIB, 1) == 20.8
 assert not full.fits
 
@@ -347,15 +413,23 @@ assert not course.bill(before).fits
 for rank in (1, 16, 64):
     peak = course.bill(with_settings(after, [f"lora.r={rank}"])).peak_bytes
     predicted = course.bill(after).peak_bytes + 16 * (rank - 16) * trained // 16
-    print(f"r = {rank:2}: predicted {predicted / MIB:,.0f} MiB, by the bill {peak / MIB:,.0f}")
+    print(
+        f"r = {rank:2}: predicted {predicted / MIB:,.0f} MiB, "
+        f"by the bill {peak / MIB:,.0f}"
+    )
     assert peak == predicted
+thin = course.bill(with_settings(after, ["lora.r=1"])).peak_bytes
+course.reveal(guess, 100 * (1 - thin / course.bill(after).peak_bytes), "%")
 
 # %% [markdown]
 # From 16 to 1 it is 2.8 %. The adapter's size was never the point: *freezing* saves, and a low rank is what is left to
 # learn with. So choose $r$ for quality. Rank 64 costs half a GiB more.
 
 # %%
-course.show(course.staircase("04_lora"), "Figure 3. The bill so far: the first one that fits a T4.")
+course.show(
+    course.staircase("04_lora"),
+    "Figure 3. The bill so far: the first one that fits a T4.",
+)
 
 # %% [markdown]
 # **The family.** Each freezes the base, and puts something else beside it.
@@ -374,7 +448,10 @@ course.show(course.staircase("04_lora"), "Figure 3. The bill so far: the first o
 # %%
 width = shape.width
 outs = sum(shape.layers * d_out for _, d_out in shape.linears.values())
-a_block = sum(d_in * d_out for d_in, d_out in shape.linears.values()) + shape.block_other_weights
+a_block = (
+    sum(d_in * d_out for d_in, d_out in shape.linears.values())
+    + shape.block_other_weights
+)
 family = {
     "full fine-tuning": ("tricks.peft=none", shape.weights),
     "head only": ("tricks.peft=head", shape.vocabulary * width),
@@ -384,37 +461,68 @@ family = {
     "LoRA and rsLoRA, r = 16": ("lora.rslora=true", trained),
     "prompt, P = 16": ("tricks.peft=prompt_tuning", 16 * width),
 }
-bills = {name: course.bill(with_settings(after, [setting])) for name, (setting, _) in family.items()}
+bills = {
+    name: course.bill(with_settings(after, [setting]))
+    for name, (setting, _) in family.items()
+}
 for name, (_, predicted) in family.items():
     assert bills[name].facts.trained_weights == predicted
-assert LoraLinear(linear(), 16, 32, rslora=True).scale == 4 * LoraLinear(linear(), 16, 32).scale
-torch.testing.assert_close(LoraLinear(linear(), r, alpha, dora=True)(x), x @ W.T, rtol=0, atol=1e-5)  # |w| / |w| rounds
+assert (
+    LoraLinear(linear(), 16, 32, rslora=True).scale
+    == 4 * LoraLinear(linear(), 16, 32).scale
+)
+# |w| / |w| rounds
+torch.testing.assert_close(
+    LoraLinear(linear(), r, alpha, dora=True)(x), x @ W.T, rtol=0, atol=1e-5
+)
 assert torch.equal(SideBlock(linear(), D)(x), x @ W.T)
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 4 tags=["hide-input"]
 def of_family(theme: Theme):
     """The bill of each, by what its rows are for."""
-    learning = ("weights: adapter", "16-bit copies of weights", "gradients", "optimizer states")
+    learning = (
+        "weights: adapter",
+        "16-bit copies of weights",
+        "gradients",
+        "optimizer states",
+    )
     groups = {
-        "the loaded weights": lambda name: name in ("weights: blocks", "weights: all others"),
+        "the loaded weights": lambda name: (
+            name in ("weights: blocks", "weights: all others")
+        ),
         "what learning adds": lambda name: name in learning,
         "logits": lambda name: name == "logits",
-        "all else": lambda name: not name.startswith("weights: ") and name not in (*learning, "logits"),
+        "all else": lambda name: (
+            not name.startswith("weights: ") and name not in (*learning, "logits")
+        ),
     }
     drawn, axes = course.figure(height=4.4)
     left = [0.0] * len(bills)
     for (label, belongs), color in zip(groups.items(), theme.series, strict=True):
-        sums = [sum(line.bytes for line in bill.lines if belongs(line.name)) / GIB for bill in bills.values()]
-        axes.barh(range(len(bills)), sums, left=left, color=color, height=0.6, label=label)
+        sums = [
+            sum(line.bytes for line in bill.lines if belongs(line.name)) / GIB
+            for bill in bills.values()
+        ]
+        axes.barh(
+            range(len(bills)), sums, left=left, color=color, height=0.6, label=label
+        )
         left = [a + b for a, b in zip(left, sums, strict=True)]
     for place, (end, bill) in enumerate(zip(left, bills.values(), strict=True)):
-        assert abs(end - bill.peak_bytes / GIB) < 1e-9, "a line of the bill is not drawn"
+        assert abs(end - bill.peak_bytes / GIB) < 1e-9, (
+            "a line of the bill is not drawn"
+        )
         axes.text(end, place, f" {end:.1f} GiB", va="center", color=theme.ink)
     capacity(axes, theme)
-    names = [f"{name}\n{bill.facts.trained_weights:,} learn" for name, bill in bills.items()]
+    names = [
+        f"{name}\n{bill.facts.trained_weights:,} learn" for name, bill in bills.items()
+    ]
     axes.set_yticks(range(len(bills)), names)
-    axes.set(xlabel="peak of a training step, GiB", xlim=(0, 27), ylim=(len(bills) - 0.5, -1.2))
+    axes.set(
+        xlabel="peak of a training step, GiB",
+        xlim=(0, 27),
+        ylim=(len(bills) - 0.5, -1.2),
+    )
     axes.grid(axis="x")
     axes.legend(loc="lower right")
     return drawn
@@ -422,7 +530,8 @@ def of_family(theme: Theme):
 
 course.show(
     of_family,
-    "Figure 4. What learns, and the bill: below some ten million trained weights the bill hardly moves, as the frozen "
+    "Figure 4. What learns, and the bill: below some ten million trained weights "
+    "the bill hardly moves, as the frozen "
     "weights and the logits are what is left.",
 )
 
@@ -438,7 +547,11 @@ try:
 except ValueError as error:
     print(error)
     assert "not found in the base model" in str(error)
-there = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+there = {
+    name.rpartition(".")[2]
+    for name, part in model.named_modules()
+    if isinstance(part, nn.Linear)
+}
 fresh = nn.Sequential(OrderedDict(q_proj=linear(), v_proj=linear()))
 cured = get_peft_model(fresh, LoraConfig(r=r, target_modules=sorted(there)))  # the cure
 assert sum(p.numel() for p in cured.parameters() if p.requires_grad) == 2 * r * (D + D)
@@ -454,7 +567,10 @@ assert sum(p.numel() for p in cured.parameters() if p.requires_grad) == 2 * r * 
 # %%
 other = W + 0.005 * torch.randn(D, D)
 grown = (other - W).square().sum().item()
-for says, base, predicted in (("its own base", W, reached["LoRA"]), ("another", other, reached["LoRA"] + grown)):
+for says, base, predicted in (
+    ("its own base", W, reached["LoRA"]),
+    ("another", other, reached["LoRA"] + grown),
+):
     found = loss(x @ (base + scale * B @ A).T).item()
     print(f"merged into {says:12} predicted {predicted:.3f}, found {found:.3f}")
     assert abs(found / predicted - 1) < (1e-3 if base is W else 0.05)
@@ -482,37 +598,64 @@ def extract(difference, rank):
 highest_rank = None
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_extract(answer):
-    for difference, rank in ((delta, 3), (delta[:40], 5), (delta[:, :24], 1)):  # square, wide, high
+    # square, wide, high
+    for difference, rank in ((delta, 3), (delta[:40], 5), (delta[:, :24], 1)):
         if (pair := answer(difference.clone(), rank)) is None:
             raise NotImplementedError
         A, B = pair
         outs, ins = difference.shape
-        assert tuple(A.shape) == (rank, ins), f"A has shape {tuple(A.shape)}, not (rank, D_in) = {(rank, ins)}"
-        assert tuple(B.shape) == (outs, rank), f"B has shape {tuple(B.shape)}, not (D_out, rank) = {(outs, rank)}"
+        assert tuple(A.shape) == (rank, ins), (
+            f"A has shape {tuple(A.shape)}, not (rank, D_in) = {(rank, ins)}"
+        )
+        assert tuple(B.shape) == (outs, rank), (
+            f"B has shape {tuple(B.shape)}, not (D_out, rank) = {(outs, rank)}"
+        )
         best = torch.linalg.svdvals(difference)
         apart = (difference - B @ A).square().sum().item()
         found, wanted = (
-            [round(size, 2) for size in some[:rank].tolist()] for some in (torch.linalg.svdvals(B @ A), best)
+            [round(size, 2) for size in some[:rank].tolist()]
+            for some in (torch.linalg.svdvals(B @ A), best)
         )
-        hint = f"singular values of B A: {found}, largest of the difference: {wanted}; squared distance {apart:.3f}"
+        hint = (
+            f"singular values of B A: {found}, largest of the difference: {wanted}; "
+            f"squared distance {apart:.3f}"
+        )
         assert apart < best[rank:].square().sum().item() + 1e-4, hint
 
 
 def of_rank(answer):
     rank = int(answer)
     assert rank == answer, f"not {answer}; a rank is a whole number"
-    found, higher = (course.bill(with_settings(after, [f"lora.r={r}"])) for r in (rank, rank + 1))
-    needed = f"{found.least_bytes / MIB:,.1f} MiB, with the peak at the {found.peak.name}"
-    assert found.fits, f"rank {rank} needs {needed}; a T4 has {T4.memory_bytes / MIB:,.1f}"
+    found, higher = (
+        course.bill(with_settings(after, [f"lora.r={r}"])) for r in (rank, rank + 1)
+    )
+    needed = (
+        f"{found.least_bytes / MIB:,.1f} MiB, with the peak at the {found.peak.name}"
+    )
+    assert found.fits, (
+        f"rank {rank} needs {needed}; a T4 has {T4.memory_bytes / MIB:,.1f}"
+    )
     assert not higher.fits, f"a rank above {rank} still fits"
 
 
-of_q_and_v = sum(shape.layers * 8 * sum(shape.linears[name]) for name in ("q_proj", "v_proj"))
-sizes_of = "you need D_in and D_out of both matrices (shape.linears has them), the rank, and all blocks"
-course.check(1, numbers_at_rank_8, course.equal(of_q_and_v, sizes_of), "how many numbers learn")
-course.check(2, extract, of_extract, "a function (difference, rank) -> a pair of tensors, A and B")
+of_q_and_v = sum(
+    shape.layers * 8 * sum(shape.linears[name]) for name in ("q_proj", "v_proj")
+)
+sizes_of = (
+    "you need D_in and D_out of both matrices (shape.linears has them), "
+    "the rank, and all blocks"
+)
+course.check(
+    1, numbers_at_rank_8, course.equal(of_q_and_v, sizes_of), "how many numbers learn"
+)
+course.check(
+    2,
+    extract,
+    of_extract,
+    "a function (difference, rank) -> a pair of tensors, A and B",
+)
 course.check(3, highest_rank, of_rank, "a rank, a whole number")
 
 # %% [markdown]
@@ -527,8 +670,9 @@ course.check(3, highest_rank, of_rank, "a rank, a whole number")
 #     return Vt[:rank], U[:, :rank] * found[:rank]
 #
 #
-# # 16 bytes a number would let 854 in. But at such ranks the peak is an operation earlier, at the end of the forward
-# # pass: there autocast still holds a 16-bit copy of each number, two bytes more.
+# # 16 bytes a number would let 854 in. But at such ranks the peak is an operation
+# # earlier, at the end of the forward pass: there autocast still holds a 16-bit copy of
+# # each number, two bytes more.
 # def fits(rank):
 #     return course.bill(with_settings(after, [f"lora.r={rank}"])).fits
 #

@@ -17,7 +17,7 @@
 # froze the model and put adapters beside it; a step now peaks at 5,688 MiB. The largest row of that bill is logits,
 # for lesson 12. The next is the frozen matrices. Nobody will ever update them. Must each weight take two bytes?
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import logging
 
 import bitsandbytes as bnb
@@ -50,15 +50,23 @@ KIB, MIB = 1024, 2**20
 
 # %%
 L, WIDTH, KEYS, INNER = 16, 2048, 512, 8192
-weights = L * (2 * WIDTH * WIDTH + 2 * WIDTH * KEYS + 3 * WIDTH * INNER)  # q and o; k and v; gate, up and down
+# q and o; k and v; gate, up and down
+weights = L * (2 * WIDTH * WIDTH + 2 * WIDTH * KEYS + 3 * WIDTH * INNER)
 scales = L * (2 * WIDTH + 2 * KEYS + 2 * INNER + WIDTH)
 in_8_bits = weights + 4 * scales
-print(f"{weights:,} weights: {2 * weights / MIB:,.1f} MiB in 16 bits, {in_8_bits / MIB:,.1f} in 8, scales included")
+print(
+    f"{weights:,} weights: {2 * weights / MIB:,.1f} MiB in 16 bits, "
+    f"{in_8_bits / MIB:,.1f} in 8, scales included"
+)
 assert weights == 973_078_528
 
 # %% [markdown]
 # So 927 MiB should go, and 5,688 become 4,761. Keep that guess in mind. It is wrong, and section 5 shows by how much.
-#
+
+# %% Your guess: MiB of the peak with int8 tags=["predict"]
+guess = 0  # @param {type:"number"}
+
+# %% [markdown]
 # ## 2. From scratch, in four steps
 # **Round to a ruler.** Take a row of numbers and its largest size $m = \max|w|$ (*absmax*). Lay a ruler of 255 marks
 # from $-m$ to $m$ and keep the number of the nearest mark, $\text{code} = \text{round}(127\,w / m)$. Nothing moves by
@@ -66,7 +74,8 @@ assert weights == 973_078_528
 # root mean square.
 
 # %%
-T, D, N = 32, 2048, 512  # tokens, features in, features out: a key matrix of Llama-3.2-1B
+# tokens, features in, features out: a key matrix of Llama-3.2-1B
+T, D, N = 32, 2048, 512
 x, w = torch.randn(T, D), (torch.randn(N, D) / D**0.5).half()
 
 
@@ -92,7 +101,10 @@ def expected(rows):
 
 codes, absmax = to_codes(w)
 stored = from_codes(codes, absmax)
-print(f"weights: predicted {expected(w):.2%} apart, counted {apart(stored, w.float()):.2%}")
+print(
+    f"weights: predicted {expected(w):.2%} apart, "
+    f"counted {apart(stored, w.float()):.2%}"
+)
 assert abs(apart(stored, w.float()) / expected(w) - 1) < 0.02
 
 # %% [markdown]
@@ -113,7 +125,10 @@ print(f"4 * 127 * 127 = {4 * 127 * 127:,}; torch in int8: {(ones @ ones)[0, 0]}"
 assert (ones @ ones == 4 * 127 * 127 % 256).all()
 
 found, exact = product(*to_codes(x)), x @ w.float().T
-torch.testing.assert_close(found, from_codes(*to_codes(x)) @ stored.T, rtol=0, atol=1e-5)  # scales outside, or inside
+# scales outside, or inside
+torch.testing.assert_close(
+    found, from_codes(*to_codes(x)) @ stored.T, rtol=0, atol=1e-5
+)
 predicted = (expected(x) ** 2 + expected(w) ** 2) ** 0.5  # two independent errors
 print(f"product: predicted {predicted:.2%} apart, counted {apart(found, exact):.2%}")
 assert abs(apart(found, exact) / predicted - 1) < 0.05
@@ -143,7 +158,10 @@ def vector_wise(x):
 
 
 for size in (6, 20, 60):
-    print(f"outlier of {size:2}: predicted {size / 440:5.1%}, counted {damage(vector_wise, size):5.1%}")
+    print(
+        f"outlier of {size:2}: predicted {size / 440:5.1%}, "
+        f"counted {damage(vector_wise, size):5.1%}"
+    )
     assert abs(damage(vector_wise, size) / (size / 440) - 1) < 0.1
 
 # %% [markdown]
@@ -167,10 +185,13 @@ def mixed(x):
 
 
 assert all(damage(mixed, size) < 1.1 * expected(x) for size in (6, 20, 60, 600))
-print(f"with an outlier of 60: {damage(mixed, 60):.2%} instead of {damage(vector_wise, 60):.1%}")
+print(
+    "with an outlier of 60: "
+    f"{damage(mixed, 60):.2%} instead of {damage(vector_wise, 60):.1%}"
+)
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def the_ways(theme: Theme):
     """The two ways of a product."""
     sketch = course.Sketch(theme, 41.5, 12)
@@ -199,11 +220,31 @@ def of_outliers(theme: Theme):
     """Error against the outlier's size."""
     drawn, axes = course.figure(height=2.9)
     sizes = [6, 10, 20, 40, 60, 100, 250, 600, 1500]
-    axes.plot(sizes[:7], [100 * size / 440 for size in sizes[:7]], color=theme.quiet, label="predicted: s / 440")
-    for label, way, color, marker in (("vector-wise", vector_wise, 1, "o"), ("outlier apart", mixed, 0, "s")):
+    axes.plot(
+        sizes[:7],
+        [100 * size / 440 for size in sizes[:7]],
+        color=theme.quiet,
+        label="predicted: s / 440",
+    )
+    for label, way, color, marker in (
+        ("vector-wise", vector_wise, 1, "o"),
+        ("outlier apart", mixed, 0, "s"),
+    ):
         found = [100 * damage(way, size) for size in sizes]
-        axes.plot(sizes, found, color=theme.series[color], marker=marker, linestyle="", label=label)
-    axes.set(xscale="log", yscale="log", xlabel="size s of the outlier; the others have size 1", ylabel="error, %")
+        axes.plot(
+            sizes,
+            found,
+            color=theme.series[color],
+            marker=marker,
+            linestyle="",
+            label=label,
+        )
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="size s of the outlier; the others have size 1",
+        ylabel="error, %",
+    )
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid()
@@ -211,8 +252,16 @@ def of_outliers(theme: Theme):
     return drawn
 
 
-course.show(the_ways, "Figure 1. Integers with a scale for each token and each output; outlier columns go apart.")
-course.show(of_outliers, "Figure 2. One outlier costs the other features all their bits; sent round, it costs nothing.")
+course.show(
+    the_ways,
+    "Figure 1. Integers with a scale for each token and each output; "
+    "outlier columns go apart.",
+)
+course.show(
+    of_outliers,
+    "Figure 2. One outlier costs the other features all their bits; "
+    "sent round, it costs nothing.",
+)
 
 # %% [markdown]
 # ## 3. Prove it
@@ -225,7 +274,10 @@ x_codes, x_absmax = to_codes(x)
 of_x = x_absmax[:, None] / 254 * w.float().abs().sum(dim=1)
 of_w = absmax / 254 * from_codes(x_codes, x_absmax).abs().sum(dim=1, keepdim=True)
 used = ((found - exact).abs() / (of_x + of_w)).max().item()
-print(f"the worst output uses {used:.0%} of its bound; {codes.nbytes + absmax.nbytes:,} bytes of {w.nbytes:,}")
+print(
+    f"the worst output uses {used:.0%} of its bound; "
+    f"{codes.nbytes + absmax.nbytes:,} bytes of {w.nbytes:,}"
+)
 assert used < 1
 assert codes.nbytes + absmax.nbytes == N * (D + 4)
 
@@ -239,10 +291,17 @@ theirs = (*quantise(w)[:2], *quantise(given.clone(), threshold=6.0))
 x_codes, x_absmax, columns = decompose(given)
 ours = (codes, absmax, x_codes, x_absmax, columns.nonzero().flatten())
 assert all(torch.equal(one, its) for one, its in zip(ours, theirs, strict=True))
-assert all(torch.equal(one, its) for one, its in zip(ours, quantize_rows(w), strict=False))
-their_product, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm(given, x_codes, codes, x_absmax, absmax, theirs[4], None)
-torch.testing.assert_close(mixed(given).half(), their_product, rtol=0, atol=2**-7)  # a rounding of fp16 near 8
-torch.testing.assert_close(mixed(given), linear_8bit(given.float(), codes, absmax), rtol=0, atol=1e-5)
+assert all(
+    torch.equal(one, its) for one, its in zip(ours, quantize_rows(w), strict=False)
+)
+their_product, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm(
+    given, x_codes, codes, x_absmax, absmax, theirs[4], None
+)
+# a rounding of fp16 near 8
+torch.testing.assert_close(mixed(given).half(), their_product, rtol=0, atol=2**-7)
+torch.testing.assert_close(
+    mixed(given), linear_8bit(given.float(), codes, absmax), rtol=0, atol=1e-5
+)
 print("integers, scales, columns: equal bit for bit; products: to a rounding of fp16")
 
 # %% [markdown]
@@ -253,7 +312,11 @@ print("integers, scales, columns: equal bit for bit; products: to a rounding of 
 # %%
 quality = results.study("quality")
 if quality:
-    print(tables.quality([run for run in quality["runs"] if run["case"] in ("fp32", "int8", "nf4")]))
+    print(
+        tables.quality(
+            [run for run in quality["runs"] if run["case"] in ("fp32", "int8", "nf4")]
+        )
+    )
 
 # %% [markdown]
 # ## 4. What it costs
@@ -264,8 +327,15 @@ if quality:
 # and made it about 1.8 times as fast. Its own benchmark on a T4 lets Qwen2.5-3B *answer*, in tokens a second:
 
 # %%
-for rows, in_16, old, new in ((1, 25.66, 3.34, 5.98), (8, 189.56, 24.28, 44.15), (32, 532.30, 93.75, 167.37)):
-    print(f"{rows:2} rows: fp16 {in_16:.0f}, int8 {new:.0f}: {in_16 / new:.1f} times as long; before 0.45 {old:.0f}")
+for rows, in_16, old, new in (
+    (1, 25.66, 3.34, 5.98),
+    (8, 189.56, 24.28, 44.15),
+    (32, 532.30, 93.75, 167.37),
+):
+    print(
+        f"{rows:2} rows: fp16 {in_16:.0f}, int8 {new:.0f}: "
+        f"{in_16 / new:.1f} times as long; before 0.45 {old:.0f}"
+    )
     assert 1.7 < new / old < 1.9
     assert 3.1 < in_16 / new < 4.4
 
@@ -274,7 +344,10 @@ for rows, in_16, old, new in ((1, 25.66, 3.34, 5.98), (8, 189.56, 24.28, 44.15),
 # measured it on a T4. If you have a card, this cell measures it:
 
 # %%
-step_of = "peft=lora attention=best precision=best gradient_checkpointing=true chunked_loss=true"
+step_of = (
+    "peft=lora attention=best precision=best gradient_checkpointing=true "
+    "chunked_loss=true"
+)
 course.on_a_gpu("int8", off=step_of, on=f"{step_of} quantization=int8")
 
 # %% [markdown]
@@ -306,7 +379,8 @@ def of_torch(block, x):
 
 
 def left(product, way=of_torch, dtype=torch.float16):
-    """Bytes that are left when the forward pass is over, and then the input's gradient."""
+    """Bytes that are left when the forward pass is over, and then the input's
+    gradient."""
     torch.manual_seed(1)
     start = y = torch.randn(128, 64).to(dtype).requires_grad_()
     with LiveBytes() as count:
@@ -317,7 +391,10 @@ def left(product, way=of_torch, dtype=torch.float16):
     return alive, start.grad
 
 
-print(f"16 bits: {left(None)[0] / KIB:.0f} KiB, int8: {left(MatMul8bitLt)[0] / KIB:.0f} KiB")
+print(
+    f"16 bits: {left(None)[0] / KIB:.0f} KiB, int8: "
+    f"{left(MatMul8bitLt)[0] / KIB:.0f} KiB"
+)
 assert left(None)[0] == 8 * s
 assert left(MatMul8bitLt)[0] == 2 * 8 * s
 
@@ -341,9 +418,15 @@ class Released(MatMul8bitLt):
 
 
 _, grad = left(MatMul8bitLt)
-for name, product_of, way in (("lesson 3's", MatMul8bitLt, checkpointed), ("torch's, released", Released, of_torch)):
+for name, product_of, way in (
+    ("lesson 3's", MatMul8bitLt, checkpointed),
+    ("torch's, released", Released, of_torch),
+):
     alive, its_grad = left(product_of, way)
-    print(f"checkpoint, {name}: {alive / KIB:.0f} KiB, gradient equal: {torch.equal(grad, its_grad)}")
+    print(
+        f"checkpoint, {name}: {alive / KIB:.0f} KiB, gradient equal: "
+        f"{torch.equal(grad, its_grad)}"
+    )
     assert alive == 8 * s
     assert torch.equal(grad, its_grad)
 
@@ -365,13 +448,18 @@ print(diff(resolve(before, T4), resolve(after, T4)))
 
 # %%
 tokens = 2048
-pinned = L * tokens * (4 * WIDTH + 2 * WIDTH + 4 * WIDTH + 4 * INNER)  # q, k, v; o (16 bits); gate, up; down
+# q, k, v; o (16 bits); gate, up; down
+pinned = L * tokens * (4 * WIDTH + 2 * WIDTH + 4 * WIDTH + 4 * INNER)
 inputs = L * tokens * 4 * WIDTH
-print(f"predicted: {in_8_bits / MIB:,.1f} MiB of matrices, {(inputs + pinned) / MIB:,.1f} MiB waiting")
+print(
+    f"predicted: {in_8_bits / MIB:,.1f} MiB of matrices, "
+    f"{(inputs + pinned) / MIB:,.1f} MiB waiting"
+)
 course.show_bill(before, after)
 rows = {line.name: line.bytes for line in course.bill(after).lines}
 assert rows["weights: blocks"] == in_8_bits
 assert rows["saved activations"] == inputs + pinned
+course.reveal(guess, course.bill(after).peak_bytes / MIB, "MiB")
 
 # %% [markdown]
 # The matrices are as predicted. The peak is at the same moment, the loss, and 1,876 MiB higher:
@@ -387,14 +475,21 @@ assert rows["saved activations"] == inputs + pinned
 # 13 removes them. Were the pinned inputs let go of besides, int8 would cost just what we guessed at first.
 
 # %%
-guess = course.bill(before).peak_bytes - (2 * weights - in_8_bits)
+first_guess = course.bill(before).peak_bytes - (2 * weights - in_8_bits)
 lean = with_settings(after, ["tricks.lean_preparation=true"])
-peak, lean_pinned = course.bill(lean).peak_bytes, L * tokens * (3 * 2 * WIDTH + 2 * INNER)  # in 16 bits now
-print(f"guessed {guess / MIB:,.1f} MiB; lean int8 takes {peak / MIB:,.1f}, {lean_pinned / MIB:,.1f} of them pinned")
-assert peak - lean_pinned == guess
+# what is pinned is in 16 bits now
+peak, lean_pinned = (
+    course.bill(lean).peak_bytes,
+    L * tokens * (3 * 2 * WIDTH + 2 * INNER),
+)
+print(
+    f"guessed {first_guess / MIB:,.1f} MiB; lean int8 takes {peak / MIB:,.1f}, "
+    f"{lean_pinned / MIB:,.1f} of them pinned"
+)
+assert peak - lean_pinned == first_guess
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input"]
 def bills(theme: Theme):
     """The same step, its weights stored in four ways."""
     drawn, axes = course.figure(height=3.0)
@@ -404,7 +499,12 @@ def bills(theme: Theme):
         "saved activations": ("saved activations",),
         "logits": ("logits",),
     }
-    ways = {"fp16": (before, 0), "int8": (after, 0), "int8, lean, released": (lean, lean_pinned), "NF4": (nf4, 0)}
+    ways = {
+        "fp16": (before, 0),
+        "int8": (after, 0),
+        "int8, lean, released": (lean, lean_pinned),
+        "NF4": (nf4, 0),
+    }
     colours = [*theme.series, theme.quiet]
     for place, (recipe, gone) in enumerate(ways.values()):
         bill = course.bill(recipe)
@@ -413,10 +513,21 @@ def bills(theme: Theme):
         stack[2] -= gone
         stack.append(bill.peak_bytes - gone - sum(stack))
         left = 0
-        for size, color, label in zip(stack, colours, [*parts, "the rest"], strict=True):
-            axes.barh(place, size / MIB, left=left / MIB, color=color, height=0.62, label=label if place == 0 else None)
+        for size, color, label in zip(
+            stack, colours, [*parts, "the rest"], strict=True
+        ):
+            axes.barh(
+                place,
+                size / MIB,
+                left=left / MIB,
+                color=color,
+                height=0.62,
+                label=label if place == 0 else None,
+            )
             left += size
-        axes.text(left / MIB, place, f" {left / MIB:,.0f}", va="center", color=theme.ink)
+        axes.text(
+            left / MIB, place, f" {left / MIB:,.0f}", va="center", color=theme.ink
+        )
     axes.set_yticks(range(len(ways)), list(ways))
     axes.set(xlabel="peak of a step, MiB", xlim=(0, 8600), ylim=(len(ways) - 0.5, -0.5))
     axes.grid(axis="x")
@@ -424,7 +535,11 @@ def bills(theme: Theme):
     return drawn
 
 
-course.show(bills, "Figure 3. int8 halves the first part and pays in the second and third; NF4 pins nothing.")
+course.show(
+    bills,
+    "Figure 3. int8 halves the first part and pays in the second and third; "
+    "NF4 pins nothing.",
+)
 
 # %% [markdown]
 # So the Kwanzaa run does not take this road. NF4 takes the matrices to 522 MiB, pins nothing, and is lesson 6.
@@ -439,14 +554,18 @@ try:
     nn.Parameter(codes)
 except RuntimeError as error:
     print(error)
-    assert str(error) == "Only Tensors of floating point and complex dtype can require gradients"
+    assert (
+        str(error)
+        == "Only Tensors of floating point and complex dtype can require gradients"
+    )
 try:
     resolve(with_settings(after, ["tricks.peft=none"]), T4)
 except BadInput as error:
     print(error)
     assert "nothing would train" in str(error)
 thin = nn.Parameter(torch.zeros(N, 16))
-(mixed(x) + x[:, :16] @ thin.T).square().sum().backward()  # the cure: something beside it learns
+# the cure: something beside it learns
+(mixed(x) + x[:, :16] @ thin.T).square().sum().backward()
 assert thin.grad.norm() > 0
 
 # %% [markdown]
@@ -457,7 +576,8 @@ assert thin.grad.norm() > 0
 # %%
 heard = []
 log = logging.getLogger("bitsandbytes.autograd._functions")
-log.addFilter(lambda record: heard.append(record.getMessage()))  # heard, and not printed
+# heard, and not printed
+log.addFilter(lambda record: heard.append(record.getMessage()))
 wide, _ = left(MatMul8bitLt, dtype=torch.float32)
 print(f"{heard[0]}: {wide / KIB:.0f} KiB")
 assert wide == 2 * 2 * 8 * s
@@ -488,11 +608,14 @@ def in_blocks(rows, size):
 tokens_that_eat_it = None
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_ruin(answer):
     size = float(answer)
     code = round(127 / size)
-    assert code == 0, f"beside an outlier of {size:g} a feature of 1 still has the code {code}; it is 127 / s, rounded"
+    assert code == 0, (
+        f"beside an outlier of {size:g} a feature of 1 still has the code {code}; "
+        "it is 127 / s, rounded"
+    )
     assert size < 254.5, f"not {size:g}; beside a smaller outlier the codes are 0, too"
 
 
@@ -503,25 +626,47 @@ def of_blocks(answer):
             raise NotImplementedError
         codes, scales = found
         shapes = (T, D // size, size), (T, D // size)
-        assert (tuple(codes.shape), tuple(scales.shape)) == shapes, f"shapes must be {shapes[0]} and {shapes[1]}"
+        assert (tuple(codes.shape), tuple(scales.shape)) == shapes, (
+            f"shapes must be {shapes[0]} and {shapes[1]}"
+        )
         assert codes.dtype == torch.int8, f"codes are int8, not {codes.dtype}"
-        assert scales[:, -1].max() < 100, "the outlier still spoils blocks that it is not in"
+        assert scales[:, -1].max() < 100, (
+            "the outlier still spoils blocks that it is not in"
+        )
         right = rows.reshape(T, -1, size).abs().amax(dim=2)
-        assert torch.allclose(scales, right), "a scale is the largest absolute value of its block, as in to_codes"
+        assert torch.allclose(scales, right), (
+            "a scale is the largest absolute value of its block, as in to_codes"
+        )
         moved = (codes * (scales / 127)[:, :, None]).reshape(T, D) - rows
         near = (moved.abs() <= right.repeat_interleave(size, 1) / 254 * 1.001).all()
-        assert near, "unpacked, a number is more than half a step away from where it was"
+        assert near, (
+            "unpacked, a number is more than half a step away from where it was"
+        )
 
 
 def of_tokens(answer):
     tokens = float(answer)
-    saved, eaten = (2 * weights - in_8_bits) / MIB, tokens * L * (10 * WIDTH + 4 * INNER) / MIB
-    found = f"at {tokens:,.0f} tokens {eaten:,.0f} MiB are pinned and {saved:,.0f} saved"
-    assert abs(eaten / saved - 1) <= 0.01, f"{found}; which inputs are pinned, and how many bytes does each take?"
+    saved, eaten = (
+        (2 * weights - in_8_bits) / MIB,
+        tokens * L * (10 * WIDTH + 4 * INNER) / MIB,
+    )
+    found = (
+        f"at {tokens:,.0f} tokens {eaten:,.0f} MiB are pinned and {saved:,.0f} saved"
+    )
+    assert abs(eaten / saved - 1) <= 0.01, (
+        f"{found}; which inputs are pinned, and how many bytes does each take?"
+    )
 
 
-course.check(1, smallest_ruinous_outlier, of_ruin, "the size s of an outlier, one number")
-course.check(2, in_blocks, of_blocks, "a function (rows, size) -> a pair of tensors, codes and scales")
+course.check(
+    1, smallest_ruinous_outlier, of_ruin, "the size s of an outlier, one number"
+)
+course.check(
+    2,
+    in_blocks,
+    of_blocks,
+    "a function (rows, size) -> a pair of tensors, codes and scales",
+)
 course.check(3, tokens_that_eat_it, of_tokens, "a number of tokens")
 
 # %% [markdown]
@@ -531,7 +676,8 @@ course.check(3, tokens_that_eat_it, of_tokens, "a number of tokens")
 # smallest_ruinous_outlier = 254  # 127 * 1 / 254 = 0.5, which rounds to the even 0
 #
 #
-# def in_blocks(rows, size):  # no integer product: its scales change along the sum, and cannot come out of it
+# # no integer product: its scales change along the sum, and cannot come out of it
+# def in_blocks(rows, size):
 #     codes, scales = to_codes(rows.reshape(-1, size))
 #     return codes.reshape(len(rows), -1, size), scales.reshape(len(rows), -1)
 #

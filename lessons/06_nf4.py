@@ -17,7 +17,7 @@
 # use lesson 5's int8, so its bill stands where lesson 4 left it: 5,688 MiB, of which 1,856 are matrices that are only
 # read.
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -46,6 +46,9 @@ MIB = 2**20
 # quantization* the scales go into 8 bits, in blocks of 256 with a scale of their own: $8 / 64 + 32 / (64 \cdot 256)$.
 # How many MiB is that for our $N$ weights? Guess, then run.
 
+# %% Your guess: MiB with double quantization tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 before, after = course.so_far("05_int8"), course.so_far("06_nf4")
 shape = find_shape(before.model)
@@ -53,8 +56,14 @@ matrices = [d_in * d_out for d_in, d_out in shape.packable.values()] * shape.lay
 N = sum(matrices)
 print(f"{N:,} weights in {len(matrices)} matrices")
 double = 8 / 64 + 32 / (64 * 256)
-for what, bits in {"in 16 bits": 16, "codes": 4, "fp32 scales": 32 / 64, "or scales in 8 bits": double}.items():
+for what, bits in {
+    "in 16 bits": 16,
+    "codes": 4,
+    "fp32 scales": 32 / 64,
+    "or scales in 8 bits": double,
+}.items():
     print(f"{what:20}{bits:7.3f} bits a weight{N * bits / 8 / MIB:10,.1f} MiB")
+course.reveal(guess, N * (4 + double) / 8 / MIB, "MiB")
 
 # %% [markdown]
 # Together 4.5 bits a weight, or 4.127. The embedding is not packed, nor is the head, which here is the same table: 501
@@ -69,18 +78,22 @@ for what, bits in {"in 16 bits": 16, "codes": 4, "fp32 scales": 32 / 64, "or sca
 
 # %%
 def quantile_levels_4():
-    # Half a slice stays beyond the last level; upwards the whole curve has 16 slices, down 15. Take the mean.
+    # Half a slice stays beyond the last level; upwards the whole curve has 16 slices,
+    # down 15. Take the mean.
     outermost = 1 - (1 / 32 + 1 / 30) / 2
     up = torch.linspace(0.5, outermost, 9, dtype=torch.float64)[1:]
     down = 1 - torch.linspace(outermost, 0.5, 8, dtype=torch.float64)
-    levels = torch.special.ndtri(torch.cat([down, up]))  # from an area to the place that has it on its left
+    # from an area to the place that has it on its left
+    levels = torch.special.ndtri(torch.cat([down, up]))
     return (levels / levels.max()).float()
 
 
 nf4 = quantile_levels_4()
 even = torch.linspace(-1, 1, 16)
-half_of_fp4 = torch.tensor([1 / 192, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 1])  # bitsandbytes' 4-bit float
-fp4 = torch.cat([-half_of_fp4.flip(0), torch.zeros(1), half_of_fp4])  # 0 and -0 are one level: 15
+# bitsandbytes' 4-bit float
+half_of_fp4 = torch.tensor([1 / 192, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 1])
+# 0 and -0 are one level: 15
+fp4 = torch.cat([-half_of_fp4.flip(0), torch.zeros(1), half_of_fp4])
 print(" ".join(f"{level:.3f}" for level in nf4))
 assert torch.equal(nf4, normal_levels())
 
@@ -114,34 +127,58 @@ def error(x, levels, block=64):
 W = (torch.randn(512, 2048) * 0.02).bfloat16()
 w = W.float()
 codes, scales = to_codes(w, nf4)
-predicted = 2 / 15 / 12**0.5 * (scales.square().mean() / w.square().mean()).sqrt().item()
-errors = {name: error(w, levels) for name, levels in (("nf4", nf4), ("even", even), ("fp4", fp4))}
-print(f"predicted for even {predicted:.4f}; counted", {name: round(e, 4) for name, e in errors.items()})
+predicted = (
+    2 / 15 / 12**0.5 * (scales.square().mean() / w.square().mean()).sqrt().item()
+)
+errors = {
+    name: error(w, levels)
+    for name, levels in (("nf4", nf4), ("even", even), ("fp4", fp4))
+}
+print(
+    f"predicted for even {predicted:.4f}; counted",
+    {name: round(e, 4) for name, e in errors.items()},
+)
 assert abs(errors["even"] / predicted - 1) < 0.02
 assert errors["nf4"] < errors["even"] < errors["fp4"]
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 shares = (w.view(-1, 64) / scales[:, None]).flatten()
 used = codes.bincount(minlength=16) / len(codes)
 
 
 def where_levels_lie(theme: Theme):
-    """The weights of all blocks, over their block's largest, and the three sets of levels beneath."""
+    """The weights of all blocks, over their block's largest, and the three sets of
+    levels beneath."""
     drawn, axes = course.figure(height=3.2)
     axes.hist(shares.numpy(), bins=81, range=(-1, 1), density=True, color=theme.grid)
     rows = (("nf4", nf4), ("even", even), ("fp4", fp4))
     for row, (_, levels) in enumerate(rows):
-        axes.scatter(levels, [-0.2 - 0.25 * row] * len(levels), marker="|", s=150, color=theme.series[row], linewidth=2)
-    axes.set(xlabel="weight, over the largest of its block", ylabel="share of weights (density)", xlim=(-1.05, 1.05))
-    axes.set_yticks([-0.2, -0.45, -0.7, 0, 0.5, 1], [*(name for name, _ in rows), "0", "0.5", "1"])
+        axes.scatter(
+            levels,
+            [-0.2 - 0.25 * row] * len(levels),
+            marker="|",
+            s=150,
+            color=theme.series[row],
+            linewidth=2,
+        )
+    axes.set(
+        xlabel="weight, over the largest of its block",
+        ylabel="share of weights (density)",
+        xlim=(-1.05, 1.05),
+    )
+    axes.set_yticks(
+        [-0.2, -0.45, -0.7, 0, 0.5, 1], [*(name for name, _ in rows), "0", "0.5", "1"]
+    )
     axes.set_ylim(-0.85, None)
     return drawn
 
 
 course.show(
     where_levels_lie,
-    "Figure 1. The weights of blocks of 64, and where three sets of levels lie; nf4 is closest where the weights are. "
-    "The walls at both ends are the blocks' largest, which lie at -1 or 1 by definition.",
+    "Figure 1. The weights of blocks of 64, and where three sets of levels lie; "
+    "nf4 is closest where the weights are. "
+    "The walls at both ends are the blocks' largest, "
+    "which lie at -1 or 1 by definition.",
 )
 print("codes are used", " ".join(f"{share:.1%}" for share in used))
 
@@ -156,7 +193,9 @@ print("codes are used", " ".join(f"{share:.1%}" for share in used))
 spoilt = w.clone()
 spoilt[0, 0] = 50 * 0.02
 apart, shared = error(spoilt, nf4), error(spoilt, nf4, block=w.numel())
-print(f"with an outlier: {apart:.4f} in blocks of 64, {shared:.4f} with one scale for all")
+print(
+    f"with an outlier: {apart:.4f} in blocks of 64, {shared:.4f} with one scale for all"
+)
 assert apart < 1.01 * errors["nf4"] < shared / 10
 
 # %% [markdown]
@@ -165,7 +204,10 @@ assert apart < 1.01 * errors["nf4"] < shared / 10
 
 # %%
 for block in (32, 64, 128, 256):
-    print(f"blocks of {block:3}: {4 + 32 / block:.3f} bits a weight, error {error(w, nf4, block):.4f}")
+    print(
+        f"blocks of {block:3}: {4 + 32 / block:.3f} bits a weight, "
+        f"error {error(w, nf4, block):.4f}"
+    )
 assert error(w, nf4, 32) < errors["nf4"] < error(w, nf4, 256)
 
 # %% [markdown]
@@ -182,20 +224,31 @@ assert packed.nbytes + scales.nbytes == 4.5 * w.numel() / 8
 
 # %%
 mean = scales.mean()
-scale_codes, scales_of_scales = to_codes(scales - mean, dynamic_levels(signed=True), block=256)
-again = from_codes(scale_codes, scales_of_scales, dynamic_levels(signed=True), block=256) + mean
+scale_codes, scales_of_scales = to_codes(
+    scales - mean, dynamic_levels(signed=True), block=256
+)
+again = (
+    from_codes(scale_codes, scales_of_scales, dynamic_levels(signed=True), block=256)
+    + mean
+)
 doubled = ((from_codes(codes, again, nf4).view_as(w) - w).norm() / w.norm()).item()
-print(f"a scale moves by {((again - scales) / scales).abs().max():.1%} at most; error {doubled:.5f}")
+print(
+    f"a scale moves by {((again - scales) / scales).abs().max():.1%} at most; "
+    f"error {doubled:.5f}"
+)
 assert errors["nf4"] < doubled < 1.01 * errors["nf4"]
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def packing(theme: Theme):
     """A block of 64 weights in three ways; a box is as wide as its bytes."""
     sketch = course.Sketch(theme, 41, 11.2)
     sketch.text(0, 1.8, "16 bits", align="left")
     sketch.tensor(6, 0.6, 25.6, 2.4, "64 weights, 128 bytes")
-    ways = (("nf4", 4, "and an fp32 scale: 4.5 bits each"), ("double", 1, "and a scale in 8 bits: 4.127 bits each"))
+    ways = (
+        ("nf4", 4, "and an fp32 scale: 4.5 bits each"),
+        ("double", 1, "and a scale in 8 bits: 4.127 bits each"),
+    )
     for row, (name, scale, says) in enumerate(ways, 1):
         top = 0.6 + 3.8 * row
         sketch.text(0, top + 1.2, name, align="left")
@@ -206,7 +259,9 @@ def packing(theme: Theme):
     return sketch.figure
 
 
-course.show(packing, "Figure 2. One block of 64 weights; the boxes are as wide as their bytes.")
+course.show(
+    packing, "Figure 2. One block of 64 weights; the boxes are as wide as their bytes."
+)
 
 # %% [markdown]
 # **Unpack, multiply, forget.** A product needs numbers, so unpack just before it. But autograd would keep the unpacked
@@ -221,7 +276,9 @@ class Multiply(torch.autograd.Function):
     @staticmethod
     def weight(codes, scales):
         Multiply.unpacked += 1
-        return from_codes(torch.stack([codes >> 4, codes & 15], dim=1).flatten().int(), scales, nf4)
+        return from_codes(
+            torch.stack([codes >> 4, codes & 15], dim=1).flatten().int(), scales, nf4
+        )
 
     @staticmethod
     def forward(ctx, x, codes, scales):
@@ -230,7 +287,11 @@ class Multiply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return grad @ Multiply.weight(ctx.codes, ctx.scales).view(grad.shape[-1], -1), None, None
+        return (
+            grad @ Multiply.weight(ctx.codes, ctx.scales).view(grad.shape[-1], -1),
+            None,
+            None,
+        )
 
 
 x = torch.randn(8, 2048, requires_grad=True)
@@ -239,7 +300,10 @@ with SavedBytes(besides=[x]) as plain:
 with SavedBytes(besides=[x]) as ours:
     z = Multiply.apply(x, packed, scales)
 (right,), (found,) = torch.autograd.grad(y.sum(), x), torch.autograd.grad(z.sum(), x)
-print(f"kept for the backward pass: {plain.peak / MIB:.0f} MiB by autograd, {ours.peak} bytes by ours")
+print(
+    f"kept for the backward pass: {plain.peak / MIB:.0f} MiB by autograd, "
+    f"{ours.peak} bytes by ours"
+)
 assert (plain.peak, ours.peak) == (4 * w.numel(), 0)
 assert torch.equal(y, z)
 assert torch.equal(right, found)
@@ -253,7 +317,9 @@ assert torch.equal(right, found)
 import bitsandbytes.functional as bnb
 
 theirs, state = bnb.quantize_4bit(W, quant_type="nf4", blocksize=64)
-_, state2 = bnb.quantize_4bit(W, quant_type="nf4", blocksize=64, compress_statistics=True)
+_, state2 = bnb.quantize_4bit(
+    W, quant_type="nf4", blocksize=64, compress_statistics=True
+)
 reference = quantize(W, normal_levels(), double_quantization=True)
 assert torch.equal(packed, theirs.flatten())
 assert torch.equal(packed, reference.packed)
@@ -261,7 +327,10 @@ assert torch.equal(scales, state.absmax)
 assert torch.equal(scales_of_scales, state2.state2.absmax)
 assert torch.allclose(fp4, bnb.get_4bit_type("fp4", device="cpu").unique())
 other = (scale_codes != state2.absmax).float().mean()
-print(f"all {len(packed):,} bytes are bitsandbytes'; of the scales' {len(scale_codes):,} bytes {other:.1%} are not")
+print(
+    f"all {len(packed):,} bytes are bitsandbytes'; "
+    f"of the scales' {len(scale_codes):,} bytes {other:.1%} are not"
+)
 assert other < 0.01
 
 # %% [markdown]
@@ -284,7 +353,10 @@ true = x.detach() @ w.T
 off = (z.detach() - true).abs()
 bound = half * x.detach().abs().view(8, 32, 64).sum(dim=2) @ scales.view(512, 32).T
 share = (off.norm() / true.norm()).item()
-print(f"products: {(off / bound).max():.1%} of the worst case; off by {share:.4f}, predicted {errors['nf4']:.4f}")
+print(
+    f"products: {(off / bound).max():.1%} of the worst case; "
+    f"off by {share:.4f}, predicted {errors['nf4']:.4f}"
+)
 assert (off < bound).all()
 assert abs(share / errors["nf4"] - 1) < 0.05
 
@@ -295,7 +367,9 @@ assert abs(share / errors["nf4"] - 1) < 0.05
 # %%
 n = w.numel()
 assert reference.bytes == n // 2 + n // 64 + 4 * n // (64 * 256) + 4
-in_llama = sum(n // 2 + n // 64 + 4 * n // (64 * 256) + 4 + 4 * 16 + 4 * 256 for n in matrices)
+in_llama = sum(
+    n // 2 + n // 64 + 4 * n // (64 * 256) + 4 + 4 * 16 + 4 * 256 for n in matrices
+)
 line = course.bill(after).lines[0]
 print(f"{line.name}: predicted {in_llama:,} bytes, on the bill {line.bytes:,}")
 assert line.bytes == in_llama == sum(stored_bytes(n, True) for n in matrices)
@@ -324,7 +398,10 @@ assert Multiply.unpacked == 3
 # the time of 256 tokens.
 
 # %%
-step_of = "peft=lora attention=best precision=best gradient_checkpointing=true chunked_loss=true"
+step_of = (
+    "peft=lora attention=best precision=best gradient_checkpointing=true "
+    "chunked_loss=true"
+)
 course.on_a_gpu("nf4", off=step_of, on=f"{step_of} quantization=nf4")
 
 # %% [markdown]
@@ -332,7 +409,11 @@ course.on_a_gpu("nf4", off=step_of, on=f"{step_of} quantization=nf4")
 
 # %%
 kinds = ("fp32", "nf4", "nf4 + double", "nf4 + loftq", "fp4")
-runs = [run for run in (results.study("quality") or {}).get("runs", ()) if run["case"] in kinds]
+runs = [
+    run
+    for run in (results.study("quality") or {}).get("runs", ())
+    if run["case"] in kinds
+]
 print(tables.quality(runs) if runs else "no committed results beside this package")
 
 # %% [markdown]
@@ -374,12 +455,25 @@ assert torch.allclose(Bs @ As, B @ A / 2, atol=1e-6)
 # `--set lora.init=loftq` switches it on. Its loss minus NF4's:
 
 # %%
-measured = {(run["case"], run["seed"]): run for run in (results.study("quality") or {}).get("runs", ())}
+measured = {
+    (run["case"], run["seed"]): run
+    for run in (results.study("quality") or {}).get("runs", ())
+}
 for case in ("nf4 + loftq", "nf4 + loftq, shuffled"):
-    pairs = [(run, measured["nf4", seed]) for (name, seed), run in measured.items() if name == case]
+    pairs = [
+        (run, measured["nf4", seed])
+        for (name, seed), run in measured.items()
+        if name == case
+    ]
     for when in ("before", "after") if pairs else ():
-        gains = [ours[f"eval_loss_{when}"] - plain[f"eval_loss_{when}"] for ours, plain in pairs]
-        print(f"{case}, {when} training: {min(gains):+.3f} to {max(gains):+.3f} in {len(gains)} seeds")
+        gains = [
+            ours[f"eval_loss_{when}"] - plain[f"eval_loss_{when}"]
+            for ours, plain in pairs
+        ]
+        print(
+            f"{case}, {when} training: {min(gains):+.3f} to {max(gains):+.3f} in "
+            f"{len(gains)} seeds"
+        )
 
 # %% [markdown]
 # LoftQ repairs 0.007, yet ends below fp32. The control, one seed, starts as far from zero but repairs nothing: the
@@ -415,17 +509,25 @@ course.show_bill(before, after)
 # %%
 first, second = course.bill(before), course.bill(after)
 old, new = ({line.name: line.bytes for line in bill.lines} for bill in (first, second))
-changed = {name: new[name] - old.get(name, 0) for name in new if new[name] != old.get(name, 0)}
+changed = {
+    name: new[name] - old.get(name, 0) for name in new if new[name] != old.get(name, 0)
+}
 saved = -changed[line.name]
 given_back = sum(changed.values()) + saved
-print(f"saved {saved / MIB:,.0f} MiB, given back {given_back / MIB:,.0f}, left {(saved - given_back) / MIB:,.0f}")
+print(
+    f"saved {saved / MIB:,.0f} MiB, given back {given_back / MIB:,.0f}, "
+    f"left {(saved - given_back) / MIB:,.0f}"
+)
 assert first.peak_bytes - second.peak_bytes == saved - given_back
 lean = course.bill(with_settings(after, ["tricks.lean_preparation=true"]))
-print(f"lean: predicted {(first.peak_bytes - saved) / MIB:,.1f} MiB, on the bill {lean.peak_bytes / MIB:,.1f}")
+print(
+    f"lean: predicted {(first.peak_bytes - saved) / MIB:,.1f} MiB, "
+    f"on the bill {lean.peak_bytes / MIB:,.1f}"
+)
 assert lean.peak_bytes == first.peak_bytes - saved
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input"]
 def waterfall(theme: Theme):
     """From the peak before to the peak after, row by row."""
     drawn, axes = course.figure(height=3.0)
@@ -438,21 +540,38 @@ def waterfall(theme: Theme):
         axes.barh(place, width / MIB, left=left / MIB, color=colour, height=0.62)
         says = f"{step / MIB:+,.1f}" if name in changed else f"{now / MIB:,.1f}"
         axes.text((left + width) / MIB, place, f" {says}", va="center", color=theme.ink)
-    axes.axvline(new["logits"] / MIB, color=theme.quiet, linewidth=1, linestyle=(0, (4, 3)))
-    axes.text(new["logits"] / MIB, 3, "logits alone ", ha="right", va="center", color=theme.quiet)
+    axes.axvline(
+        new["logits"] / MIB, color=theme.quiet, linewidth=1, linestyle=(0, (4, 3))
+    )
+    axes.text(
+        new["logits"] / MIB,
+        3,
+        "logits alone ",
+        ha="right",
+        va="center",
+        color=theme.quiet,
+    )
     axes.set_yticks(range(len(names)), names)
-    axes.set(xlabel="MiB at the peak", xlim=(0, 1.15 * first.peak_bytes / MIB), ylim=(len(names) - 0.4, -0.6))
+    axes.set(
+        xlabel="MiB at the peak",
+        xlim=(0, 1.15 * first.peak_bytes / MIB),
+        ylim=(len(names) - 0.4, -0.6),
+    )
     return drawn
 
 
-course.show(waterfall, "Figure 3. What NF4 saves, and what the usual preparation gives back.")
+course.show(
+    waterfall, "Figure 3. What NF4 saves, and what the usual preparation gives back."
+)
 
 # %% [markdown]
 # `chunked_loss` shrinks the logits, `lean_preparation` avoids the rest. The larger the model, the more NF4 pays: the
 # matrices of an 8B Llama take 13 GiB in 16 bits and 3.4 packed.
 
 # %%
-course.show(course.staircase("06_nf4"), "Figure 4. The bill so far: two short steps, for now.")
+course.show(
+    course.staircase("06_nf4"), "Figure 4. The bill so far: two short steps, for now."
+)
 
 # %% [markdown]
 # ## 6. Where it breaks
@@ -464,7 +583,10 @@ try:
     nn.Parameter(packed)
 except RuntimeError as caught:
     print(caught)
-    assert "Only Tensors of floating point and complex dtype can require gradients" in str(caught)
+    assert (
+        "Only Tensors of floating point and complex dtype can require gradients"
+        in str(caught)
+    )
 frozen_codes = nn.Parameter(packed, requires_grad=False)  # the cure
 
 # %% [markdown]
@@ -483,7 +605,8 @@ published = torch.randn(D, D) / 8
 codes_of_it, scales_of_it = to_codes(published, nf4)
 frozen = (codes_of_it[::2] << 4 | codes_of_it[1::2]).to(torch.uint8), scales_of_it
 inputs = torch.randn(512, 8) @ torch.randn(8, D) / 8**0.5 + 0.1 * torch.randn(512, D)
-wanted = inputs @ (published + 0.01 * torch.randn(D, 2) @ torch.randn(2, D)).T  # the base, and something new
+# the base, and something new
+wanted = inputs @ (published + 0.01 * torch.randn(D, 2) @ torch.randn(2, D)).T
 A, B = (torch.randn(r, D) / 8).requires_grad_(), torch.zeros(D, r, requires_grad=True)
 optimizer = torch.optim.Adam([A, B], lr=1e-2)
 for _ in range(300):
@@ -497,7 +620,9 @@ for way, weight in {
     "rounded base alone": base,
     "rounded base + adapter, as trained": base + learnt,
     "published base + adapter": published + learnt,
-    "merged and rounded again": from_codes(*to_codes(base + learnt, nf4), nf4).view(D, D),
+    "merged and rounded again": from_codes(*to_codes(base + learnt, nf4), nf4).view(
+        D, D
+    ),
     "cure: merged, in bf16": (base + learnt).bfloat16().float(),
 }.items():
     losses[way] = F.mse_loss(inputs @ weight.T, wanted).item()
@@ -525,22 +650,37 @@ def quantile_levels(bits):
 better_levels = None
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_levels(answer):
     three = torch.tensor([-1, -0.5350, -0.2469, 0, 0.1833, 0.3820, 0.6230, 1])
     for bits, right in ((4, nf4), (3, three), (5, None)):
         if (found := answer(bits)) is None:
             raise NotImplementedError
-        assert tuple(found.shape) == (2**bits,), f"{bits} bits make {2**bits} levels, not {tuple(found.shape)}"
-        above, below, zeros = ((found > 0).sum().item(), (found < 0).sum().item(), (found == 0).sum().item())
+        assert tuple(found.shape) == (2**bits,), (
+            f"{bits} bits make {2**bits} levels, not {tuple(found.shape)}"
+        )
+        above, below, zeros = (
+            (found > 0).sum().item(),
+            (found < 0).sum().item(),
+            (found == 0).sum().item(),
+        )
         assert zeros == 1, f"{bits} bits: zero is among the levels {zeros} times"
-        assert above == below + 1, f"{bits} bits: {above} levels above zero and {below} below"
+        assert above == below + 1, (
+            f"{bits} bits: {above} levels above zero and {below} below"
+        )
         assert (found.diff() > 0).all(), f"{bits} bits: the levels must rise"
-        assert (found[0], found[-1]) == (-1, 1), f"{bits} bits: the ends are {found[0]:.3f} and {found[-1]:.3f}"
+        assert (found[0], found[-1]) == (-1, 1), (
+            f"{bits} bits: the ends are {found[0]:.3f} and {found[-1]:.3f}"
+        )
         if right is not None:
             apart = (found - right).abs().max().item()
-            slices = "how many slices has the whole curve for the levels above zero, and for those below?"
-            assert apart < (1e-6 if bits == 4 else 1e-3), f"{bits} bits: {apart:.3f} away; {slices}"
+            slices = (
+                "how many slices has the whole curve for the levels above zero, "
+                "and for those below?"
+            )
+            assert apart < (1e-6 if bits == 4 else 1e-3), (
+                f"{bits} bits: {apart:.3f} away; {slices}"
+            )
 
 
 def of_better(answer):
@@ -548,13 +688,23 @@ def of_better(answer):
     assert (answer.diff() > 0).all(), "sort them"
     fresh = torch.randn(256, 2048, generator=torch.Generator().manual_seed(7))
     ratio = error(fresh, answer.float()) / error(fresh, nf4)
-    hint = "which place is best for a level, given the weights that fell to it? The ends need not be at -1 and 1"
+    hint = (
+        "which place is best for a level, given the weights that fell to it? The ends "
+        "need not be at -1 and 1"
+    )
     assert ratio < 0.97, f"{ratio:.3f} times NF4's error; {hint}"
 
 
 wrong_bits = "the codes stay; which two parts are shared by fewer weights now?"
-course.check(1, bits_in_blocks_of_32, course.about(4.25390625, wrong_bits, within=1e-4), "a number of bits")
-course.check(2, quantile_levels, of_levels, "a function (bits) -> a tensor of 2**bits levels")
+course.check(
+    1,
+    bits_in_blocks_of_32,
+    course.about(4.25390625, wrong_bits, within=1e-4),
+    "a number of bits",
+)
+course.check(
+    2, quantile_levels, of_levels, "a function (bits) -> a tensor of 2**bits levels"
+)
 course.check(3, better_levels, of_better, "a tensor of 16 levels that rise")
 
 # %% [markdown]
@@ -574,9 +724,12 @@ course.check(3, better_levels, of_better, "a tensor of 16 levels that rise")
 #
 #
 # better_levels = nf4
-# for _ in range(20):  # Lloyd's algorithm: the mean of what fell to a level is the best place for it
+# # Lloyd's algorithm: the mean of what fell to a level is the best place for it
+# for _ in range(20):
 #     nearest, _ = to_codes(w, better_levels)
-#     better_levels = torch.zeros(16).index_add(0, nearest, shares) / nearest.bincount(minlength=16)
+#     better_levels = torch.zeros(16).index_add(0, nearest, shares) / nearest.bincount(
+#         minlength=16
+#     )
 # ```
 #
 # </details>

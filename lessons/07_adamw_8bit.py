@@ -16,7 +16,7 @@
 # The job is still QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. Lesson 6 left
 # its bill at 5,449 MiB. AdamW remembers two numbers of 32 bits for each trained weight. Must they be so exact?
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import bitsandbytes as bnb
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,9 @@ MIB = 2**20
 # fp32 they are 8 bytes. A byte each, and one fp32 scale for every 256 numbers of each, are $2 + 2 \cdot 4 / 256 = 2.03$
 # bytes. Predict the row *optimizer states* of two runs: ours, and lesson 3's, which trained all weights.
 
+# %% Your guess: MiB of 8-bit states of all weights tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 before, after = course.so_far("06_nf4"), course.so_far("07_adamw_8bit")
 full = course.so_far("03_gradient_checkpointing")
@@ -49,7 +52,11 @@ full_8bit = with_settings(full, ["tricks.optimizer=adamw_8bit"])
 
 
 def states(recipe):
-    return next(line.bytes for line in course.bill(recipe).lines if line.name == "optimizer states")
+    return next(
+        line.bytes
+        for line in course.bill(recipe).lines
+        if line.name == "optimizer states"
+    )
 
 
 missing = {}
@@ -58,9 +65,13 @@ for name, plain, eight in (("LoRA", before, after), ("all weights", full, full_8
     predicted = N * (2 + 8 / 256)
     missing[name] = states(eight) - predicted
     print(f"{name}: {N:,} learn, {8 * N / MIB:,.1f} MiB in 32 bits")
-    print(f"    in 8 bits: predicted {predicted / MIB:,.1f} MiB, on the bill {states(eight) / MIB:,.1f}")
+    print(
+        f"    in 8 bits: predicted {predicted / MIB:,.1f} MiB, "
+        f"on the bill {states(eight) / MIB:,.1f}"
+    )
     assert states(plain) == 8 * N
 assert missing["LoRA"] == 0
+course.reveal(guess, states(full_8bit) / MIB, "MiB")
 
 # %% [markdown]
 # Right to the byte for LoRA, and 1,495 MiB short for all weights. Somebody kept 32 bits. Section 5 finds out who.
@@ -70,12 +81,17 @@ assert missing["LoRA"] == 0
 # is soon trained, and its moments are real ones.
 
 # %%
-text = b"\n".join(part["content"].encode() for row in find("nguzo_saba", "train").rows for part in row.messages)
+text = b"\n".join(
+    part["content"].encode()
+    for row in find("nguzo_saba", "train").rows
+    for part in row.messages
+)
 data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
 def train(make, steps=200):
-    """Losses, weights and optimizer of a run: the same start and the same batches for every optimizer."""
+    """Losses, weights and optimizer of a run: the same start and the same batches for
+    every optimizer."""
     torch.manual_seed(1)
     inner, outer = nn.Linear(8 * 32, 128, bias=False), nn.Linear(128, 256)
     model = nn.Sequential(nn.Embedding(256, 32), nn.Flatten(), inner, nn.GELU(), outer)
@@ -94,8 +110,14 @@ SETTINGS = {"lr": 3e-3, "weight_decay": 0.01}
 exact_losses, weights, adamw = train(lambda w: torch.optim.AdamW(w, **SETTINGS))
 v = adamw.state[weights[2]]["exp_avg_sq"].view(-1, 256)  # of the last matrix
 shares = v / v.amax(dim=1, keepdim=True)
-print(f"smallest second moment of a block over its largest: {shares.amin(dim=1).median():.0e} in the median")
-print(f"256 even levels from 0 to 1 would make {(shares < 1 / 510).float().mean():.1%} of them zero")
+print(
+    "smallest second moment of a block over its largest: "
+    f"{shares.amin(dim=1).median():.0e} in the median"
+)
+print(
+    "256 even levels from 0 to 1 would make "
+    f"{(shares < 1 / 510).float().mean():.1%} of them zero"
+)
 assert (shares < 1 / 510).float().mean() > 0.03
 
 # %% [markdown]
@@ -116,29 +138,47 @@ def dynamic_map(signed):
 
 
 MAPS = dynamic_map(signed=True), dynamic_map(signed=False)
-print(f"levels of v: {MAPS[1][1]:.3g}, {MAPS[1][2]:.3g}, {MAPS[1][3]:.3g} ... {MAPS[1][-2]:.4f}, {MAPS[1][-1]:.0f}")
+print(
+    f"levels of v: {MAPS[1][1]:.3g}, {MAPS[1][2]:.3g}, {MAPS[1][3]:.3g} ... "
+    f"{MAPS[1][-2]:.4f}, {MAPS[1][-1]:.0f}"
+)
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 even = torch.linspace(0, 1, 256)
 
 
 def spread_of_moments(theme: Theme):
-    """Second moments of a trained matrix over their block's largest, above the levels of two maps."""
+    """Second moments of a trained matrix over their block's largest, above the levels
+    of two maps."""
     drawn, axes = course.figure(height=2.9)
     found = shares[shares > 0].log10().flatten()
     axes.hist(found.numpy(), bins=96, range=(-8, 0), density=True, color=theme.grid)
     for row, levels in enumerate((MAPS[1], even)):
         places = levels[levels > 0].log10()
-        axes.scatter(places, [-0.09 - 0.12 * row] * len(places), marker="|", s=60, color=theme.series[row], linewidth=1)
-    axes.set_yticks([-0.21, -0.09, 0, 0.2, 0.4, 0.6], ["even", "dynamic", "0", "0.2", "0.4", "0.6"])
+        axes.scatter(
+            places,
+            [-0.09 - 0.12 * row] * len(places),
+            marker="|",
+            s=60,
+            color=theme.series[row],
+            linewidth=1,
+        )
+    axes.set_yticks(
+        [-0.21, -0.09, 0, 0.2, 0.4, 0.6], ["even", "dynamic", "0", "0.2", "0.4", "0.6"]
+    )
     axes.set_xticks(range(-8, 1), [f"$10^{{{n}}}$" for n in range(-8, 1)])
-    axes.set(xlabel="second moment, over the largest of its block", ylabel="share (density)", xlim=(-8, 0.1))
+    axes.set(
+        xlabel="second moment, over the largest of its block",
+        ylabel="share (density)",
+        xlim=(-8, 0.1),
+    )
     return drawn
 
 
 course.show(
     spread_of_moments,
-    "Figure 1. Real second moments, and the levels of two maps of a byte. Left of a map's lowest level numbers become "
+    "Figure 1. Real second moments, and the levels of two maps of a byte. "
+    "Left of a map's lowest level numbers become "
     "zero.",
 )
 
@@ -156,7 +196,8 @@ def pack(x, levels):
     scales = blocks.abs().amax(dim=1, keepdim=True)
     middles = (levels[:-1] + levels[1:]) / 2
     codes = torch.bucketize(blocks / scales.clamp(min=1e-38), middles)
-    codes -= ((blocks < 0) & (levels[codes] == 0)).long()  # a negative number keeps its sign, as on a card (section 3)
+    # a negative number keeps its sign, as on a card (section 3)
+    codes -= ((blocks < 0) & (levels[codes] == 0)).long()
     return codes.to(torch.uint8), scales
 
 
@@ -172,10 +213,21 @@ def unpack(codes, scales, levels):
 
 # %%
 class AdamW8:
-    def __init__(self, weights, lr, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8, maps=MAPS):
-        self.weights, self.lr, self.decay, self.betas, self.eps = weights, lr, weight_decay, betas, eps
+    def __init__(
+        self, weights, lr, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8, maps=MAPS
+    ):
+        self.weights, self.lr, self.decay, self.betas, self.eps = (
+            weights,
+            lr,
+            weight_decay,
+            betas,
+            eps,
+        )
         self.maps, self.steps = maps, 0
-        self.moments = [[pack(torch.zeros_like(weight), levels) for levels in maps] for weight in weights]
+        self.moments = [
+            [pack(torch.zeros_like(weight), levels) for levels in maps]
+            for weight in weights
+        ]
 
     @torch.no_grad()
     def step(self):
@@ -183,27 +235,41 @@ class AdamW8:
         beta1, beta2 = self.betas
         for weight, packed in zip(self.weights, self.moments, strict=True):
             grad = weight.grad.view(-1, 256)
-            m, v = (unpack(*moment, levels) for moment, levels in zip(packed, self.maps, strict=True))
+            m, v = (
+                unpack(*moment, levels)
+                for moment, levels in zip(packed, self.maps, strict=True)
+            )
             m.mul_(beta1).add_(grad, alpha=1 - beta1)
             v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
             root = (v.sqrt() / (1 - beta2**self.steps) ** 0.5).add_(self.eps)
             weight.mul_(1 - self.lr * self.decay)
-            weight.view(-1, 256).addcdiv_(m, root, value=-self.lr / (1 - beta1**self.steps))
-            packed[:] = [pack(moment, levels) for moment, levels in zip((m, v), self.maps, strict=True)]
+            weight.view(-1, 256).addcdiv_(
+                m, root, value=-self.lr / (1 - beta1**self.steps)
+            )
+            packed[:] = [
+                pack(moment, levels)
+                for moment, levels in zip((m, v), self.maps, strict=True)
+            ]
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def one_step(theme: Theme):
     """What is in memory before, in and after a step, for one block of 256 weights."""
     sketch = course.Sketch(theme, 44, 11)
-    for left, when in ((0, "between two steps"), (17, "in the step, a matrix at a time"), (34, "and again")):
+    for left, when in (
+        (0, "between two steps"),
+        (17, "in the step, a matrix at a time"),
+        (34, "and again"),
+    ):
         sketch.text(left, 0.8, when, align="left", quiet=True)
     for row, name in enumerate(("m", "v")):
         top = 2 + 4.6 * row
         for left in (0, 34):
             sketch.tensor(left, top, 6.4, 2.2, f"256 codes {name}", color=row)
             sketch.tensor(left + 6.8, top, 0.4, 2.2, "", color=2)
-        sketch.tensor(17, top, 9.5, 2.2, f"{name} in fp32, 1,024 bytes", color=row, kept=False)
+        sketch.tensor(
+            17, top, 9.5, 2.2, f"{name} in fp32, 1,024 bytes", color=row, kept=False
+        )
         sketch.arrow((7.9, top + 1.1), (16.6, top + 1.1))
         sketch.text(12.2, top + 0.3, "look up", quiet=True)
         sketch.arrow((27, top + 1.1), (33.6, top + 1.1))
@@ -213,7 +279,11 @@ def one_step(theme: Theme):
     return sketch.figure
 
 
-course.show(one_step, "Figure 2. The moments of one block: filled stays, dashed lives for one matrix's update.")
+course.show(
+    one_step,
+    "Figure 2. The moments of one block: filled stays, "
+    "dashed lives for one matrix's update.",
+)
 
 # %% [markdown]
 # ## 3. Prove it
@@ -229,14 +299,21 @@ for levels, signed in zip(MAPS, (True, False), strict=True):
     assert torch.equal(levels, bnb.functional.create_dynamic_map(signed))
 assert all(map(torch.equal, twenty, packages))
 
-kept = sum(part.nbytes for packed in optimizer.moments for moment in packed for part in moment)
+kept = sum(
+    part.nbytes for packed in optimizer.moments for moment in packed for part in moment
+)
 assert kept == sum(weight.numel() for weight in ours) * (2 + 8 / 256)
 
 codes, scales = pack(v, MAPS[1])
 moved = (unpack(codes, scales, MAPS[1]) - v).abs() / v
 for decade, bound in ((1, 4.5 / 128), (2, 4.5 / 64), (3, 4.5 / 32)):
-    worst = moved[(shares > 10.0**-decade) & (shares <= 10.0 ** (1 - decade))].max().item()
-    print(f"decade {decade} below the block's largest: moved by {worst:.2%} of itself at most, bound {bound:.2%}")
+    worst = (
+        moved[(shares > 10.0**-decade) & (shares <= 10.0 ** (1 - decade))].max().item()
+    )
+    print(
+        f"decade {decade} below the block's largest: "
+        f"moved by {worst:.2%} of itself at most, bound {bound:.2%}"
+    )
     assert worst < bound
 
 # %% [markdown]
@@ -246,7 +323,8 @@ for decade, bound in ((1, 4.5 / 128), (2, 4.5 / 64), (3, 4.5 / 32)):
 
 # %%
 def of_bnb(weights, **settings):
-    return bnb.optim.AdamW8bit(weights, min_8bit_size=256, **settings)  # section 6 says why
+    # section 6 says why
+    return bnb.optim.AdamW8bit(weights, min_8bit_size=256, **settings)
 
 
 theirs_losses, _, _ = train(lambda w: of_bnb(w, **SETTINGS))
@@ -254,11 +332,15 @@ _, first, one = train(lambda w: AdamW8(w, **SETTINGS), steps=1)
 _, their_first, their_one = train(lambda w: of_bnb(w, **SETTINGS), steps=1)
 for weight, mine, packed in zip(their_first, first, one.moments, strict=True):
     assert torch.allclose(weight, mine, rtol=0, atol=1e-6)
-    for number, ((codes, scales), levels) in enumerate(zip(packed, MAPS, strict=True), start=1):
+    for number, ((codes, scales), levels) in enumerate(
+        zip(packed, MAPS, strict=True), start=1
+    ):
         state = their_one.state[weight]
         assert torch.equal(scales.flatten(), state[f"absmax{number}"])
         their_codes = state[f"state{number}"].view(-1, 256)
-        apart = (unpack(codes, scales, levels) - unpack(their_codes, scales, levels)).abs()
+        apart = (
+            unpack(codes, scales, levels) - unpack(their_codes, scales, levels)
+        ).abs()
         neighbours = (codes.int() - their_codes.int()).abs() <= 1
         assert (neighbours | (apart <= 2**-15 * scales)).all()
 
@@ -267,7 +349,10 @@ def final(losses):
     return losses[-20:].mean().item()
 
 
-print(f"loss: {final(exact_losses):.4f} in 32 bits, {final(eight_losses):.4f} ours, {final(theirs_losses):.4f} theirs")
+print(
+    f"loss: {final(exact_losses):.4f} in 32 bits, {final(eight_losses):.4f} ours, "
+    f"{final(theirs_losses):.4f} theirs"
+)
 assert abs(final(eight_losses) - final(exact_losses)) < 0.03
 assert abs(final(theirs_losses) - final(exact_losses)) < 0.03
 
@@ -289,7 +374,10 @@ on_a_card = unpack(*pack(x, MAPS[0]), MAPS[0])[0]
 codes, scales = torch.ops.bitsandbytes.quantize_blockwise(x, MAPS[0], 256)
 at_cpu = unpack(codes, scales[:, None], MAPS[0])[0]
 for name, found in (("as on a card", on_a_card), ("on a CPU", at_cpu)):
-    print(f"{name:13} -1e-07 becomes {found[1]:.1e}, 1e-07 {found[2]:.1e}, and 0 {found[3]:.1e}")
+    print(
+        f"{name:13} -1e-07 becomes {found[1]:.1e}, 1e-07 {found[2]:.1e}, "
+        f"and 0 {found[3]:.1e}"
+    )
 assert on_a_card[1:4].tolist() == [MAPS[0][MAPS[0] < 0].max(), 0, 0]
 assert at_cpu.abs().min() > 1e-5
 
@@ -307,7 +395,11 @@ course.on_a_gpu("adamw_8bit", off=step_of, on=f"{step_of} optimizer=adamw_8bit")
 # **Quality.** SmolLM2-135M by LoRA, 20 steps on real rows, three seeds, loss on held-out rows:
 
 # %%
-runs = [run for run in (results.study("quality") or {}).get("runs", ()) if run["case"] in ("fp32", "adamw_8bit")]
+runs = [
+    run
+    for run in (results.study("quality") or {}).get("runs", ())
+    if run["case"] in ("fp32", "adamw_8bit")
+]
 print(tables.quality(runs) if runs else "no committed results beside this package")
 
 # %% [markdown]
@@ -324,10 +416,15 @@ def after_3000(pack, noise):
     """The mean second moment of what fell, in 32 bits and in 8: at first it was 1."""
     exact, packed = torch.ones(1, 256), pack(torch.ones(1, 256), levels)
     for _ in range(3000):
-        squares = (torch.where(falls, 0.1, 1.0) * (torch.randn(256) if noise else torch.ones(256))) ** 2
+        squares = (
+            torch.where(falls, 0.1, 1.0)
+            * (torch.randn(256) if noise else torch.ones(256))
+        ) ** 2
         exact = 0.999 * exact + 0.001 * squares
         packed = pack(0.999 * unpack(*packed, levels) + 0.001 * squares, levels)
-    return exact[0, falls].mean().item(), unpack(*packed, levels)[0, falls].mean().item()
+    return exact[0, falls].mean().item(), unpack(*packed, levels)[
+        0, falls
+    ].mean().item()
 
 
 stuck, noisy = after_3000(pack, noise=False), after_3000(pack, noise=True)
@@ -352,7 +449,9 @@ print(diff(resolve(before, T4), resolve(after, T4)))
 # %%
 course.show_bill(before, after)
 first, second = course.bill(before), course.bill(after)
-assert {line.name for line in first.lines if line not in second.lines} == {"optimizer states"}
+assert {line.name for line in first.lines if line not in second.lines} == {
+    "optimizer states"
+}
 
 # %% [markdown]
 # One row changed: 64 MiB of 86, 1.2 % of the peak. LoRA had taken the rest three lessons ago, as 11 million numbers
@@ -360,14 +459,25 @@ assert {line.name for line in first.lines if line not in second.lines} == {"opti
 
 # %%
 MOMENTS = "log-softmax", "embedding", "optimizer step"
-plain, eight = ({moment.name: moment.bytes for moment in course.bill(recipe).moments} for recipe in (full, full_8bit))
+plain, eight = (
+    {moment.name: moment.bytes for moment in course.bill(recipe).moments}
+    for recipe in (full, full_8bit)
+)
 for name in MOMENTS:
     change = (eight[name] - plain[name]) / MIB
-    print(f"{name:16}{plain[name] / MIB:10,.1f}{eight[name] / MIB:10,.1f}{change:+11,.1f} MiB")
+    print(
+        f"{name:16}{plain[name] / MIB:10,.1f}{eight[name] / MIB:10,.1f}"
+        f"{change:+11,.1f} MiB"
+    )
 embedding = find_shape(full.model).embedding_weights
-print(f"missing {missing['all weights'] / MIB:,.1f} MiB, the embedding {embedding * (6 - 8 / 256) / MIB:,.1f}")
+print(
+    f"missing {missing['all weights'] / MIB:,.1f} MiB, "
+    f"the embedding {embedding * (6 - 8 / 256) / MIB:,.1f}"
+)
 assert abs(missing["all weights"] / (embedding * (6 - 8 / 256)) - 1) < 0.001
-assert {plain[name] - eight[name] for name in MOMENTS} == {states(full) - states(full_8bit)}
+assert {plain[name] - eight[name] for name in MOMENTS} == {
+    states(full) - states(full_8bit)
+}
 
 # %% [markdown]
 # The states fall by 5,539 MiB at every moment, and nothing else changes: transformers' default, the fused AdamW, makes
@@ -380,7 +490,10 @@ assert {plain[name] - eight[name] for name in MOMENTS} == {states(full) - states
 # here the norms. (Our bill takes the two norms of a block for one tensor, and so forgets 0.4 MiB of it.)
 
 # %%
-course.show(course.staircase("07_adamw_8bit"), "Figure 3. The bill so far: with LoRA this step is hardly one.")
+course.show(
+    course.staircase("07_adamw_8bit"),
+    "Figure 3. The bill so far: with LoRA this step is hardly one.",
+)
 
 # %% [markdown]
 # ## 6. Where it breaks
@@ -392,7 +505,10 @@ straight = torch.linspace(-1, 1, 255), torch.linspace(0, 1, 256)
 losses, _, _ = train(lambda w: AdamW8(w, **SETTINGS, maps=straight), steps=40)
 print("even levels for both:", " ".join(f"{loss:.3g}" for loss in losses[::5].tolist()))
 halfway, _, _ = train(lambda w: AdamW8(w, **SETTINGS, maps=(straight[0], MAPS[1])))
-print(f"even levels for m alone: {final(halfway):.4f}; the dynamic map for both: {final(eight_losses):.4f}")
+print(
+    f"even levels for m alone: {final(halfway):.4f}; the dynamic map for both: "
+    f"{final(eight_losses):.4f}"
+)
 assert not losses[-1] < 100
 assert final(halfway) < final(exact_losses) + 0.05
 
@@ -407,7 +523,8 @@ sizes = torch.logspace(-5, 0, 256)
 
 
 def last_step(make, steps=100):
-    """How far each of 256 weights went in the last step, in learning rates. Its gradient is always the same."""
+    """How far each of 256 weights went in the last step, in learning rates. Its
+    gradient is always the same."""
     optimizer = make([weight := torch.zeros(256, requires_grad=True)])
     for _ in range(steps):
         start, weight.grad = weight.detach().clone(), sizes.clone()
@@ -424,16 +541,23 @@ for steps, floor in ((dynamic, MAPS[1][1] / 2), (linear, straight[1][1] / 2)):
     assert steps[sizes > 1.01 * floor**0.5].max() < 1.5
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 4 tags=["hide-input"]
 def cliffs(theme: Theme):
     """A weight's step against its gradient's share of the block's largest."""
     drawn, axes = course.figure(height=3.0)
-    named = (("dynamic map", dynamic), ("even levels", linear), ("bitsandbytes on a CPU", on_cpu))
+    named = (
+        ("dynamic map", dynamic),
+        ("even levels", linear),
+        ("bitsandbytes on a CPU", on_cpu),
+    )
     for (name, steps), color in zip(named, theme.series, strict=False):
         axes.plot(sizes, steps, color=color, label=name)
     axes.axhline(1, color=theme.quiet, linewidth=1, linestyle=(0, (4, 3)))
     axes.text(1.2e-5, 1.15, "32 bits", color=theme.quiet)
-    axes.set(xlabel="gradient, over the largest of its block", ylabel="step, in learning rates")
+    axes.set(
+        xlabel="gradient, over the largest of its block",
+        ylabel="step, in learning rates",
+    )
     axes.set(xscale="log", yscale="log")
     axes.grid(axis="y")
     axes.legend(loc="lower right")
@@ -442,8 +566,10 @@ def cliffs(theme: Theme):
 
 course.show(
     cliffs,
-    "Figure 4. After 100 equal gradients 32-bit AdamW moves every weight by one learning rate. Left of its cliff a map "
-    "moves them ten times as far, on the way to 32; a CPU's table hardly moves them at all.",
+    "Figure 4. After 100 equal gradients 32-bit AdamW moves every weight by one "
+    "learning rate. Left of its cliff a map "
+    "moves them ten times as far, on the way to 32; "
+    "a CPU's table hardly moves them at all.",
 )
 
 # %% [markdown]
@@ -455,13 +581,19 @@ course.show(
 
 # %%
 for least in (4096, 256):  # the first is the default
-    thin = [nn.Parameter(torch.zeros(1, 2048)), nn.Parameter(torch.zeros(1, 8192))]  # LoRA's A at rank 1
+    # LoRA's A at rank 1
+    thin = [nn.Parameter(torch.zeros(1, 2048)), nn.Parameter(torch.zeros(1, 8192))]
     asked = bnb.optim.AdamW8bit(thin, min_8bit_size=least)
     for weight in thin:
         weight.grad = torch.ones_like(weight)
     asked.step()
-    print(f"from {least:5,} elements:", {weight.numel(): asked.state[weight]["state1"].dtype for weight in thin})
-    assert asked.state[thin[0]]["state1"].dtype == (torch.float32 if least == 4096 else torch.uint8)
+    print(
+        f"from {least:5,} elements:",
+        {weight.numel(): asked.state[weight]["state1"].dtype for weight in thin},
+    )
+    assert asked.state[thin[0]]["state1"].dtype == (
+        torch.float32 if least == 4096 else torch.uint8
+    )
 
 # %% [markdown]
 # ## 7. Exercises
@@ -488,8 +620,11 @@ def pack_by_dice(x, levels):
     """FILL ME IN: return codes and scales, as `pack` does."""
 
 
-# %% tags=["hide-input"]
-PAIR = "a function (x, levels) -> codes, uint8 of shape (blocks, 256), and scales, fp32 of shape (blocks, 1)"
+# %% Check the exercises tags=["hide-input"]
+PAIR = (
+    "a function (x, levels) -> codes, uint8 of shape (blocks, 256), and scales, "
+    "fp32 of shape (blocks, 1)"
+)
 
 
 def answered(answer, x, levels):
@@ -498,41 +633,73 @@ def answered(answer, x, levels):
         raise NotImplementedError
     codes, scales = found
     right_codes, right_scales = pack(x, levels)
-    assert codes.dtype == torch.uint8, f"codes are bytes (torch.uint8), and yours are {codes.dtype}"
-    for name, mine, right in (("codes", codes, right_codes), ("scales", scales, right_scales)):
-        assert mine.shape == right.shape, f"your {name} have shape {tuple(mine.shape)}, pack's {tuple(right.shape)}"
-    assert torch.equal(scales, right_scales), "each block keeps its own scale, its largest number, as in pack"
+    assert codes.dtype == torch.uint8, (
+        f"codes are bytes (torch.uint8), and yours are {codes.dtype}"
+    )
+    for name, mine, right in (
+        ("codes", codes, right_codes),
+        ("scales", scales, right_scales),
+    ):
+        assert mine.shape == right.shape, (
+            f"your {name} have shape {tuple(mine.shape)}, pack's {tuple(right.shape)}"
+        )
+    assert torch.equal(scales, right_scales), (
+        "each block keeps its own scale, its largest number, as in pack"
+    )
     return codes, scales
 
 
 def of_above_zero(answer):
-    ends = torch.tensor([1.0, 1e-4, 0.0])[:, None]  # of three blocks; the last is all zeros
+    # of three blocks; the last is all zeros
+    ends = torch.tensor([1.0, 1e-4, 0.0])[:, None]
     x = torch.cat([torch.zeros(56), torch.logspace(-12, 0, 200)]) * ends
     for levels in (MAPS[1], torch.linspace(0, 1, 256)):
         codes, _ = answered(answer, x, levels)
         plain, _ = pack(x, levels)
         assert not codes[x == 0].any(), "zero itself must keep zero's code"
         assert codes[x > 0].all(), "some number above zero still has zero's code"
-        assert torch.equal(codes[plain > 0], plain[plain > 0]), "all other numbers go to the nearest level, as in pack"
-        assert (codes[(x > 0) & (plain == 0)] == 1).all(), "the smallest numbers take the lowest level above zero"
+        assert torch.equal(codes[plain > 0], plain[plain > 0]), (
+            "all other numbers go to the nearest level, as in pack"
+        )
+        assert (codes[(x > 0) & (plain == 0)] == 1).all(), (
+            "the smallest numbers take the lowest level above zero"
+        )
 
 
 def of_dice(answer):
     torch.manual_seed(3)
     levels = MAPS[1]
-    x = torch.stack([torch.logspace(-5, 0, 256), 1e-4 * torch.logspace(-5, 0, 256).flip(0), torch.zeros(256)])
-    tried = torch.stack([unpack(*answered(answer, x, levels), levels) for _ in range(1000)])
+    x = torch.stack(
+        [
+            torch.logspace(-5, 0, 256),
+            1e-4 * torch.logspace(-5, 0, 256).flip(0),
+            torch.zeros(256),
+        ]
+    )
+    tried = torch.stack(
+        [unpack(*answered(answer, x, levels), levels) for _ in range(1000)]
+    )
     scales = pack(x, levels)[1]
-    gaps = levels.diff()[(torch.bucketize(x / scales.clamp(min=1e-38), levels) - 1).clamp(0, 254)] * scales
+    gaps = (
+        levels.diff()[
+            (torch.bucketize(x / scales.clamp(min=1e-38), levels) - 1).clamp(0, 254)
+        ]
+        * scales
+    )
     assert not tried[:, 2].any(), "a block of zeros stays zero"
-    assert ((tried - x).abs() <= 1.001 * gaps).all(), "a number may only go to one of the two levels beside it"
+    assert ((tried - x).abs() <= 1.001 * gaps).all(), (
+        "a number may only go to one of the two levels beside it"
+    )
     assert ((tried.mean(0) - x).abs() <= 0.1 * gaps).all(), (
-        "the mean of many draws is not the number; the nearer a level is, the more often it must be drawn"
+        "the mean of many draws is not the number; the nearer a level is, "
+        "the more often it must be drawn"
     )
     alike = torch.full((1, 256), (levels[200] + levels[201]) / 2)
     alike[0, 0] = 1
     found = answered(answer, alike, levels)[0][0, 1:]
-    assert found.unique().numel() == 2, "equal numbers of a block all went the same way: each needs a draw of its own"
+    assert found.unique().numel() == 2, (
+        "equal numbers of a block all went the same way: each needs a draw of its own"
+    )
 
 
 course.check(
@@ -540,13 +707,20 @@ course.check(
     bytes_at_rank_1,
     course.about(
         3_289_088,
-        "which of the 14 tensors of a block have 4,096 elements or more? Only those have 8-bit states",
+        "which of the 14 tensors of a block have 4,096 elements or more? Only those "
+        "have 8-bit states",
         within=1e-9,
         mistakes={
-            704_512 * (2 + 8 / 256): "not all states are 8-bit: tensors with fewer than 4,096 elements keep 32 bits",
-            704_512 * 8: "some tensors do have 4,096 elements or more, and their states are 8-bit",
-            8 * 311_296 + 2 * 393_216: "8-bit states also need a scale of 4 bytes for every 256 numbers of a moment",
-            4 * 311_296 + (2 + 8 / 256) * 393_216: "AdamW keeps two moments, also where they have 32 bits",
+            704_512 * (2 + 8 / 256): "not all states are 8-bit: "
+            "tensors with fewer than 4,096 elements keep 32 bits",
+            704_512 * 8: "some tensors do have 4,096 elements or more, "
+            "and their states are 8-bit",
+            8 * 311_296
+            + 2 * 393_216: "8-bit states also need a scale of 4 bytes for every 256 "
+            "numbers of a moment",
+            4 * 311_296
+            + (2 + 8 / 256)
+            * 393_216: "AdamW keeps two moments, also where they have 32 bits",
             3_289_088 / 16: "that is for one block, and there are 16",
         },
     ),
@@ -576,7 +750,8 @@ course.check(3, pack_by_dice, of_dice, PAIR)
 #     return (below + up).to(torch.uint8), scales
 #
 #
-# print(after_3000(pack_by_dice, noise=False))  # 8 bits fall as 32 do; but a single v is now noisier than before
+# # 8 bits fall as 32 do; but a single v is now noisier than before
+# print(after_3000(pack_by_dice, noise=False))
 # ```
 #
 # </details>

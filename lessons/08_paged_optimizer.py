@@ -17,7 +17,7 @@
 # its bill at 5,385 MiB, and of that 22 are optimizer states. There is next to nothing to page, so this lesson borrows
 # two larger runs.
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import warnings
 from collections import OrderedDict
 from itertools import pairwise
@@ -47,17 +47,29 @@ MIB = 2**20
 # States are touched in the optimizer's step. Through the forward and the backward pass they lie idle. Where is the peak
 # of lesson 3's full fine-tuning, and what would it be if the idle ones were elsewhere? Guess; it needed 23.8 GiB.
 
+# %% Your guess: GiB needed without the idle states tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 before, after = course.so_far("07_adamw_8bit"), course.so_far("08_paged_optimizer")
 full = course.so_far("03_gradient_checkpointing")
 full_paged = with_settings(full, ["tricks.paged_optimizer=true"])
-for with_states, without in zip(course.bill(full).moments, course.bill(full_paged).moments, strict=True):
-    print(f"{with_states.name:16}{with_states.bytes / MIB:10,.0f} MiB, without states {without.bytes / MIB:10,.0f}")
+for with_states, without in zip(
+    course.bill(full).moments, course.bill(full_paged).moments, strict=True
+):
+    print(
+        f"{with_states.name:16}{with_states.bytes / MIB:10,.0f} MiB, "
+        f"without states {without.bytes / MIB:10,.0f}"
+    )
 for name, recipe in (("kept", full), ("paged", full_paged)):
     needed = course.bill(recipe).least_bytes
-    print(f"{name:6} needs {needed / MIB:10,.1f} MiB, with CUDA's own, and a T4 has {T4.memory_bytes / MIB:,.1f}")
+    print(
+        f"{name:6} needs {needed / MIB:10,.1f} MiB, with CUDA's own, "
+        f"and a T4 has {T4.memory_bytes / MIB:,.1f}"
+    )
 assert course.bill(full_paged).fits
 assert not course.bill(full).fits
+course.reveal(guess, course.bill(full_paged).least_bytes / 2**30, "GiB")
 
 # %% [markdown]
 # On the bill it fits, with 109 MiB to spare: `cria plan` calls that tight. But 9.2 GiB of states must be somewhere, and
@@ -116,16 +128,31 @@ assert (card.out, card.back) == (PAGE_BYTES, 0)
 
 # %%
 class PagedAdamW:
-    def __init__(self, weights, card, order=lambda steps, places: places, lr=0.1, decay=0.1):
-        self.weights, self.card, self.order, self.lr, self.decay = weights, card, order, lr, decay
-        self.places = [(n, at) for n, weight in enumerate(weights) for at in range(0, weight.numel(), PAGE)]
+    def __init__(
+        self, weights, card, order=lambda steps, places: places, lr=0.1, decay=0.1
+    ):
+        self.weights, self.card, self.order, self.lr, self.decay = (
+            weights,
+            card,
+            order,
+            lr,
+            decay,
+        )
+        self.places = [
+            (n, at)
+            for n, weight in enumerate(weights)
+            for at in range(0, weight.numel(), PAGE)
+        ]
         self.steps = 0
 
     @torch.no_grad()
     def step(self):
         self.steps += 1
         for n, at in self.order(self.steps, self.places):
-            weight, grad = (tensor.view(-1)[at : at + PAGE] for tensor in (self.weights[n], self.weights[n].grad))
+            weight, grad = (
+                tensor.view(-1)[at : at + PAGE]
+                for tensor in (self.weights[n], self.weights[n].grad)
+            )
             m, v = (self.card.page((n, at, moment), len(grad)) for moment in "mv")
             weight.mul_(1 - self.lr * self.decay)
             m.lerp_(grad, 1 - 0.9)
@@ -138,19 +165,39 @@ class PagedAdamW:
 # **Step aside.** Before something large comes, `card.keep(less)`. Nothing is fetched until the optimizer asks.
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def aside(theme: Theme):
     """A card in a forward pass and in the optimizer's step."""
     sketch = course.Sketch(theme, 50, 11)
-    for left, when, here in ((3.5, "forward pass of a long row", 1), (28.5, "the optimizer's step", 4)):
+    for left, when, here in (
+        (3.5, "forward pass of a long row", 1),
+        (28.5, "the optimizer's step", 4),
+    ):
         sketch.text(left, 0.8, when, align="left", quiet=True)
         wide = 20 - 3 * here
-        sketch.tensor(left, 1.8, wide - 0.4, 2.6, "weights, activations" if here == 1 else "weights", color=0)
+        sketch.tensor(
+            left,
+            1.8,
+            wide - 0.4,
+            2.6,
+            "weights, activations" if here == 1 else "weights",
+            color=0,
+        )
         for n in range(4):
             at = left + 3 * n
             if n >= 4 - here:
-                sketch.tensor(left + wide + 3 * (n - 4 + here), 1.8, 2.6, 2.6, str(n), color=1)
-            sketch.tensor(at + 8, 7.4, 2.6, 2.6, "" if n >= 4 - here else str(n), color=1, kept=n < 4 - here)
+                sketch.tensor(
+                    left + wide + 3 * (n - 4 + here), 1.8, 2.6, 2.6, str(n), color=1
+                )
+            sketch.tensor(
+                at + 8,
+                7.4,
+                2.6,
+                2.6,
+                "" if n >= 4 - here else str(n),
+                color=1,
+                kept=n < 4 - here,
+            )
     for top, name in ((3.1, "card"), (8.7, "host")):
         sketch.text(0, top, name, align="left")
     sketch.text(11, 8.7, "pages", align="right", quiet=True)
@@ -161,7 +208,11 @@ def aside(theme: Theme):
     return sketch.figure
 
 
-course.show(aside, "Figure 1. A long row pushes three of four pages to the host; the optimizer's step fetches them.")
+course.show(
+    aside,
+    "Figure 1. A long row pushes three of four pages to the host; "
+    "the optimizer's step fetches them.",
+)
 
 # %% [markdown]
 # ## 3. Prove it
@@ -176,7 +227,9 @@ SHAPES, STEPS, PAGES = ((64, 64), (64, 32), (128, 32)), 5, 80
 def run(make, before_a_step=lambda: None):
     """The weights after five steps, always with the same gradients."""
     torch.manual_seed(1)
-    optimizer = make(weights := [torch.randn(shape, requires_grad=True) for shape in SHAPES])
+    optimizer = make(
+        weights := [torch.randn(shape, requires_grad=True) for shape in SHAPES]
+    )
     for _ in range(STEPS):
         for weight in weights:
             weight.grad = torch.randn(weight.shape)
@@ -193,14 +246,23 @@ def ours(card, **how):
     return run(lambda weights: PagedAdamW(weights, card, **how))
 
 
-plain = run(lambda weights: torch.optim.AdamW(weights, lr=0.1, weight_decay=0.1, foreach=False))
+plain = run(
+    lambda weights: torch.optim.AdamW(weights, lr=0.1, weight_decay=0.1, foreach=False)
+)
 for room in (2, 40, 79, 80):
     card, pager = Card(room), reference.Pager(room, PAGE)
     assert same(ours(card), plain)
-    theirs = run(lambda weights, pager=pager: reference.PagedAdamW(weights, pager, lr=0.1, weight_decay=0.1))
+    theirs = run(
+        lambda weights, pager=pager: reference.PagedAdamW(
+            weights, pager, lr=0.1, weight_decay=0.1
+        )
+    )
     assert same(theirs, plain)
     assert (card.out, card.back) == (pager.bytes_to_host, pager.bytes_to_device)
-    print(f"room for {room}: {card.back // PAGE_BYTES / (STEPS - 1):.0f} pages come back in each step after the first")
+    print(
+        f"room for {room}: {card.back // PAGE_BYTES / (STEPS - 1):.0f} pages come "
+        "back in each step after the first"
+    )
     assert card.back == (0 if room == PAGES else (STEPS - 1) * PAGES * PAGE_BYTES)
     assert card.out == (0 if room == PAGES else (STEPS * PAGES - room) * PAGE_BYTES)
 
@@ -212,28 +274,51 @@ for room in (2, 40, 79, 80):
 
 # %%
 card = Card(PAGES)
-weights = run(lambda weights: PagedAdamW(weights, card), before_a_step=lambda: card.keep(30))
-print(f"{card.out // PAGE_BYTES / (STEPS - 1):.0f} pages go and come back in each step after the first")
+weights = run(
+    lambda weights: PagedAdamW(weights, card), before_a_step=lambda: card.keep(30)
+)
+print(
+    f"{card.out // PAGE_BYTES / (STEPS - 1):.0f} pages go and come back in each "
+    "step after the first"
+)
 assert same(weights, plain)
 assert card.out == card.back == (STEPS - 1) * (PAGES - 30) * PAGE_BYTES
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 rooms = [2, *range(10, 80, 10), 78, 79, 80, 84]
 thrashing, stepping = [], []
 for space in rooms:
     ours(small := Card(space))
     thrashing.append(small.back / PAGE_BYTES / (STEPS - 1))
     large = Card(PAGES)
-    run(lambda weights, large=large: PagedAdamW(weights, large), lambda large=large, space=space: large.keep(space))
+    run(
+        lambda weights, large=large: PagedAdamW(weights, large),
+        lambda large=large, space=space: large.keep(space),
+    )
     stepping.append(large.back / PAGE_BYTES / (STEPS - 1))
 
 
 def cliff(theme: Theme):
     """Pages that come back in a step against the pages that there is room for."""
     drawn, axes = course.figure(height=2.7)
-    axes.plot(rooms, thrashing, color=theme.series[1], label="too little room in the optimizer's step")
-    axes.plot(rooms, stepping, color=theme.series[0], label="too little room in the forward pass only")
-    axes.set(xlabel="room for so many of 80 pages", ylabel="pages back, each step", ylim=(0, 88), xlim=(0, 84))
+    axes.plot(
+        rooms,
+        thrashing,
+        color=theme.series[1],
+        label="too little room in the optimizer's step",
+    )
+    axes.plot(
+        rooms,
+        stepping,
+        color=theme.series[0],
+        label="too little room in the forward pass only",
+    )
+    axes.set(
+        xlabel="room for so many of 80 pages",
+        ylabel="pages back, each step",
+        ylim=(0, 88),
+        xlim=(0, 84),
+    )
     axes.grid(axis="y")
     axes.legend(loc="lower left")
     return drawn
@@ -241,7 +326,8 @@ def cliff(theme: Theme):
 
 course.show(
     cliff,
-    "Figure 2. If only the forward pass is short of room, what was too much moves. If the optimizer's step is, "
+    "Figure 2. If only the forward pass is short of room, what was too much moves. "
+    "If the optimizer's step is, "
     "everything moves, until everything fits.",
 )
 
@@ -256,22 +342,40 @@ link, shape = CARDS["t4"].link_rate / 2, find_shape(full.model)
 
 
 def state_bytes(recipe):
-    return next(line.bytes for line in course.bill(recipe).lines if line.name == "optimizer states")
+    return next(
+        line.bytes
+        for line in course.bill(recipe).lines
+        if line.name == "optimizer states"
+    )
 
 
 def pageable(recipe):
-    on, off = (with_settings(recipe, [f"tricks.paged_optimizer={value}"]) for value in ("true", "false"))
+    on, off = (
+        with_settings(recipe, [f"tricks.paged_optimizer={value}"])
+        for value in ("true", "false")
+    )
     return state_bytes(off) - state_bytes(on)
 
 
 paged_bytes = {}
 for optimizer in ("adamw", "adamw_8bit"):
     for k in (1, 8):
-        chosen = with_settings(full, [f"tricks.optimizer={optimizer}", f"tricks.gradient_accumulation={k}"])
+        chosen = with_settings(
+            full, [f"tricks.optimizer={optimizer}", f"tricks.gradient_accumulation={k}"]
+        )
         paged_bytes[optimizer] = pageable(chosen)
-        work, way = step(chosen, shape, CARDS["t4"]).seconds, 2 * paged_bytes[optimizer] / link
-        print(f"{optimizer:10} {k} x 2,048 tokens: {work:4.1f} s of work, {way:.1f} s for states out and back")
-fixed = sum(line.bytes for line in course.bill(full_paged).around) + course.bill(full_paged).moments[-1].bytes
+        work, way = (
+            step(chosen, shape, CARDS["t4"]).seconds,
+            2 * paged_bytes[optimizer] / link,
+        )
+        print(
+            f"{optimizer:10} {k} x 2,048 tokens: {work:4.1f} s of work, "
+            f"{way:.1f} s for states out and back"
+        )
+fixed = (
+    sum(line.bytes for line in course.bill(full_paged).around)
+    + course.bill(full_paged).moments[-1].bytes
+)
 assert T4.memory_bytes - fixed < paged_bytes["adamw"]
 
 # %% [markdown]
@@ -289,7 +393,9 @@ assert T4.memory_bytes - fixed < paged_bytes["adamw"]
 # the 107 have fewer than 1,465 tokens (of SmolLM2's), a tenth more than 2,033, and all end at 2,048.
 
 # %%
-big = with_settings(after, ["model=llama-3.1-8b", "lora.r=64", "tricks.optimizer=adamw"])
+big = with_settings(
+    after, ["model=llama-3.1-8b", "lora.r=64", "tricks.optimizer=adamw"]
+)
 big_shape = find_shape(big.model)
 for how in ("paged_optimizer=false", "optimizer=adamw_8bit", "paged_optimizer=true"):
     chosen = with_settings(big, ["tricks.paged_optimizer=false", f"tricks.{how}"])
@@ -303,13 +409,20 @@ for how in ("paged_optimizer=false", "optimizer=adamw_8bit", "paged_optimizer=tr
 # *keeps* the memory that it got from CUDA, and pages cannot push that out. So we play both: it gives it back, or not.
 
 # %%
-SHORT, LONG = (1465, 920, 1733, 1301, 484, 1612, 1102, 1540), (1380, 2033, 760, 1950, 1420, 2048, 1199, 1670)
+SHORT, LONG = (
+    (1465, 920, 1733, 1301, 484, 1612, 1102, 1540),
+    (1380, 2033, 760, 1950, 1420, 2048, 1199, 1670),
+)
 all_pages = pageable(big) // (2 * MIB)
 
 
 def room_at(tokens):
     """Pages that a row of so many tokens leaves room for."""
-    return min(all_pages, (T4.memory_bytes - estimate(big, big_shape, T4, tokens).least_bytes) // (2 * MIB))
+    return min(
+        all_pages,
+        (T4.memory_bytes - estimate(big, big_shape, T4, tokens).least_bytes)
+        // (2 * MIB),
+    )
 
 
 for gives_back in (True, False):
@@ -323,14 +436,19 @@ for gives_back in (True, False):
             card.page(n, 1)
         moved.append(card.back // 4 * 2)  # 4 bytes stand for 2 MiB
     steps = [now - then for then, now in pairwise(moved)]
-    print(f"torch {'gives back' if gives_back else 'keeps'}: {steps} MiB come back in three steps")
+    print(
+        f"torch {'gives back' if gives_back else 'keeps'}: "
+        f"{steps} MiB come back in three steps"
+    )
     overflow = 2 * (all_pages - room_at(2048))
-    assert steps == ([0, overflow, 0] if gives_back else [0, 2 * all_pages, 2 * all_pages])
+    assert steps == (
+        [0, overflow, 0] if gives_back else [0, 2 * all_pages, 2 * all_pages]
+    )
 way, work = 2 * pageable(big) / link, step(big, big_shape, CARDS["t4"]).seconds
 print(f"at worst {way:.1f} s a step, beside {work:.0f} s of work")
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input"]
 def rows_of_a_run(theme: Theme):
     """What each row needs, and whether all states may stay."""
     drawn, axes = course.figure(height=3.0)
@@ -338,17 +456,55 @@ def rows_of_a_run(theme: Theme):
     for n, tokens in enumerate(SHORT + LONG + SHORT):
         needed = estimate(big, big_shape, T4, tokens).least_bytes / 2**30
         stay, first = room_at(tokens) * 2 / 1024, n == 0
-        axes.bar(n, needed, color=theme.series[0], width=0.7, label="all but states" if first else None)
-        axes.bar(n, stay, bottom=needed, color=theme.series[1], width=0.7, label="states" if first else None)
+        axes.bar(
+            n,
+            needed,
+            color=theme.series[0],
+            width=0.7,
+            label="all but states" if first else None,
+        )
+        axes.bar(
+            n,
+            stay,
+            bottom=needed,
+            color=theme.series[1],
+            width=0.7,
+            label="states" if first else None,
+        )
         if stay < states:
-            edge = {"facecolor": "none", "edgecolor": theme.series[1], "linestyle": "--"}
+            edge = {
+                "facecolor": "none",
+                "edgecolor": theme.series[1],
+                "linestyle": "--",
+            }
             axes.bar(n, states - stay, bottom=needed + stay, width=0.7, **edge)
-    axes.bar(-9, 1, facecolor="none", edgecolor=theme.series[1], linestyle="--", label="states that must leave")
-    axes.axhline(T4.memory_bytes / 2**30, color=theme.alarm, linewidth=1, linestyle=(0, (4, 3)))
-    axes.text(23.5, T4.memory_bytes / 2**30 + 0.1, "a T4 has 14.7 GiB", color=theme.alarm, ha="right", va="bottom")
+    axes.bar(
+        -9,
+        1,
+        facecolor="none",
+        edgecolor=theme.series[1],
+        linestyle="--",
+        label="states that must leave",
+    )
+    axes.axhline(
+        T4.memory_bytes / 2**30, color=theme.alarm, linewidth=1, linestyle=(0, (4, 3))
+    )
+    axes.text(
+        23.5,
+        T4.memory_bytes / 2**30 + 0.1,
+        "a T4 has 14.7 GiB",
+        color=theme.alarm,
+        ha="right",
+        va="bottom",
+    )
     for edge in (7.5, 15.5):
         axes.axvline(edge, color=theme.quiet, linewidth=1)
-    axes.set(xlabel="row; a line is the optimizer's step", ylabel="GiB", ylim=(0, 18.5), xlim=(-0.6, 23.6))
+    axes.set(
+        xlabel="row; a line is the optimizer's step",
+        ylabel="GiB",
+        ylim=(0, 18.5),
+        xlim=(-0.6, 23.6),
+    )
     axes.set_xticks(range(0, 24, 4))
     axes.legend(loc="upper left", ncols=3, fontsize=8)
     return drawn
@@ -356,7 +512,8 @@ def rows_of_a_run(theme: Theme):
 
 course.show(
     rows_of_a_run,
-    "Figure 3. Llama-3.1-8B, rank 64, rows as long as ours: three of 24 rows need the room of some states.",
+    "Figure 3. Llama-3.1-8B, rank 64, rows as long as ours: "
+    "three of 24 rows need the room of some states.",
 )
 
 # %% [markdown]
@@ -380,8 +537,15 @@ print("--set tricks.paged_optimizer=true")
 print(diff(resolve(before, T4), resolve(after, T4)))
 course.show_bill(before, after)
 saved = state_bytes(before) - state_bytes(after)
-wide = sum(many * elements for many, elements in course.bill(after).facts.trained if elements >= 100_000)
-print(f"paged: {wide:,} weights of {course.bill(after).facts.trained_weights:,}, {saved / MIB:.1f} MiB")
+wide = sum(
+    many * elements
+    for many, elements in course.bill(after).facts.trained
+    if elements >= 100_000
+)
+print(
+    f"paged: {wide:,} weights of {course.bill(after).facts.trained_weights:,}, "
+    f"{saved / MIB:.1f} MiB"
+)
 assert saved == wide * (2 + 8 / 256)
 
 # %% [markdown]
@@ -395,7 +559,9 @@ rows = [longest(Target(shape, T4), chosen) for chosen in (before, after)]
 print(f"rows of {rows[0]:,} tokens fit without paging, of {rows[1]:,} with it")
 assert rows[1] - rows[0] == 4
 adamw = run(lambda weights: bnb.optim.AdamW32bit(weights, lr=0.1, weight_decay=0.1))
-furthest = max((mine - other).abs().max().item() for mine, other in zip(adamw, plain, strict=True))
+furthest = max(
+    (mine - other).abs().max().item() for mine, other in zip(adamw, plain, strict=True)
+)
 print(f"bitsandbytes' AdamW in 32 bits is {furthest:.0e} away from torch's")
 assert 0 < furthest < 1e-5
 
@@ -405,7 +571,10 @@ assert 0 < furthest < 1e-5
 # for torch's, which rounds elsewhere.)
 
 # %%
-course.show(course.staircase("08_paged_optimizer"), "Figure 4. The bill so far: 12 MiB are too few to be seen.")
+course.show(
+    course.staircase("08_paged_optimizer"),
+    "Figure 4. The bill so far: 12 MiB are too few to be seen.",
+)
 
 # %% [markdown]
 # ## 6. Where it breaks
@@ -421,7 +590,9 @@ except RuntimeError as error:
     assert "cget_managed_ptr" in str(error)
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
-    fallen_back = run(lambda weights: bnb.optim.PagedAdamW32bit(weights, lr=0.1, weight_decay=0.1))
+    fallen_back = run(
+        lambda weights: bnb.optim.PagedAdamW32bit(weights, lr=0.1, weight_decay=0.1)
+    )
 print(said[-1].message)
 assert "Falling back to non-paged optimizer behavior" in str(said[-1].message)
 assert same(fallen_back, adamw)
@@ -437,20 +608,29 @@ optimizer = bnb.optim.PagedAdamW8bit([weight])
 
 
 def stand_in(*shape, dtype, device):
-    """What bitsandbytes gets from CUDA: memory at an address of the host, marked as paged."""
+    """What bitsandbytes gets from CUDA: memory at an address of the host, marked as
+    paged."""
     page = torch.zeros(shape, dtype=dtype)
     page.is_paged = True
     return page
 
 
 with mock.patch.multiple(bnb.functional, get_paged=stand_in, fill=lambda *_: None):
-    optimizer.state[weight] = {"state1": optimizer.get_state_buffer(weight, torch.uint8)}
+    optimizer.state[weight] = {
+        "state1": optimizer.get_state_buffer(weight, torch.uint8)
+    }
     assert optimizer.state[weight]["state1"].is_paged
     optimizer.load_state_dict(optimizer.state_dict())
     state = optimizer.state[weight]
-    print("after loading:", state["state1"].device, "paged:", getattr(state["state1"], "is_paged", False))
+    print(
+        "after loading:",
+        state["state1"].device,
+        "paged:",
+        getattr(state["state1"], "is_paged", False),
+    )
     assert state["state1"].device == weight.device
-    state["state1"] = optimizer.get_state_buffer(weight, torch.uint8)  # the cure; then copy the loaded state into it
+    # the cure; then copy the loaded state into it
+    state["state1"] = optimizer.get_state_buffer(weight, torch.uint8)
     assert state["state1"].is_paged
 
 # %% [markdown]
@@ -475,39 +655,57 @@ def order(steps, places):
 micro_batches = None
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_order(answer):
     places = [(n, at) for n in range(2) for at in range(0, 4 * PAGE, PAGE)]
     for steps in (1, 2, 3):
         if (found := answer(steps, list(places))) is None:
             raise NotImplementedError
         assert isinstance(found, list), f"this is a {type(found).__name__}, not a list"
-        assert sorted(found) == places, "every place must come exactly once in each step, or a weight is not updated"
+        assert sorted(found) == places, (
+            "every place must come exactly once in each step, "
+            "or a weight is not updated"
+        )
     for room in (20, 40, 78):
         found = ours(card := Card(room), order=answer)
-        assert same(found, plain), "the weights are not torch's: every place must come exactly once in each step"
+        assert same(found, plain), (
+            "the weights are not torch's: "
+            "every place must come exactly once in each step"
+        )
         back = card.back // PAGE_BYTES / (STEPS - 1)
         assert back <= PAGES - room, (
-            f"room for {room} of {PAGES} pages: {back:.0f} come back in each step, and fewer are possible; which pages "
+            f"room for {room} of {PAGES} pages: {back:.0f} come back in each step, "
+            "and fewer are possible; which pages "
             "does the last step leave on the card?"
         )
 
 
 def work_of(k):
-    return step(with_settings(full, [f"tricks.gradient_accumulation={k}"]), shape, CARDS["t4"]).seconds
+    return step(
+        with_settings(full, [f"tricks.gradient_accumulation={k}"]), shape, CARDS["t4"]
+    ).seconds
 
 
 def enough(times):
-    """Return how many micro-batches work `times` as long as it takes to move the states in one direction."""
-    return next(k for k in range(1, 100) if work_of(k) >= times * paged_bytes["adamw"] / link)
+    """Return how many micro-batches work `times` as long as it takes to move the states
+    in one direction."""
+    return next(
+        k for k in range(1, 100) if work_of(k) >= times * paged_bytes["adamw"] / link
+    )
 
 
 right = enough(10 * 2)
-hint = "each micro-batch adds work, but the time to move the states stays the same; compare these two times"
+hint = (
+    "each micro-batch adds work, but the time to move the states stays the same; "
+    "compare these two times"
+)
 mistakes = {
     enough(10): "the states go out, and they come back, so count two transfers",
-    enough(10 / 2): "the link carries half of its data sheet's rate, and states go both ways",
-    right - 1: "just too few: there moving the states still takes more than a tenth of the work",
+    enough(
+        10 / 2
+    ): "the link carries half of its data sheet's rate, and states go both ways",
+    right - 1: "just too few: there moving the states still takes more than a "
+    "tenth of the work",
     right + 1: "that is enough, but one micro-batch fewer is enough, too",
 }
 course.check(
@@ -520,18 +718,30 @@ course.check(
         mistakes={
             48: "at that rank A still has fewer than 100,000 elements",
             100_000 / 2048: "a rank is a whole number",
-            25: "the limit is for the elements of the matrix, not of its two moments together",
+            25: "the limit is for the elements of the matrix, "
+            "not of its two moments together",
             13: "the limit counts elements, not bytes",
-            2: "4,096 elements are the limit for 8-bit states; paging has another limit",
+            2: "4,096 elements are the limit for 8-bit states; "
+            "paging has another limit",
         },
     ),
     "a whole number, the rank",
 )
-course.check(2, order, of_order, "a function (steps, places) -> a list of the same places, in another order")
+course.check(
+    2,
+    order,
+    of_order,
+    "a function (steps, places) -> a list of the same places, in another order",
+)
 course.check(
     3,
     micro_batches,
-    course.about(right, hint, within=1e-9, mistakes={n: its for n, its in mistakes.items() if n != right}),
+    course.about(
+        right,
+        hint,
+        within=1e-9,
+        mistakes={n: its for n, its in mistakes.items() if n != right},
+    ),
     "a whole number of micro-batches",
 )
 
@@ -543,7 +753,8 @@ course.check(
 #
 #
 # def order(steps, places):
-#     return places if steps % 2 else places[::-1]  # begin with what the last step left on the card
+#     # begin with what the last step left on the card
+#     return places if steps % 2 else places[::-1]
 #
 #
 # micro_batches, work = 0, 0.0

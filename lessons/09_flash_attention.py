@@ -17,7 +17,10 @@
 # the bill at 5,373 MiB. Now the largest thing inside every block goes: the matrix of every token against every other.
 # By how many MiB will the bill fall? Write a guess down for section 5.
 
-# %% tags=["hide-input"]
+# %% Your guess: MiB that the bill falls tags=["predict"]
+guess = 0  # @param {type:"number"}
+
+# %% Imports and settings tags=["hide-input"]
 import math
 from unittest.mock import patch
 
@@ -26,7 +29,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-import cria_tricks.load.attention  # noqa: F401  transformers knows sdpa_expanded from here on
+# transformers knows sdpa_expanded from here on
+import cria_tricks.load.attention  # noqa: F401
 from cria_tricks import course
 from cria_tricks.bench.style import Theme, panels
 from cria_tricks.common.errors import BadInput
@@ -53,12 +57,14 @@ KIB, MIB = 1024, 2**20
 # values, which plain attention repeats first.
 
 # %%
-B, H, K, T, D = 1, 8, 2, 256, 16  # rows, query heads, key heads, tokens, width of a head
+# rows, query heads, key heads, tokens, width of a head
+B, H, K, T, D = 1, 8, 2, 256, 16
 G, INF = H // K, float("inf")
 
 
 def repeat(x):
-    """(B, K, T, D) to (B, H, T, D): each query head gets a copy of the head it shares."""
+    """(B, K, T, D) to (B, H, T, D): each query head gets a copy of the head it
+    shares."""
     return x[:, :, None].expand(-1, -1, G, -1, -1).flatten(1, 2)
 
 
@@ -84,12 +90,20 @@ def inputs(dtype):
 squares = 4 * H * T * T + T * T
 with SavedBytes() as kept:
     plain(*inputs(torch.float32)[:3])
-print(f"predicted {(4 * 3 * H * T * D + squares) / KIB:,.0f} KiB, counted {kept.peak / KIB:,.0f}", end="; ")
+print(
+    f"predicted {(4 * 3 * H * T * D + squares) / KIB:,.0f} KiB, "
+    f"counted {kept.peak / KIB:,.0f}",
+    end="; ",
+)
 print(f"{squares / kept.peak:.0%} of it grows with the square")
 assert kept.peak == 4 * 3 * H * T * D + squares
 shape = find_shape(course.CAPSTONE.model)
-one_block = shape.heads * 2048**2 * (4 + 2)  # the softmax in fp32, and under autocast a copy in 16 bits
-print(f"Llama-3.2-1B: {one_block / MIB:,.0f} MiB of w in a block, {shape.layers * one_block / MIB:,.0f} in all")
+# the softmax in fp32, and under autocast a copy in 16 bits
+one_block = shape.heads * 2048**2 * (4 + 2)
+print(
+    f"Llama-3.2-1B: {one_block / MIB:,.0f} MiB of w in a block, "
+    f"{shape.layers * one_block / MIB:,.0f} in all"
+)
 
 # %% [markdown]
 # ## 2. From scratch, in four steps
@@ -107,17 +121,22 @@ for s in row:
     higher = max(m, s)
     m, total = higher, total * math.exp(m - higher) + math.exp(s - higher)
     print(f"score {s:5.0f}: largest {m:5.0f}, sum {total:.4f}")
-print(f"without the largest: {naive.tolist()}; with it m + log(sum) = {m + math.log(total):.4f}")
+print(
+    f"without the largest: {naive.tolist()}; "
+    f"with it m + log(sum) = {m + math.log(total):.4f}"
+)
 assert naive.isnan().all()  # inf / inf
 assert abs(m + math.log(total) - torch.tensor(row).logsumexp(0).item()) < 1e-4
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def one_row(theme: Theme):
     """Left the scores of a query and the largest so far, right the sum so far."""
-    every = (q @ repeat(k).mT / D**0.5)[..., 48:, :48].flatten(0, 2)  # of tokens that see all of these keys
+    # of tokens that see all of these keys
+    every = (q @ repeat(k).mT / D**0.5)[..., 48:, :48].flatten(0, 2)
     records = (every.cummax(dim=-1).values.diff(dim=-1) > 0).sum(dim=-1)
-    row = every[records.argmax()].tolist()  # the row in which the largest changes most often
+    # the row in which the largest changes most often
+    row = every[records.argmax()].tolist()
     largest, sums, high, added = [], [], -INF, 0.0
     for score in row:
         higher = max(high, score)
@@ -126,8 +145,18 @@ def one_row(theme: Theme):
         sums.append(added)
     drawn, (left, right) = panels(2, height=2.9)
     left.scatter(range(len(row)), row, s=12, color=theme.quiet, label="score")
-    left.plot(largest, color=theme.series[1], drawstyle="steps-post", label="m, the largest so far")
-    right.plot(sums, color=theme.series[0], drawstyle="steps-post", label="sum of exp(score - m) so far")
+    left.plot(
+        largest,
+        color=theme.series[1],
+        drawstyle="steps-post",
+        label="m, the largest so far",
+    )
+    right.plot(
+        sums,
+        color=theme.series[0],
+        drawstyle="steps-post",
+        label="sum of exp(score - m) so far",
+    )
     for axes, ylabel in ((left, "score"), (right, "sum")):
         axes.set(xlabel="key, in the order in which they come", ylabel=ylabel)
         axes.grid(axis="y")
@@ -136,7 +165,9 @@ def one_row(theme: Theme):
 
 
 course.show(
-    one_row, "Figure 1. A row of scores, read once: whenever a larger score turns up, the sum so far is scaled down."
+    one_row,
+    "Figure 1. A row of scores, read once: whenever a larger score turns up, "
+    "the sum so far is scaled down.",
 )
 
 # %% [markdown]
@@ -150,7 +181,11 @@ TILES = [slice(n, n + TILE) for n in range(0, T, TILE)]
 
 
 def start(q):
-    return torch.full_like(q[..., :1], -INF), torch.zeros_like(q[..., :1]), torch.zeros_like(q)
+    return (
+        torch.full_like(q[..., :1], -INF),
+        torch.zeros_like(q[..., :1]),
+        torch.zeros_like(q),
+    )
 
 
 def update(m, total, out, s, v):
@@ -161,10 +196,14 @@ def update(m, total, out, s, v):
 
 def scores(q, k, rows, keys):
     s = q[..., rows, :] @ k[..., keys, :].mT / D**0.5
-    return s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -INF) if rows == keys else s
+    return (
+        s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -INF)
+        if rows == keys
+        else s
+    )
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def matrix(theme: Theme):
     """Which tiles are made, one at a time, and what is kept."""
     sketch = course.Sketch(theme, 41, 17)
@@ -173,9 +212,33 @@ def matrix(theme: Theme):
         sketch.tensor(4.9 + 3.2 * row, 0.4, 2.8, 2, "k, v" if row == 1 else "", color=0)
         for key in range(row + 1):
             here = row == 2 and key == 1
-            sketch.tensor(4.9 + 3.2 * key, 3.2 + 3.2 * row, 2.8, 2.8, "s, w" if here else "", color=1, kept=here)
-        sketch.tensor(19.2, 3.2 + 3.2 * row, 3, 2.8, "o" if row == 2 else "", color=0, kept=row < 2)
-        sketch.tensor(22.8, 3.2 + 3.2 * row, 0.8, 2.8, "L" if row == 2 else "", color=2, kept=row < 2)
+            sketch.tensor(
+                4.9 + 3.2 * key,
+                3.2 + 3.2 * row,
+                2.8,
+                2.8,
+                "s, w" if here else "",
+                color=1,
+                kept=here,
+            )
+        sketch.tensor(
+            19.2,
+            3.2 + 3.2 * row,
+            3,
+            2.8,
+            "o" if row == 2 else "",
+            color=0,
+            kept=row < 2,
+        )
+        sketch.tensor(
+            22.8,
+            3.2 + 3.2 * row,
+            0.8,
+            2.8,
+            "L" if row == 2 else "",
+            color=2,
+            kept=row < 2,
+        )
     sketch.arrow((17.6, 11), (19.0, 11))
     sketch.text(25, 1.4, "q, k, v: (T, D), in tiles", align="left")
     sketch.text(25, 6.2, "o: (T, D), and L: (T, 1)", align="left")
@@ -186,7 +249,11 @@ def matrix(theme: Theme):
     return sketch.figure
 
 
-course.show(matrix, "Figure 2. The third tile of queries has met its second tile of keys. No T x T matrix is anywhere.")
+course.show(
+    matrix,
+    "Figure 2. The third tile of queries has met its second tile of keys. "
+    "No T x T matrix is anywhere.",
+)
 
 # %% [markdown]
 # **Walk back without the weights.** Let $g_i$ be the gradient of $o_i$. Make a tile's weights again, from $L$. Then
@@ -219,7 +286,11 @@ class Flash(torch.autograd.Function):
         for n, rows in enumerate(TILES):
             for keys in TILES[: n + 1]:
                 w = (scores(q, k, rows, keys) - lse[..., rows, :]).exp()
-                ds = w * (grad[..., rows, :] @ v[..., keys, :].mT - delta[..., rows, :]) / D**0.5
+                ds = (
+                    w
+                    * (grad[..., rows, :] @ v[..., keys, :].mT - delta[..., rows, :])
+                    / D**0.5
+                )
                 dq[..., rows, :] += ds @ k[..., keys, :]
                 dk[..., keys, :] += ds.mT @ q[..., rows, :]
                 dv[..., keys, :] += w.mT @ grad[..., rows, :]
@@ -243,7 +314,9 @@ def ours(q, k, v):
 ways = {
     "ours": ours,
     "the package's": lambda q, k, v: flash_attention(q, k, v, tile=TILE),
-    "torch's, grouped": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+    "torch's, grouped": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    ),
     "torch's, expanded": lambda q, k, v: F.scaled_dot_product_attention(
         q, expand_kv(k, G), expand_kv(v, G), is_causal=True
     ),
@@ -262,9 +335,15 @@ assert torch.equal(repeat(k), expand_kv(k, G))
 for dtype, gradients_within in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
     eta = torch.finfo(dtype).eps / 2 * ((D + 2) * A + 2 * R + T + 3 * len(TILES) + 4)
     bound = (2 * eta * v.abs().max()).item()
-    print(f"{dtype}: outputs may be off by {bound:.1e}, gradients by {gradients_within:.0e}")
+    print(
+        f"{dtype}: outputs may be off by {bound:.1e}, "
+        f"gradients by {gradients_within:.0e}"
+    )
     for name, way in ways.items():
-        off = [(a - b).abs().max().item() for a, b in zip(with_gradients(way, *inputs(dtype)), true, strict=True)]
+        off = [
+            (a - b).abs().max().item()
+            for a, b in zip(with_gradients(way, *inputs(dtype)), true, strict=True)
+        ]
         print(f"  {name:18} output {off[0]:.1e}, gradients {max(off[1:]):.1e}")
         assert off[0] < 2 * bound  # two roundings of one value, in float64
         assert max(off[1:]) < gradients_within
@@ -278,7 +357,10 @@ for dtype, gradients_within in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
 # %%
 with SavedBytes() as kept:
     out = ours(*inputs(torch.float32)[:3])
-print(f"predicted {4 * (4 * H * T * D + H * T) / KIB:,.0f} KiB, counted {kept.peak / KIB:,.0f}")
+print(
+    f"predicted {4 * (4 * H * T * D + H * T) / KIB:,.0f} KiB, "
+    f"counted {kept.peak / KIB:,.0f}"
+)
 assert kept.peak == 4 * (4 * H * T * D + H * T)
 
 # %% [markdown]
@@ -290,14 +372,23 @@ assert kept.peak == 4 * (4 * H * T * D + H * T)
 
 # %%
 n, product = len(TILES), 2 * H * TILE * TILE * D
-for name, way, predicted in (("plain", plain, 6 * n * n), ("ours", ours, 7 * n * (n + 1) // 2)):
+for name, way, predicted in (
+    ("plain", plain, 6 * n * n),
+    ("ours", ours, 7 * n * (n + 1) // 2),
+):
     with Traffic() as moved:
         counted = flops(lambda way=way: with_gradients(way, *inputs(torch.float32)))
     a_score = (moved.products + moved.others) / (H * T * T)
-    print(f"{name:6} predicted {predicted} products of tiles, counted {counted / product:.0f}; {a_score:.0f} B a score")
+    print(
+        f"{name:6} predicted {predicted} products of tiles, "
+        f"counted {counted / product:.0f}; {a_score:.0f} B a score"
+    )
     assert counted == predicted * product
 at_best = 4 * (12 * H * T * D + 2 * H * T) / (H * T * T)
-print(f"a kernel that reads or writes 12 tensors of H T D, and L twice: {at_best:.1f} B a score")
+print(
+    "a kernel that reads or writes 12 tensors of H T D, and L twice: "
+    f"{at_best:.1f} B a score"
+)
 
 # %% [markdown]
 # It moves *more*. Each of our operations reads its tile from memory and writes it back. A kernel holds the tile in the
@@ -314,7 +405,8 @@ for name, recipe in settings.items():
     work = step(recipe, shape, CARDS["t4"])
     (part,) = (part for part in work.parts if part.name == "attention")
     print(
-        f"{name:19} attention {part.seconds:4.1f} s of {work.seconds:4.1f} s a step; {part.bytes / 1e9:5,.0f} GB moved"
+        f"{name:19} attention {part.seconds:4.1f} s of {work.seconds:4.1f} s a "
+        f"step; {part.bytes / 1e9:5,.0f} GB moved"
     )
 
 # %% [markdown]
@@ -323,9 +415,13 @@ for name, recipe in settings.items():
 
 # %%
 rest = "precision=best chunked_loss=true gradient_checkpointing=true"
-course.on_a_gpu("flash_attention", off=f"peft=lora {rest}", on=f"peft=lora attention=sdpa {rest}")
 course.on_a_gpu(
-    "expand_kv", off=f"peft=lora attention=sdpa {rest}", on=f"peft=lora attention=sdpa expand_kv=true {rest}"
+    "flash_attention", off=f"peft=lora {rest}", on=f"peft=lora attention=sdpa {rest}"
+)
+course.on_a_gpu(
+    "expand_kv",
+    off=f"peft=lora attention=sdpa {rest}",
+    on=f"peft=lora attention=sdpa expand_kv=true {rest}",
 )
 
 # %% [markdown]
@@ -335,12 +431,26 @@ course.on_a_gpu(
 # masks, and in torch 2.13 no groups. *math* is plain attention in fp32. For 16 bits, and what a mere flag does here:
 
 # %%
-print(f"{'':6}" + "".join(f"{case:>19}" for case in ("grouped", "equal heads", "masked, grouped", "masked, equal")))
+print(
+    f"{'':6}"
+    + "".join(
+        f"{case:>19}"
+        for case in ("grouped", "equal heads", "masked, grouped", "masked, equal")
+    )
+)
 for name, card in CARDS.items():
-    found = [kernel_for(card.device, torch.float16, masked=m, grouped=g) for m in (False, True) for g in (True, False)]
+    found = [
+        kernel_for(card.device, torch.float16, masked=m, grouped=g)
+        for m in (False, True)
+        for g in (True, False)
+    ]
     print(f"{name:6}" + "".join(f"{kernel:>19}" for kernel in found))
 for dropout in (0.0, 0.1):
-    kernel = attention_kernel(lambda p=dropout: F.scaled_dot_product_attention(q, k, v, dropout_p=p, enable_gqa=True))
+    kernel = attention_kernel(
+        lambda p=dropout: F.scaled_dot_product_attention(
+            q, k, v, dropout_p=p, enable_gqa=True
+        )
+    )
     print(f"this CPU, with dropout {dropout} in attention: {kernel}")
 
 # %% [markdown]
@@ -365,7 +475,10 @@ for function in ("sdpa", "sdpa_expanded"):
             llama(input_ids=torch.zeros_like(real), attention_mask=real)
         masked, grouped = heard[-1]
         kernel = kernel_for(T4, torch.float16, masked=masked, grouped=grouped)
-        print(f"{function:14} padding {padding}: {masked = !s:5} {grouped = !s:5} -> on a T4 {kernel}")
+        print(
+            f"{function:14} padding {padding}: "
+            f"{masked = !s:5} {grouped = !s:5} -> on a T4 {kernel}"
+        )
 assert heard == [(False, True), (True, False), (False, False), (True, False)]
 
 # %% [markdown]
@@ -381,8 +494,12 @@ with sdpa_kernel(SDPBackend.MATH), SavedBytes() as math_keeps:
     ways["torch's, grouped"](*halves)
 with SavedBytes() as fused_keeps:
     ways["torch's, expanded"](*halves)
-print(f"math {math_keeps.peak / KIB:,.0f} KiB, fused and expanded {fused_keeps.peak / KIB:,.0f} KiB")
-assert math_keeps.peak == 4 * (H * T * T + 3 * H * T * D)  # in fp32, whatever it is given
+print(
+    f"math {math_keeps.peak / KIB:,.0f} KiB, "
+    f"fused and expanded {fused_keeps.peak / KIB:,.0f} KiB"
+)
+# in fp32, whatever it is given
+assert math_keeps.peak == 4 * (H * T * T + 3 * H * T * D)
 assert fused_keeps.peak == 2 * 4 * H * T * D + 4 * H * T
 
 # %%
@@ -391,6 +508,7 @@ print(diff(resolve(before, T4), resolve(after, T4)))
 course.show_bill(before, after)
 first, second = course.bill(before), course.bill(after)
 assert first.peak_bytes - second.peak_bytes == 4 * 2048**2
+course.reveal(guess, (first.peak_bytes - second.peak_bytes) / MIB, "MiB")
 
 # %% [markdown]
 # 16 MiB, and all of it is *batch*: eager adds a mask of $T \times T$ fp32 numbers, causal kernels need none. Where are
@@ -400,41 +518,70 @@ assert first.peak_bytes - second.peak_bytes == 4 * 2048**2
 
 # %%
 def deepest(recipe):
-    return max(moment.bytes for moment in course.bill(recipe).moments if "block" in moment.name)
+    return max(
+        moment.bytes for moment in course.bill(recipe).moments if "block" in moment.name
+    )
 
 
 def peak(recipe, setting):
     return course.bill(with_settings(recipe, [setting])).peak_bytes
 
 
-saved = peak(before, "tricks.gradient_checkpointing=false") - peak(after, "tricks.gradient_checkpointing=false")
+saved = peak(before, "tricks.gradient_checkpointing=false") - peak(
+    after, "tricks.gradient_checkpointing=false"
+)
 output_and_lse = 2 * 2048 * shape.query_width + 4 * 2048 * shape.heads
 print(f"without checkpointing {saved / MIB:,.0f} MiB less; with it:")
 assert saved == shape.layers * (one_block - output_and_lse)
 for name, recipe in settings.items():
     later = peak(recipe, "tricks.chunked_loss=true")
-    print(f"{name:19} deepest in a block {deepest(recipe) / MIB:7,.1f} MiB; peak after lesson 12 {later / MIB:7,.1f}")
+    print(
+        f"{name:19} deepest in a block {deepest(recipe) / MIB:7,.1f} MiB; "
+        f"peak after lesson 12 {later / MIB:7,.1f}"
+    )
 assert deepest(alone) - deepest(before) == 16 * MIB
 assert deepest(after) < deepest(before)
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input"]
 def inside_a_block(theme: Theme):
-    """The deepest moment of a block, in three settings, beside the moment of the logits."""
+    """The deepest moment of a block, in three settings, beside the moment of the
+    logits."""
     drawn, axes = course.figure(height=2.3)
     for place, recipe in enumerate(settings.values()):
-        axes.barh(place, deepest(recipe) / MIB, color=theme.series[0] if place == 2 else theme.quiet, height=0.6)
-    for at, says in ((peak(after, "tricks.chunked_loss=true"), "in chunks, lesson 12"), (second.peak_bytes, "now")):
+        axes.barh(
+            place,
+            deepest(recipe) / MIB,
+            color=theme.series[0] if place == 2 else theme.quiet,
+            height=0.6,
+        )
+    for at, says in (
+        (peak(after, "tricks.chunked_loss=true"), "in chunks, lesson 12"),
+        (second.peak_bytes, "now"),
+    ):
         axes.axvline(at / MIB, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3)))
-        axes.text(at / MIB, -0.72, f"logits, {says} ", color=theme.alarm, va="center", ha="right")
-    axes.set_yticks(range(3), [f"{name}: {deepest(recipe) / MIB:,.0f}" for name, recipe in settings.items()])
-    axes.set(xlabel="deepest moment inside a block, MiB", xlim=(0, 5800), ylim=(2.5, -1.1))
+        axes.text(
+            at / MIB,
+            -0.72,
+            f"logits, {says} ",
+            color=theme.alarm,
+            va="center",
+            ha="right",
+        )
+    axes.set_yticks(
+        range(3),
+        [f"{name}: {deepest(recipe) / MIB:,.0f}" for name, recipe in settings.items()],
+    )
+    axes.set(
+        xlabel="deepest moment inside a block, MiB", xlim=(0, 5800), ylim=(2.5, -1.1)
+    )
     return drawn
 
 
 course.show(
     inside_a_block,
-    "Figure 3. sdpa alone deepens a block a little; with expand_kv attention is no longer its deepest point. The "
+    "Figure 3. sdpa alone deepens a block a little; "
+    "with expand_kv attention is no longer its deepest point. The "
     "logits hide that, until lesson 12.",
 )
 
@@ -443,7 +590,10 @@ course.show(
 # the deepest point moves to the MLP, 1,142 MiB lower. Once the logits are chunked, that is 819 MiB of peak.
 
 # %%
-course.show(course.staircase("09_flash_attention"), "Figure 4. The bill so far: a step too small to see, for now.")
+course.show(
+    course.staircase("09_flash_attention"),
+    "Figure 4. The bill so far: a step too small to see, for now.",
+)
 
 # %% [markdown]
 # ## 6. Where it breaks
@@ -477,7 +627,9 @@ def careful(m, total, out, s, v):
 hidden = torch.arange(T) < 40  # one tile and a quarter of padding
 last = slice(T - TILE, T)
 visible = ~hidden & (torch.arange(T) <= torch.arange(T)[last, None])
-right = F.scaled_dot_product_attention(q[..., last, :], repeat(k), repeat(v), attn_mask=visible)
+right = F.scaled_dot_product_attention(
+    q[..., last, :], repeat(k), repeat(v), attn_mask=visible
+)
 for name, rule in (("update", update), ("careful", careful)):
     state = start(q[..., last, :])
     for keys in TILES:
@@ -485,7 +637,11 @@ for name, rule in (("update", update), ("careful", careful)):
         state = rule(*state, s, repeat(v)[..., keys, :])
     found = state[2] / state[1]
     print(f"{name:8} {found.isnan().float().mean():.0%} nan")
-    assert found.isnan().all() if name == "update" else torch.allclose(found, right, rtol=0, atol=1e-12)
+    assert (
+        found.isnan().all()
+        if name == "update"
+        else torch.allclose(found, right, rtol=0, atol=1e-12)
+    )
 
 # %% [markdown]
 # ## 7. Exercises
@@ -510,9 +666,12 @@ def lazy(m, total, out, s, v):
     """FILL ME IN: return the new m, total and out."""
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def no_other_kernel(*given, **named):
-    raise AssertionError("here another kernel does all the work and skips no tile; make the tiles as Flash does")
+    raise AssertionError(
+        "here another kernel does all the work and skips no tile; "
+        "make the tiles as Flash does"
+    )
 
 
 def of_windows(answer):
@@ -525,21 +684,46 @@ def of_windows(answer):
             if (out := answer(*q_k_v, window)) is None:
                 raise NotImplementedError
             made = flops(lambda window=window: answer(*q_k_v, window)) / (2 * product)
-        assert out.shape == q.shape, f"the shape is {tuple(out.shape)}, and q's is {tuple(q.shape)}"
-        assert not out.isnan().any(), f"window {window}: nan; can the first tile of a row be all -inf?"
-        assert torch.allclose(out, right, rtol=0, atol=1e-12), (
-            f"window {window}: not a softmax over the query itself and the {window - 1} tokens before it"
+        assert out.shape == q.shape, (
+            f"the shape is {tuple(out.shape)}, and q's is {tuple(q.shape)}"
         )
-        tiles = visible.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE)).any(dim=(1, 3)).sum().item()
-        assert made <= tiles, f"window {window}: {made:.0f} tiles are made, but only in {tiles} does a query see a key"
-        assert made * TILE * TILE >= visible.sum(), "too few products: a tile needs two, of scores and of values"
+        assert not out.isnan().any(), (
+            f"window {window}: nan; can the first tile of a row be all -inf?"
+        )
+        assert torch.allclose(out, right, rtol=0, atol=1e-12), (
+            f"window {window}: not a softmax over the query itself and the "
+            f"{window - 1} tokens before it"
+        )
+        tiles = (
+            visible.unflatten(1, (-1, TILE))
+            .unflatten(0, (-1, TILE))
+            .any(dim=(1, 3))
+            .sum()
+            .item()
+        )
+        assert made <= tiles, (
+            f"window {window}: {made:.0f} tiles are made, "
+            f"but only in {tiles} does a query see a key"
+        )
+        assert made * TILE * TILE >= visible.sum(), (
+            "too few products: a tile needs two, of scores and of values"
+        )
 
 
 def of_lazy(answer):
     draw = torch.Generator().manual_seed(3)
-    s, values = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in ((6, 4, 64), (64, D)))
-    s -= s.amax(-1, keepdim=True)  # 0 is now the largest of each row of a tile; next, each row's largest in each tile:
-    highest = [[0, 3, 5, 30, 31, 0], [0, 9, 12, 13, 40, 0], [0, 0, 8, 0, 9, 0], [0, 3, 5, 5, 5, 5]]
+    s, values = (
+        torch.randn(shape, generator=draw, dtype=torch.float64)
+        for shape in ((6, 4, 64), (64, D))
+    )
+    # 0 is now the largest of each row of a tile; next, each row's largest in each tile:
+    s -= s.amax(-1, keepdim=True)
+    highest = [
+        [0, 3, 5, 30, 31, 0],
+        [0, 9, 12, 13, 40, 0],
+        [0, 0, 8, 0, 9, 0],
+        [0, 3, 5, 5, 5, 5],
+    ]
     s += torch.tensor(highest).T[..., None]
     state = start(torch.zeros(4, D, dtype=torch.float64))
     for tile in s:
@@ -548,15 +732,24 @@ def of_lazy(answer):
             raise NotImplementedError
         m, total, out = state
         shapes = [tuple(x.shape) for x in (m, total, out)]
-        assert shapes == [(4, 1), (4, 1), (4, D)], f"m, total and out came back in other shapes: {shapes}"
+        assert shapes == [(4, 1), (4, 1), (4, D)], (
+            f"m, total and out came back in other shapes: {shapes}"
+        )
         assert not m.isnan().any(), "nan; what is m before the first tile?"
         far = tops > before + 8
-        assert (m == before)[~far].all(), "m moved in a row in which the largest is not more than 8 above it"
-        assert (m != before)[far].all(), "m stayed in a row in which the largest is more than 8 above it"
-        assert torch.equal(m[far], tops[far]), "where m moves, it moves to the tile's largest"
+        assert (m == before)[~far].all(), (
+            "m moved in a row in which the largest is not more than 8 above it"
+        )
+        assert (m != before)[far].all(), (
+            "m stayed in a row in which the largest is more than 8 above it"
+        )
+        assert torch.equal(m[far], tops[far]), (
+            "where m moves, it moves to the tile's largest"
+        )
     right = s.transpose(0, 1).flatten(1).softmax(-1) @ values.repeat(6, 1)
     assert torch.allclose(out / total, right, rtol=0, atol=1e-12), (
-        "m is right, but out / total is not the softmax; were both corrected where m moved?"
+        "m is right, but out / total is not the softmax; "
+        "were both corrected where m moved?"
     )
 
 
@@ -577,8 +770,16 @@ course.check(
     ),
     "a number of MiB, of one block",
 )
-course.check(2, windowed, of_windows, "a function (q, k, v, window) -> a tensor shaped like q")
-course.check(3, lazy, of_lazy, "a function (m, total, out, s, v) -> the new m, total and out, each shaped as it came")
+course.check(
+    2, windowed, of_windows, "a function (q, k, v, window) -> a tensor shaped like q"
+)
+course.check(
+    3,
+    lazy,
+    of_lazy,
+    "a function (m, total, out, s, v) -> the new m, total and out, "
+    "each shaped as it came",
+)
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

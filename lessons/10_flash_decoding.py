@@ -18,7 +18,7 @@
 # bill stands where lesson 9 left it, and this lesson does not move it by one byte. It is about what comes afterwards:
 # the trained model answers, one token at a time.
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import math
 import types
 
@@ -37,7 +37,8 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-import cria_tricks.load.attention  # noqa: F401 (names lesson 9's repeated heads to transformers)
+# names lesson 9's repeated heads to transformers
+import cria_tricks.load.attention  # noqa: F401
 from cria_tricks import course
 from cria_tricks.bench import results, tables
 from cria_tricks.bench.style import Theme
@@ -59,14 +60,19 @@ MIB = 2**20
 # A new token attends to all before it. Their keys and values do not change any more, so they are kept: the *KV cache*.
 # How many bytes does one token of the past take, in 16 bits? Llama-3.2-1B has $L = 16$ blocks, $H = 32$ query heads,
 # and $K = 8$ heads of keys and values, of width $D = 64$. Write your guess down.
-#
+
+# %% Your guess: KiB of one token tags=["predict"]
+guess = 0  # @param {type:"number"}
+
+# %% [markdown]
 # It is $2\,L\,K\,D$ numbers of 2 bytes: 32 KiB. If every query head had keys and values of its own, it would be
 # $H / K = 4$ times that. Here is the bill of answering, in 16 bits (`cria chat` unpacks an NF4 base first):
 
 # %%
 before, after = course.so_far("09_flash_attention"), course.so_far("10_flash_decoding")
 training = course.bill(after)
-assert training.lines == course.bill(before).lines  # nothing of this lesson is part of a training step
+# nothing of this lesson is part of a training step
+assert training.lines == course.bill(before).lines
 shape, card = find_shape(after.model), CARDS["t4"]
 L, H, K, D = shape.layers, shape.heads, shape.kv_heads, shape.head_width
 cached = 2 * L * K * D * 2  # bytes for each token of the past
@@ -74,15 +80,28 @@ longest = find_config(after.model)["max_position_embeddings"]
 
 
 def answering(past):
-    return {"weights": 2 * shape.weights, "adapter": 2 * training.facts.trained_weights, "KV cache": cached * past}
+    return {
+        "weights": 2 * shape.weights,
+        "adapter": 2 * training.facts.trained_weights,
+        "KV cache": cached * past,
+    }
 
 
-print(f"a training step: {training.peak_bytes / MIB:,.0f} MiB before this lesson, and after it")
+print(
+    f"a training step: {training.peak_bytes / MIB:,.0f} MiB before this lesson, "
+    "and after it"
+)
 for past in (2048, longest):
-    rows = " + ".join(f"{name} {size / MIB:,.0f}" for name, size in answering(past).items())
-    print(f"answering after {past:7,}: {rows} = {sum(answering(past).values()) / MIB:,.0f} MiB")
+    rows = " + ".join(
+        f"{name} {size / MIB:,.0f}" for name, size in answering(past).items()
+    )
+    print(
+        f"answering after {past:7,}: "
+        f"{rows} = {sum(answering(past).values()) / MIB:,.0f} MiB"
+    )
 assert (cached, H // K) == (32 * 1024, 4)
 assert sum(answering(longest).values()) < T4.memory_bytes / 2
+course.reveal(guess, cached / 1024, "KiB")
 
 # %% [markdown]
 # Even the longest past that this model knows takes less than half of a T4. Bytes are not short. What is?
@@ -94,8 +113,15 @@ assert sum(answering(longest).values()) < T4.memory_bytes / 2
 # %%
 for past in (2048, longest):
     read = sum(answering(past).values())
-    work = 2 * (shape.active_weights + training.facts.trained_weights) + 4 * L * H * D * past  # scores, sums of values
-    print(f"after {past:7,}: {work / read:.2f} operations a byte, at most {card.memory_rate / read:5.1f} tokens/s")
+    # scores, sums of values
+    work = (
+        2 * (shape.active_weights + training.facts.trained_weights)
+        + 4 * L * H * D * past
+    )
+    print(
+        f"after {past:7,}: {work / read:.2f} operations a byte, "
+        f"at most {card.memory_rate / read:5.1f} tokens/s"
+    )
     assert 1 < work / read < 3
 assert round(card.half_flops / card.memory_rate) == 203
 
@@ -111,24 +137,37 @@ print(f"{K} work, {SMS - K} idle")
 assert (SMS, SMS - K) == (40, 32)
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def who_works(theme: Theme):
     """The 40 multiprocessors of a T4, with the pieces of work of three situations."""
     sketch = course.Sketch(theme, 62, 11.5)
-    whats = (("training", "1,024 pieces", 40), ("one new token", "8 pieces", 8), ("in 5 splits", "8 x 5 pieces", 40))
+    whats = (
+        ("training", "1,024 pieces", 40),
+        ("one new token", "8 pieces", 8),
+        ("in 5 splits", "8 x 5 pieces", 40),
+    )
     for row, (what, says, busy) in enumerate(whats):
         top = 0.8 + 3.8 * row
         sketch.text(0, top + 0.6, what, align="left")
         sketch.text(0, top + 1.9, says, align="left", quiet=True)
         for n in range(40):
             left, down = 18 + 2.2 * (n % 20), top + 1.5 * (n // 20)
-            sketch.tensor(left, down, 1.9, 1.2, "", color=n // 8 % 2 if row == 2 else 0, kept=n < busy)
+            sketch.tensor(
+                left,
+                down,
+                1.9,
+                1.2,
+                "",
+                color=n // 8 % 2 if row == 2 else 0,
+                kept=n < busy,
+            )
     return sketch.figure
 
 
 course.show(
     who_works,
-    "Figure 1. The 40 multiprocessors of a T4: filled ones have work, dashed ones have none. In five splits each of "
+    "Figure 1. The 40 multiprocessors of a T4: filled ones have work, "
+    "dashed ones have none. In five splits each of "
     "the 8 heads keeps five of them busy.",
 )
 
@@ -146,7 +185,8 @@ q, k, v = torch.randn(K, G, D), torch.randn(K, S, D), torch.randn(K, S, D)
 
 
 def attend(q, k, v, hidden=0.0):
-    """Output and log-sum-exp, (..., G, D) and (..., G, 1); -inf in ``hidden`` hides a key."""
+    """Output and log-sum-exp, (..., G, D) and (..., G, 1); -inf in ``hidden`` hides a
+    key."""
     scores = q @ k.mT / D**0.5 + hidden
     m = scores.amax(-1, keepdim=True)  # this piece's maximum
     p = (scores - m).exp()
@@ -183,7 +223,10 @@ assert torch.allclose(z, z_of_all, atol=1e-5)
 # %%
 def by_chance(n, q, k, v):
     cuts = (torch.randperm(S - 1)[: n - 1] + 1).sort().values
-    pieces = [attend(q, k[:, keys], v[:, keys]) for keys in torch.randperm(S).tensor_split(cuts)]
+    pieces = [
+        attend(q, k[:, keys], v[:, keys])
+        for keys in torch.randperm(S).tensor_split(cuts)
+    ]
     while len(pieces) > 1:
         a, b = (pieces.pop(int(torch.randint(len(pieces), ()))) for _ in range(2))
         pieces.append(merge(a, b))
@@ -201,14 +244,15 @@ assert torch.allclose(by_chance(7, q, k, v), whole, atol=1e-6)
 # %%
 def split(q, k, v, n):
     """One token's attention, (K, G, D), in n splits of equal length."""
-    outs, z = attend(q[:, None], k.unflatten(1, (n, -1)), v.unflatten(1, (n, -1)))  # (K, n, G, D) and (K, n, G, 1)
+    # (K, n, G, D) and (K, n, G, 1)
+    outs, z = attend(q[:, None], k.unflatten(1, (n, -1)), v.unflatten(1, (n, -1)))
     return (z.softmax(1) * outs).sum(1)
 
 
 assert torch.allclose(split(q, k, v, 8), whole, atol=1e-6)
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def flow(theme: Theme):
     """One head of the cache: cut, attended to piece by piece, merged."""
     sketch = course.Sketch(theme, 62, 14.5)
@@ -227,7 +271,11 @@ def flow(theme: Theme):
     return sketch.figure
 
 
-course.show(flow, "Figure 2. One of the 8 heads, its 2,048 tokens of past in four splits; no colour waits for another.")
+course.show(
+    flow,
+    "Figure 2. One of the 8 heads, its 2,048 tokens of past in four splits; "
+    "no colour waits for another.",
+)
 
 # %% [markdown]
 # ## 3. Prove it
@@ -256,15 +304,30 @@ def off(out):
     return (out.view(K, G, D) - truth).abs().max().item()
 
 
-tried = [(n, off(by_chance(n, q, k, v))) for n in (1, 2, 5, 13, 40, 300, S) for _ in range(3)]
-print(f"{len(tried)} ways to cut and merge: off by {max(error for _, error in tried):.1e} at most")
-print(f"one softmax: off by {off(whole):.1e}; the bound is {bound(1):.1e} for 1 piece, {bound(S):.1e} for {S:,}")
+tried = [
+    (n, off(by_chance(n, q, k, v))) for n in (1, 2, 5, 13, 40, 300, S) for _ in range(3)
+]
+print(
+    f"{len(tried)} ways to cut and merge: "
+    f"off by {max(error for _, error in tried):.1e} at most"
+)
+print(
+    f"one softmax: off by {off(whole):.1e}; "
+    f"the bound is {bound(1):.1e} for 1 piece, {bound(S):.1e} for {S:,}"
+)
 assert all(error < bound(n) for n, error in tried)
-assert max(error for n, error in tried if n == S) < 4 * max(error for n, error in tried if n < S)
+assert max(error for n, error in tried if n == S) < 4 * max(
+    error for n, error in tried if n < S
+)
 for n in (1, 4, 64, 512, S):
     assert off(split(q, k, v, n)) < bound(n)
-    assert off(flash_decoding(q.view(1, H, 1, D), k[None], v[None], n)) < bound(n)  # the package's reference
-assert off(F.scaled_dot_product_attention(q.view(1, H, 1, D), k[None], v[None], enable_gqa=True)) < bound(1)
+    # the package's reference
+    assert off(flash_decoding(q.view(1, H, 1, D), k[None], v[None], n)) < bound(n)
+assert off(
+    F.scaled_dot_product_attention(
+        q.view(1, H, 1, D), k[None], v[None], enable_gqa=True
+    )
+) < bound(1)
 in_fp64 = max(off(by_chance(n, q.double(), k.double(), v.double())) for n in (2, 40, S))
 print(f"in fp64: off by {in_fp64:.1e}")
 assert in_fp64 < bound(S) * 2**-29  # fp64 has 29 bits more
@@ -273,21 +336,41 @@ assert in_fp64 < bound(S) * 2**-29  # fp64 has 29 bits more
 # None is: 2,048 pieces of one token each do no worse than a few.
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input"]
 def errors(theme: Theme):
     """What chance found, beneath what rounding allows."""
     drawn, axes = course.figure(height=2.9)
-    axes.loglog([n for n, _ in tried], [error for _, error in tried], "o", color=theme.series[0], label="found")
+    axes.loglog(
+        [n for n, _ in tried],
+        [error for _, error in tried],
+        "o",
+        color=theme.series[0],
+        label="found",
+    )
     ns = [2**i for i in range(12)]
     axes.loglog(ns, [bound(n) for n in ns], color=theme.series[1], label="worst case")
-    axes.axhline(off(whole), color=theme.quiet, linewidth=1, linestyle=(0, (4, 3)), label="one softmax")
-    axes.set(xlabel="pieces, cut and merged by chance", ylabel="largest error, fp32", ylim=(1e-8, 1))
+    axes.axhline(
+        off(whole),
+        color=theme.quiet,
+        linewidth=1,
+        linestyle=(0, (4, 3)),
+        label="one softmax",
+    )
+    axes.set(
+        xlabel="pieces, cut and merged by chance",
+        ylabel="largest error, fp32",
+        ylim=(1e-8, 1),
+    )
     axes.grid()
     axes.legend(loc="upper left", ncols=3)
     return drawn
 
 
-course.show(errors, "Figure 3. From 1 piece to 2,048, cut and merged by chance: errors stay near that of one softmax.")
+course.show(
+    errors,
+    "Figure 3. From 1 piece to 2,048, cut and merged by chance: "
+    "errors stay near that of one softmax.",
+)
 
 # %% [markdown]
 # ## 4. What it costs
@@ -296,8 +379,13 @@ course.show(errors, "Figure 3. From 1 piece to 2,048, cut and merged by chance: 
 # %%
 outs, z = attend(q[:, None], k.unflatten(1, (8, -1)), v.unflatten(1, (8, -1)))
 assert outs.nbytes + z.nbytes == 8 * H * (D + 1) * 4
-assert flops(lambda: split(q, k, v, 8)) == flops(lambda: attend(q, k, v)) == 4 * H * D * S
-print(f"in 5 splits {5 * H * (D + 1) * 4:,} bytes, {5 * H * (D + 1) * 4 / (cached * S / L):.1%} of a block's cache")
+assert (
+    flops(lambda: split(q, k, v, 8)) == flops(lambda: attend(q, k, v)) == 4 * H * D * S
+)
+print(
+    f"in 5 splits {5 * H * (D + 1) * 4:,} bytes, "
+    f"{5 * H * (D + 1) * 4 / (cached * S / L):.1%} of a block's cache"
+)
 
 # %% [markdown]
 # **What it can gain.** Suppose the worst: 8 SMs draw a fifth of the bandwidth, so without splits the cache takes five
@@ -306,7 +394,11 @@ print(f"in 5 splits {5 * H * (D + 1) * 4:,} bytes, {5 * H * (D + 1) * 4 / (cache
 # %%
 for past in (2048, 32_768, longest):
     *others, cache = answering(past).values()
-    print(f"after {past:7,}: at most {(sum(others) + SMS / K * cache) / (sum(others) + cache):.2f} times as fast")
+    print(
+        f"after {past:7,}: "
+        f"at most {(sum(others) + SMS / K * cache) / (sum(others) + cache):.2f} "
+        "times as fast"
+    )
 
 # %% [markdown]
 # A tenth at most: a token waits for weights, which all SMs read anyway. Flash-Decoding is for long pasts; its authors
@@ -320,17 +412,29 @@ for past in (2048, 32_768, longest):
 device = "cuda" if torch.cuda.is_available() else "cpu"
 ways = {
     "our 8 splits": lambda q, k, v: split(q[0], k[0], v[0], 8)[None],
-    "shared heads": lambda q, k, v: F.scaled_dot_product_attention(q.view(1, H, 1, D), k, v, enable_gqa=True),
-    "repeated": lambda q, k, v: F.scaled_dot_product_attention(q.view(1, H, 1, D), expand_kv(k, G), expand_kv(v, G)),
+    "shared heads": lambda q, k, v: F.scaled_dot_product_attention(
+        q.view(1, H, 1, D), k, v, enable_gqa=True
+    ),
+    "repeated": lambda q, k, v: F.scaled_dot_product_attention(
+        q.view(1, H, 1, D), expand_kv(k, G), expand_kv(v, G)
+    ),
     "4 rows a head": F.scaled_dot_product_attention,
 }
-print(f"{this_device().name}: microseconds of one block's attention after 1,024, 4,096, 16,384 tokens")
+print(
+    f"{this_device().name}: microseconds of one block's attention after 1,024, "
+    "4,096, 16,384 tokens"
+)
 for name, way in ways.items():
     line = f"{name:14}"
     for past in (1024, 4096, 16_384):
         x = [torch.randn(1, K, n, D, device=device) for n in (G, past, past)]
-        assert torch.allclose(way(*x).view(K, G, D), ways["shared heads"](*x).view(K, G, D), atol=1e-3)
-        timer = Timer("way(*x)", globals={"way": way, "x": [y.half() if device == "cuda" else y for y in x]})
+        assert torch.allclose(
+            way(*x).view(K, G, D), ways["shared heads"](*x).view(K, G, D), atol=1e-3
+        )
+        timer = Timer(
+            "way(*x)",
+            globals={"way": way, "x": [y.half() if device == "cuda" else y for y in x]},
+        )
         line += f"{timer.blocked_autorange(min_run_time=0.1).median * 1e6:10,.0f}"
     print(line)
 
@@ -339,7 +443,9 @@ for name, way in ways.items():
 # *on* are the same thing, and their difference is noise:
 
 # %%
-found = [case for case in results.read(results.COMMITTED) if case.bench == "flash_decoding"]
+found = [
+    case for case in results.read(results.COMMITTED) if case.bench == "flash_decoding"
+]
 print(tables.tricks(found) if found else "no committed results beside this package")
 
 # %% [markdown]
@@ -361,42 +467,68 @@ for machine in (A100_40GB, T4):
 # Llama.
 
 
-# %%
+# %% Helper: count moved bytes tags=["hide-input"]
 class Moved(TorchDispatchMode):
-    """Bytes that operations read and write; views move none, and repeated heads are read where they are stored."""
+    """Bytes that operations read and write; views move none, and repeated heads are
+    read where they are stored."""
 
     bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if not func.is_view and func.overloadpacket.__name__ != "_unsafe_view":
-            tensors = (x for x in tree_iter((args, kwargs, out)) if isinstance(x, torch.Tensor))
-            self.bytes += sum(min(x.untyped_storage().nbytes(), x.numel() * x.itemsize) for x in tensors)
+            tensors = (
+                x for x in tree_iter((args, kwargs, out)) if isinstance(x, torch.Tensor)
+            )
+            self.bytes += sum(
+                min(x.untyped_storage().nbytes(), x.numel() * x.itemsize)
+                for x in tensors
+            )
         return out
 
 
+# %%
 def repeated(module, query, key, value, *arguments, **named):
     """Attention as a T4's fast kernel needs it, also for one token."""
-    groups, ungrouped = query.shape[1] // key.shape[1], types.SimpleNamespace(is_causal=True)
+    groups, ungrouped = (
+        query.shape[1] // key.shape[1],
+        types.SimpleNamespace(is_causal=True),
+    )
     return sdpa_attention_forward(
-        ungrouped, query, expand_kv(key, groups), expand_kv(value, groups), *arguments, **named
+        ungrouped,
+        query,
+        expand_kv(key, groups),
+        expand_kv(value, groups),
+        *arguments,
+        **named,
     )
 
 
 AttentionInterface.register("repeated", repeated)
 AttentionMaskInterface.register("repeated", sdpa_mask)
-widths = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+widths = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+}
 
 
 def moved(past, in_place=False, **attention):
     config = LlamaConfig(num_attention_heads=8, num_key_value_heads=2, **widths)
     model = AutoModelForCausalLM.from_config(config, **attention)
-    cache = for_answers(model, past + 1)["past_key_values"] if in_place else DynamicCache(config=config)
+    cache = (
+        for_answers(model, past + 1)["past_key_values"]
+        if in_place
+        else DynamicCache(config=config)
+    )
     with torch.no_grad():
         model(torch.zeros(1, past, dtype=torch.long), past_key_values=cache)
         with Moved() as count:
             model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
-    return count.bytes, sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return count.bytes, sum(
+        layer.keys.nbytes + layer.values.nbytes for layer in cache.layers
+    )
 
 
 def factor(**how):
@@ -406,7 +538,11 @@ def factor(**how):
 
 for name, how, predicted in (
     ("shared heads, as on an A100", {}, 2 + 1),
-    ("repeated heads, as on a T4", {"attn_implementation": "repeated"}, 2 + (1 + 4) + 4),
+    (
+        "repeated heads, as on a T4",
+        {"attn_implementation": "repeated"},
+        2 + (1 + 4) + 4,
+    ),
 ):
     print(f"{name}: predicted {predicted}, counted {factor(**how):.2f} times the cache")
     assert factor(**how) == predicted
@@ -416,7 +552,10 @@ for name, how, predicted in (
 # queries that share a head be 4 *rows* of it: one new token sees the whole past, so no row needs a causal mask.
 
 # %%
-room, (first, new) = torch.zeros(1, K, 8, D), (torch.randn(1, K, 5, D), torch.randn(1, K, 1, D))
+room, (first, new) = (
+    torch.zeros(1, K, 8, D),
+    (torch.randn(1, K, 5, D), torch.randn(1, K, 1, D)),
+)
 append(room, 0, first)
 kept = append(room, 5, new)
 assert torch.equal(kept, torch.cat([first, new], dim=2))
@@ -425,32 +564,46 @@ query = torch.randn(1, H, 1, D)
 rows = groups_as_rows(query, K)
 print(f"queries {tuple(query.shape)} -> {tuple(rows.shape)}")
 shared = F.scaled_dot_product_attention(rows, kept, kept).flatten(1, 2).unsqueeze(2)
-plain = F.scaled_dot_product_attention(query, expand_kv(kept, H // K), expand_kv(kept, H // K))
+plain = F.scaled_dot_product_attention(
+    query, expand_kv(kept, H // K), expand_kv(kept, H // K)
+)
 torch.testing.assert_close(shared, plain)
 
 for machine in (A100_40GB, T4):
     often = factor(in_place=True, **for_chat(machine))
-    print(f"{machine.name}, as `cria chat` and `cria eval` answer: {often:.2f} times the cache")
+    print(
+        f"{machine.name}, as `cria chat` and `cria eval` answer: "
+        f"{often:.2f} times the cache"
+    )
     assert often == 1
 for often in (11, 3, 1):
     *others, cache = answering(longest).values()
     bytes_read = sum(others) + often * cache
-    print(f"{often:2.0f} times: at most {card.memory_rate / bytes_read:.1f} tokens/s after {longest:,}")
+    print(
+        f"{often:2.0f} times: at most {card.memory_rate / bytes_read:.1f} tokens/s "
+        f"after {longest:,}"
+    )
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 4 tags=["hide-input"]
 def speed_limits(theme: Theme):
     """Tokens a second that a T4's bandwidth allows, over the length of the past."""
     drawn, axes = course.figure(height=3.1)
     pasts = [2 ** (7 + i / 4) for i in range(41)]
-    named = ((1, "once: in place"), (3, "3 times: DynamicCache"), (11, "11 times: repeated heads, too"))
+    named = (
+        (1, "once: in place"),
+        (3, "3 times: DynamicCache"),
+        (11, "11 times: repeated heads, too"),
+    )
     for (often, name), colour in zip(named, theme.series, strict=False):
         others = sum(answering(0).values())
         limits = [card.memory_rate / (others + often * cached * past) for past in pasts]
         axes.semilogx(pasts, limits, color=colour, base=2, label=name)
     axes.axvline(2048, color=theme.quiet, linewidth=1, linestyle=(0, (4, 3)))
     axes.text(2048, 6, "  our rows", color=theme.quiet)
-    axes.set_xticks([2**n for n in range(7, 18, 2)], [f"{2**n:,}" for n in range(7, 18, 2)])
+    axes.set_xticks(
+        [2**n for n in range(7, 18, 2)], [f"{2**n:,}" for n in range(7, 18, 2)]
+    )
     axes.set(xlabel="tokens of past", ylabel="tokens/s, upper bound", ylim=(0, 140))
     axes.grid(axis="y")
     axes.legend(loc="lower left")
@@ -459,7 +612,8 @@ def speed_limits(theme: Theme):
 
 course.show(
     speed_limits,
-    "Figure 4. What a T4's bandwidth allows; the launch of kernels, which a small model waits for, is not in it.",
+    "Figure 4. What a T4's bandwidth allows; the launch of kernels, "
+    "which a small model waits for, is not in it.",
 )
 
 # %% [markdown]
@@ -474,11 +628,16 @@ course.show(
 # %%
 needle = k.clone()
 needle[:, 1234] = 16 * q[:, 0] / q[:, 0].norm(dim=-1, keepdim=True)
-pieces = [attend(q[:, :1], *pair) for pair in zip(needle.tensor_split(5, 1), v.tensor_split(5, 1), strict=True)]
+pieces = [
+    attend(q[:, :1], *pair)
+    for pair in zip(needle.tensor_split(5, 1), v.tensor_split(5, 1), strict=True)
+]
 outs, z = (torch.stack(of_all) for of_all in zip(*pieces, strict=True))
 right, _ = attend(q[:, :1], needle, v)
 shares = {"mean": outs.mean(0), "cure: softmax of z": (z.softmax(0) * outs).sum(0)}
-wrong = {says: ((out - right).norm() / right.norm()).item() for says, out in shares.items()}
+wrong = {
+    says: ((out - right).norm() / right.norm()).item() for says, out in shares.items()
+}
 print(", ".join(f"{says}: off by {error:.1%}" for says, error in wrong.items()))
 assert wrong["mean"] > 0.5 > 1e-5 > wrong["cure: softmax of z"]
 
@@ -494,7 +653,10 @@ for highest in (3, 12):
     scores[0] = highest
     p = scores.exp()
     share = p / p.sum()
-    print(f"highest score {highest:2}: the sum is {p.sum().item()}, the largest share {share.max().item()}")
+    print(
+        f"highest score {highest:2}: the sum is {p.sum().item()}, "
+        f"the largest share {share.max().item()}"
+    )
     assert share.isnan().any() if highest == 12 else not share.any()
     cured = (scores.float() - scores.float().max()).exp()
     assert abs((cured / cured.sum()).sum() - 1) < 1e-5
@@ -517,7 +679,10 @@ def attend_or_not(q, k, v, hidden):
 
 hidden = torch.zeros(S)
 hidden[:600] = -torch.inf
-halves = [(k[:, :512], v[:, :512], hidden[:512]), (k[:, 512:], v[:, 512:], hidden[512:])]
+halves = [
+    (k[:, :512], v[:, :512], hidden[:512]),
+    (k[:, 512:], v[:, 512:], hidden[512:]),
+]
 for way in (attend, attend_or_not):
     out, _ = merge(*(way(q, *half) for half in halves))
     print(f"{way.__name__:14} {out.isnan().float().mean():.0%} nan")
@@ -548,24 +713,40 @@ def with_prompt(q, prompt_k, prompt_v, own_k, own_v):
     """FILL ME IN: return a tensor shaped like q."""
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_splits(answer):
     def share(work, sms, n):
         return work * n / sms / math.ceil(work * n / sms)
 
-    for work, sms in ((8, 40), (32, 40), (36, 40), (31, 40), (8, 108), (8, 132), (3, 40), (60, 108), (1, 7)):
+    for work, sms in (
+        (8, 40),
+        (32, 40),
+        (36, 40),
+        (31, 40),
+        (8, 108),
+        (8, 132),
+        (3, 40),
+        (60, 108),
+        (1, 7),
+    ):
         if (n := answer(work, sms)) is None:
             raise NotImplementedError
         case = f"{work} pieces on {sms} SMs, {n} splits"
         if not isinstance(n, int):
             raise TypeError(f"this is a {type(n).__name__}, not a whole number")
-        assert 1 <= n <= sms, f"{case}: take at least 1 split, and at most one for each SM"
+        assert 1 <= n <= sms, (
+            f"{case}: take at least 1 split, and at most one for each SM"
+        )
         if work >= 0.8 * sms:
             assert n == 1, f"{case}: so many pieces are not split at all"
             continue
         enough = 0.85 * max(share(work, sms, other) for other in range(1, sms + 1))
-        assert share(work, sms, n) >= enough, f"{case}: only {share(work, sms, n):.0%} of the card are in use"
-        assert all(share(work, sms, other) < enough for other in range(1, n)), f"{case}: fewer are good enough, too"
+        assert share(work, sms, n) >= enough, (
+            f"{case}: only {share(work, sms, n):.0%} of the card are in use"
+        )
+        assert all(share(work, sms, other) < enough for other in range(1, n)), (
+            f"{case}: fewer are good enough, too"
+        )
 
 
 class ReadsOf(TorchDispatchMode):
@@ -578,7 +759,10 @@ class ReadsOf(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not func.is_view and func.overloadpacket.__name__ != "_unsafe_view":
             for x in tree_iter((args, kwargs)):
-                if isinstance(x, torch.Tensor) and (place := x.untyped_storage().data_ptr()) in self.times:
+                if (
+                    isinstance(x, torch.Tensor)
+                    and (place := x.untyped_storage().data_ptr()) in self.times
+                ):
                     self.times[place] += 1
         return func(*args, **(kwargs or {}))
 
@@ -589,20 +773,32 @@ def of_prompt(answer):
     many = "with one question it is right; which queries share a head?"
     for B, hint in ((1, "which weight does each part get in the merge?"), (6, many)):
         sizes = ((B, K, G, D), (K, P, D), (K, P, D), (B, K, own, D), (B, K, own, D))
-        q, pk, pv, ok, ov = given = [torch.randn(size, generator=made) for size in sizes]
+        q, pk, pv, ok, ov = given = [
+            torch.randn(size, generator=made) for size in sizes
+        ]
         with ReadsOf((pk, pv)) as reads:
             out = answer(*given)
         if out is None:
             raise NotImplementedError
-        assert out.shape == q.shape, f"the shape is {tuple(out.shape)}, and the queries' is {tuple(q.shape)}"
-        keys, values = (torch.cat([p.expand(B, -1, -1, -1), o], 2) for p, o in ((pk, ok), (pv, ov)))
+        assert out.shape == q.shape, (
+            f"the shape is {tuple(out.shape)}, and the queries' is {tuple(q.shape)}"
+        )
+        keys, values = (
+            torch.cat([p.expand(B, -1, -1, -1), o], 2) for p, o in ((pk, ok), (pv, ov))
+        )
         right = F.scaled_dot_product_attention(q, keys, values)
         off_by = (out - right).abs().max()
         assert off_by < 1e-5, f"off by {off_by:.3f} for {B} questions; {hint}"
     copied = peak_bytes(lambda: answer(*given), given) > (B - 1) * pk.nbytes
-    assert not copied, "right, but the prompt was copied for every question: make the questions rows of one product"
+    assert not copied, (
+        "right, but the prompt was copied for every question: "
+        "make the questions rows of one product"
+    )
     often = max(reads.times.values())
-    assert often == 1, f"right, but the prompt was read {often} times: make the questions rows of one product"
+    assert often == 1, (
+        f"right, but the prompt was read {often} times: "
+        "make the questions rows of one product"
+    )
 
 
 course.check(
@@ -610,18 +806,28 @@ course.check(
     past_as_large_as_the_weights,
     course.about(
         75_428,
-        "count a token's keys and values in all blocks, 2 bytes each; how often does that go into the weights' bytes?",
+        "count a token's keys and values in all blocks, 2 bytes each; "
+        "how often does that go into the weights' bytes?",
         mistakes={
-            150_856: "twice too many: the cache has keys and values, and every number here has 2 bytes",
+            150_856: "twice too many: the cache has keys and values, "
+            "and every number here has 2 bytes",
             37_714: "half of it: every weight has 2 bytes",
-            18_857: "a quarter: the cache has the 8 heads of keys and values, not one for each of 32 query heads",
+            18_857: "a quarter: the cache has the 8 heads of keys and values, "
+            "not one for each of 32 query heads",
             1_206_850: "that is for the cache of one block, and there are 16",
         },
     ),
     "a number of tokens",
 )
-course.check(2, splits_for, of_splits, "a function (work, sms) -> a whole number of splits")
-course.check(3, with_prompt, of_prompt, "a function (q, prompt_k, prompt_v, own_k, own_v) -> a tensor shaped like q")
+course.check(
+    2, splits_for, of_splits, "a function (work, sms) -> a whole number of splits"
+)
+course.check(
+    3,
+    with_prompt,
+    of_prompt,
+    "a function (q, prompt_k, prompt_v, own_k, own_v) -> a tensor shaped like q",
+)
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
@@ -638,8 +844,11 @@ course.check(3, with_prompt, of_prompt, "a function (q, prompt_k, prompt_v, own_
 #
 #
 # def with_prompt(q, prompt_k, prompt_v, own_k, own_v):
-#     rows = q.transpose(0, 1).flatten(1, 2)  # (K, B G, D): all questions over one prompt
-#     shared = [x.unflatten(1, (len(q), -1)).transpose(0, 1) for x in attend(rows, prompt_k, prompt_v)]
+#     rows = q.transpose(0, 1).flatten(1, 2)  # (K, B G, D): all over one prompt
+#     shared = [
+#         x.unflatten(1, (len(q), -1)).transpose(0, 1)
+#         for x in attend(rows, prompt_k, prompt_v)
+#     ]
 #     return merge(shared, attend(q, own_k, own_v))[0]
 # ```
 #

@@ -18,7 +18,7 @@
 # generating, so a training step still takes 5,357 MiB, as after lesson 9. Guess now: how much of that will packing
 # save?
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import random
 
 import torch
@@ -42,7 +42,8 @@ from cria_tricks.tricks.packing import best_fit, block_causal_mask, pack
 
 torch.manual_seed(0)
 MIB = 2**20
-# Tokens and trained tokens of each of the 107 rows, as SmolLM2 cuts them, at most 2,048 a row; in the file's order.
+# Tokens and trained tokens of each of the 107 rows, as SmolLM2 cuts them, at most 2,048
+# a row; in the file's order.
 LENGTHS, TRAINED = zip(*row_lengths("train"), strict=True)
 
 # %% [markdown]
@@ -50,6 +51,9 @@ LENGTHS, TRAINED = zip(*row_lengths("train"), strict=True)
 # A batch is a rectangle: all its rows are as long as the longest, and padding fills the rest. The model computes on
 # padding as on words, in every product; then the loss ignores it. Our rows have 484 to 2,048 of SmolLM2's tokens. What
 # share of a batch of four is padding? Write down a guess.
+
+# %% Your guess: per cent of padding tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 
 # %%
@@ -64,8 +68,16 @@ def padded(lengths, B):
 
 for B in (1, 2, 4, 8):
     shares = [1 - sum(LENGTHS) / padded(some, B) for some in (LENGTHS, sorted(LENGTHS))]
-    print(f"batches of {B}: {shares[0]:5.1%} padding in the file's order, {shares[1]:5.1%} if sorted by length")
-assert (sum(LENGTHS), padded(LENGTHS, 4), padded(LENGTHS, 1)) == (153_617, 200_205, 153_617)
+    print(
+        f"batches of {B}: {shares[0]:5.1%} padding in the file's order, "
+        f"{shares[1]:5.1%} if sorted by length"
+    )
+assert (sum(LENGTHS), padded(LENGTHS, 4), padded(LENGTHS, 1)) == (
+    153_617,
+    200_205,
+    153_617,
+)
+course.reveal(guess, 100 * (1 - sum(LENGTHS) / padded(LENGTHS, 4)), "%")
 
 # %% [markdown]
 # Sorting takes away nearly all of it, for nothing; but then rows of a batch are alike, and the
@@ -74,7 +86,7 @@ assert (sum(LENGTHS), padded(LENGTHS, 4), padded(LENGTHS, 1)) == (153_617, 200_2
 # *Packing* lays several documents end to end in one row. (A *document* is what was a row before.)
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def rectangles(theme: Theme):
     """The same four documents, padded and packed; in each box the token's position."""
     sketch = course.Sketch(theme, 41, 9.8)
@@ -90,7 +102,9 @@ def rectangles(theme: Theme):
 
     for number, many in enumerate((5, 3, 4, 2)):
         laid(5, 1.6 + 2 * number, [(number, many)], 5)
-        sketch.text(0, 2.35 + 2 * number, f"document {number + 1}", align="left", quiet=True)
+        sketch.text(
+            0, 2.35 + 2 * number, f"document {number + 1}", align="left", quiet=True
+        )
     sketch.text(8.75, 0.6, "padded: 4 rows, 20 tokens")
     sketch.arrow((14, 5.4), (18.6, 5.4))
     laid(20, 3.6, [(0, 5), (1, 3)], 8)
@@ -103,7 +117,8 @@ def rectangles(theme: Theme):
 
 course.show(
     rectangles,
-    "Figure 1. Four documents in a padded batch and in packed rows; dashed is padding. The numbers are positions: they "
+    "Figure 1. Four documents in a padded batch and in packed rows; "
+    "dashed is padding. The numbers are positions: they "
     "start again with every document.",
 )
 
@@ -117,7 +132,8 @@ course.show(
 # %%
 def first_fit(lengths, capacity):
     """Indices of the documents, row by row."""
-    rows, room = [[] for _ in lengths], [capacity] * len(lengths)  # at worst each has a row of its own
+    # at worst each has a row of its own
+    rows, room = [[] for _ in lengths], [capacity] * len(lengths)
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         r = next(r for r, left in enumerate(room) if lengths[i] <= left)
         rows[r].append(i)
@@ -126,8 +142,15 @@ def first_fit(lengths, capacity):
 
 
 rows = first_fit(LENGTHS, 2048)
-print(f"{len(rows)} rows, {sum(len(row) == 2 for row in rows)} of them with two documents, the others with one")
-assert (len(rows), len(best_fit(LENGTHS, 2048)), -(-sum(LENGTHS) // 2048)) == (82, 82, 76)
+print(
+    f"{len(rows)} rows, {sum(len(row) == 2 for row in rows)} of them with two "
+    "documents, the others with one"
+)
+assert (len(rows), len(best_fit(LENGTHS, 2048)), -(-sum(LENGTHS) // 2048)) == (
+    82,
+    82,
+    76,
+)
 
 # %% [markdown]
 # 82; the package's rule, where the *tightest* room wins, finds as many. Not a triumph: 74 documents are longer than
@@ -136,23 +159,31 @@ assert (len(rows), len(best_fit(LENGTHS, 2048)), -(-sum(LENGTHS) // 2048)) == (8
 # From here on: the real lengths over 16, random words, rows of 256, so that several documents meet. The model is the
 # package's tiny Llama of two blocks, with 512 words, in float64.
 
-# %%
+# %% Helpers: made rows, a tiny model tags=["hide-input"]
 draw = random.Random(0)
 
 
 def made(tokens, trained):
     ids = [draw.randrange(3, 512) for _ in range(tokens)]
-    return {"input_ids": ids, "labels": [-100] * (tokens - trained) + ids[tokens - trained :]}
+    return {
+        "input_ids": ids,
+        "labels": [-100] * (tokens - trained) + ids[tokens - trained :],
+    }
 
 
 def tiny(**other):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**CONFIGS["tiny"] | {"vocab_size": 512, "use_cache": False} | other)
+    config = AutoConfig.for_model(
+        **CONFIGS["tiny"] | {"vocab_size": 512, "use_cache": False} | other
+    )
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
 
 model = tiny().double()
-docs = [made(tokens // 16, trained // 16) for tokens, trained in zip(LENGTHS, TRAINED, strict=True)]
+docs = [
+    made(tokens // 16, trained // 16)
+    for tokens, trained in zip(LENGTHS, TRAINED, strict=True)
+]
 window = docs[6:14]  # the eight documents of one optimizer step
 
 # %% [markdown]
@@ -170,13 +201,21 @@ def join(documents):
     return {
         "input_ids": [word for one in documents for word in one["input_ids"]],
         "labels": [label for one in documents for label in [-100, *one["labels"][1:]]],
-        "position_ids": [place for one in documents for place in range(len(one["input_ids"]))],
+        "position_ids": [
+            place for one in documents for place in range(len(one["input_ids"]))
+        ],
     }
 
 
-together = [[window[i] for i in row] for row in first_fit([len(one["labels"]) for one in window], 256)]
+together = [
+    [window[i] for i in row]
+    for row in first_fit([len(one["labels"]) for one in window], 256)
+]
 packed = [join(some) for some in together]
-print(f"{len(window)} documents in {len(packed)} rows of {[len(row['labels']) for row in packed]} tokens")
+print(
+    f"{len(window)} documents in {len(packed)} rows of "
+    f"{[len(row['labels']) for row in packed]} tokens"
+)
 assert sorted(packed, key=str) == sorted(pack(window, 256), key=str)  # the package's
 
 # %% [markdown]
@@ -200,7 +239,7 @@ positions = batch["position_ids"]
 assert torch.equal(block_mask(positions), block_causal_mask(positions))
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def masks(theme: Theme):
     """Who looks at whom in a row of two documents, and what is computed for it."""
     sketch = course.Sketch(theme, 41, 13.6)
@@ -221,14 +260,23 @@ def masks(theme: Theme):
                     continue
                 seen = s <= t and (same or panel == 0)
                 color = 1 if not same else 0 if t < first else 2
-                sketch.tensor(left + s * cell, top + t * cell, cell, cell, "", color=color if seen else 3, kept=seen)
+                sketch.tensor(
+                    left + s * cell,
+                    top + t * cell,
+                    cell,
+                    cell,
+                    "",
+                    color=color if seen else 3,
+                    kept=seen,
+                )
         sketch.text(left + whole * cell / 2, top + whole * cell + 0.9, says, quiet=True)
     return sketch.figure
 
 
 course.show(
     masks,
-    "Figure 2. Documents of 5 and 3 tokens in one row; line t looks at column s. Filled is a look, orange a leak, "
+    "Figure 2. Documents of 5 and 3 tokens in one row; line t looks at column s. "
+    "Filled is a look, orange a leak, "
     "dashed is computed and thrown away.",
 )
 
@@ -241,12 +289,16 @@ course.show(
 def by_document(q, k, v, lengths):
     """Attention in one row; q, k, v are (1, heads, T, width)."""
     pieces = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
-    return torch.cat([F.scaled_dot_product_attention(*one, is_causal=True) for one in pieces], dim=2)
+    return torch.cat(
+        [F.scaled_dot_product_attention(*one, is_causal=True) for one in pieces], dim=2
+    )
 
 
 lengths = [len(one["labels"]) for one in together[1]]
 q, k, v = torch.randn(3, 1, 4, sum(lengths), 16, dtype=torch.float64)
-under_mask = F.scaled_dot_product_attention(q, k, v, attn_mask=block_mask(positions)[:, None])
+under_mask = F.scaled_dot_product_attention(
+    q, k, v, attn_mask=block_mask(positions)[:, None]
+)
 assert (by_document(q, k, v, lengths) - under_mask).abs().max() < 1e-14
 
 # %% [markdown]
@@ -259,7 +311,9 @@ assert (by_document(q, k, v, lengths) - under_mask).abs().max() < 1e-14
 
 # %%
 def run(batch, **more):
-    return model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], **more).logits[0]
+    return model(
+        input_ids=batch["input_ids"], position_ids=batch["position_ids"], **more
+    ).logits[0]
 
 
 def gradient():
@@ -293,7 +347,10 @@ for attention, mask in (("sdpa", ours), ("sdpa", None), ("sdpa_by_document", Non
         right = taught(alone, mine[mine])  # all that is left
         found = taught(batch, mine, attention_mask=mask)
         worst = max(worst, *map(off, found, right))
-    print(f"{attention:16} {'no' if mask is None else 'our'} mask: off by {worst:.0e}, logits and gradients")
+    print(
+        f"{attention:16} {'no' if mask is None else 'our'} mask: "
+        f"off by {worst:.0e}, logits and gradients"
+    )
     assert worst < 1e-12
 
 # %% [markdown]
@@ -313,11 +370,14 @@ for attention in ("sdpa_by_document", "sdpa"):
     model.set_attn_implementation(attention)
     assert moved()[number > 0].max() == 0
 leak = moved(attention_mask=torch.ones_like(positions))
-print(f"without a mask the others move by 0, with a mask of ones by up to {leak[number > 0].max():.2f}")
+print(
+    "without a mask the others move by 0, with a mask of ones by up to "
+    f"{leak[number > 0].max():.2f}"
+)
 assert leak[number > 0].min() > 0.01
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input"]
 def leaking(theme: Theme):
     """The movement of every token's logits."""
     drawn, axes = course.figure(height=2.8)
@@ -325,10 +385,22 @@ def leaking(theme: Theme):
     for j, length in enumerate(lengths):
         end += length
         axes.axvline(end, color=theme.grid, linewidth=1)
-        axes.text(end - length / 2, 3.0, f"document {j + 1}", ha="center", va="center", color=theme.quiet)
+        axes.text(
+            end - length / 2,
+            3.0,
+            f"document {j + 1}",
+            ha="center",
+            va="center",
+            color=theme.quiet,
+        )
     axes.plot(leak, color=theme.series[1], linewidth=1.4, label="a mask of ones")
     axes.plot(moved(), color=theme.series[0], linewidth=1.4, label="no mask")
-    axes.set(xlabel="token of the packed row", ylabel="largest move of a logit", xlim=(0, end), ylim=(-0.05, 3.3))
+    axes.set(
+        xlabel="token of the packed row",
+        ylabel="largest move of a logit",
+        xlim=(0, end),
+        ylim=(-0.05, 3.3),
+    )
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 0.06))
     axes.grid(axis="y")
     return drawn
@@ -336,7 +408,8 @@ def leaking(theme: Theme):
 
 course.show(
     leaking,
-    "Figure 3. Other words in document 1. Without a mask documents 2 and 3 do not move; with a mask of ones every one "
+    "Figure 3. Other words in document 1. "
+    "Without a mask documents 2 and 3 do not move; with a mask of ones every one "
     "of their tokens does.",
 )
 
@@ -351,13 +424,22 @@ pad, small = PadToLongest(0), tiny()
 
 
 def products(batches):  # on a CPU attention's kernel is not counted; the matrices are
-    return sum(flops(lambda one=one: small(**one).logits.sum().backward()) for one in batches)
+    return sum(
+        flops(lambda one=one: small(**one).logits.sum().backward()) for one in batches
+    )
 
 
-in_fours, one_by_one = ([pad(some) for some in split(*those)] for those in ((window, 4), (packed, 1)))
-many, fewer = (sum(one["input_ids"].numel() for one in some) for some in (in_fours, one_by_one))
+in_fours, one_by_one = (
+    [pad(some) for some in split(*those)] for those in ((window, 4), (packed, 1))
+)
+many, fewer = (
+    sum(one["input_ids"].numel() for one in some) for some in (in_fours, one_by_one)
+)
 counted = products(in_fours) / products(one_by_one)
-print(f"{many} tokens padded, {fewer} packed: predicted {many / fewer:.4f} times the products, counted {counted:.4f}")
+print(
+    f"{many} tokens padded, {fewer} packed: predicted {many / fewer:.4f} times the "
+    f"products, counted {counted:.4f}"
+)
 assert abs(counted - many / fewer) < 1e-9
 
 # %% [markdown]
@@ -374,7 +456,10 @@ pairs = {
     "flattened by four": sum(sum(some) ** 2 for some in split(LENGTHS, 4)),
 }
 for name, many in pairs.items():
-    print(f"{name:18} under a mask: {many / sum(n * n for n in LENGTHS):.2f} times the documents' own squares")
+    print(
+        f"{name:18} under a mask: {many / sum(n * n for n in LENGTHS):.2f} times "
+        "the documents' own squares"
+    )
 assert pairs["packed"] < pairs["padded by four"] < pairs["flattened by four"]
 for masked, grouped in ((True, False), (False, False), (False, True)):
     kernel = kernel_for(T4, torch.float16, masked=masked, grouped=grouped)
@@ -392,20 +477,44 @@ for masked, grouped in ((True, False), (False, False), (False, True)):
 shuffled = random.Random(0).sample(rows, len(rows))
 in_rows = [sum(TRAINED[i] for i in row) for row in shuffled]
 steps = {}
-for name, some, k in (("8 documents", TRAINED, 8), ("8 packed rows", in_rows, 8), ("6 packed rows", in_rows, 6)):
+for name, some, k in (
+    ("8 documents", TRAINED, 8),
+    ("8 packed rows", in_rows, 8),
+    ("6 packed rows", in_rows, 6),
+):
     steps[name] = [sum(one) for one in split(some, k)]
-    print(f"{name:14}{len(steps[name]):3} steps, {sum(steps[name]) / len(steps[name]):,.0f} trained tokens in the mean")
+    print(
+        f"{name:14}{len(steps[name]):3} steps, "
+        f"{sum(steps[name]) / len(steps[name]):,.0f} trained tokens in the mean"
+    )
 assert [len(some) for some in steps.values()] == [14, 11, 14]
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 4 tags=["hide-input"]
 def per_step(theme: Theme):
     """The trained tokens of every step."""
     drawn, axes = course.figure(height=2.8)
-    for (name, some), color, marker in zip(steps.items(), theme.series, "osD", strict=False):
-        axes.plot(range(1, len(some) + 1), some, color=color, marker=marker, markersize=4, linewidth=1.2, label=name)
-    axes.set(xlabel="optimizer step of an epoch", ylabel="trained tokens", ylim=(0, 13_500), xlim=(0.5, 14.5))
-    axes.set_yticks(range(0, 14_000, 2_000), [f"{many:,}" for many in range(0, 14_000, 2_000)])
+    for (name, some), color, marker in zip(
+        steps.items(), theme.series, "osD", strict=False
+    ):
+        axes.plot(
+            range(1, len(some) + 1),
+            some,
+            color=color,
+            marker=marker,
+            markersize=4,
+            linewidth=1.2,
+            label=name,
+        )
+    axes.set(
+        xlabel="optimizer step of an epoch",
+        ylabel="trained tokens",
+        ylim=(0, 13_500),
+        xlim=(0.5, 14.5),
+    )
+    axes.set_yticks(
+        range(0, 14_000, 2_000), [f"{many:,}" for many in range(0, 14_000, 2_000)]
+    )
     axes.legend(loc="lower left")
     axes.grid(axis="y")
     return drawn
@@ -413,7 +522,8 @@ def per_step(theme: Theme):
 
 course.show(
     per_step,
-    "Figure 4. An epoch in 14 steps of 8 documents, in 11 of 8 packed rows, in 14 of 6. The last step is partial.",
+    "Figure 4. An epoch in 14 steps of 8 documents, in 11 of 8 packed rows, "
+    "in 14 of 6. The last step is partial.",
 )
 
 # %% [markdown]
@@ -425,8 +535,14 @@ if study := results.study("packing"):
     gain, padding = study["packed_over_padded"], study["padding_share_of_batches_of_4"]
     print(f"{study['device']}, {study['date'][:10]}: {study['recipe']['model']}")
     pairs = " ".join(f"{ratio:.2f}" for ratio in sorted(gain["pairs"]))
-    print(f"packed over padded by four, trained tokens a second: {gain['median']:.2f} times (pairs: {pairs})")
-    print(f"{padding:.1%} of these batches is padding: without it, {1 / (1 - padding):.2f} times")
+    print(
+        "packed over padded by four, trained tokens a second: "
+        f"{gain['median']:.2f} times (pairs: {pairs})"
+    )
+    print(
+        f"{padding:.1%} of these batches is padding: without it, "
+        f"{1 / (1 - padding):.2f} times"
+    )
 
 # %% [markdown]
 # What is beyond that is attention, which weighs much in so narrow a model: under a block-diagonal mask the same study
@@ -434,7 +550,10 @@ if study := results.study("packing"):
 # measures 16 rows of 128 to 2,048 tokens in Llama's shape:
 
 # %%
-step_of = "peft=lora attention=best precision=best chunked_loss=true gradient_checkpointing=true"
+step_of = (
+    "peft=lora attention=best precision=best chunked_loss=true "
+    "gradient_checkpointing=true"
+)
 four_by_four = f"{step_of} train.batch_size=4 gradient_accumulation=4"
 course.on_a_gpu("packing", off=four_by_four, on=f"{four_by_four} packing=true")
 
@@ -442,11 +561,15 @@ course.on_a_gpu("packing", off=four_by_four, on=f"{four_by_four} packing=true")
 # ## 5. The production switch
 
 # %%
-before = course.so_far("11_packing")  # the capstone does not pack, so this is lesson 9's
+# the capstone does not pack, so this is lesson 9's
+before = course.so_far("11_packing")
 after = with_settings(before, ["tricks.packing=true", "tricks.gradient_accumulation=6"])
 print("--set tricks.packing=true --set tricks.gradient_accumulation=6")
 print(diff(resolve(before, T4), resolve(after, T4)))
-print(f"{course.bill(before).peak_bytes / MIB:,.1f} MiB before, {course.bill(after).peak_bytes / MIB:,.1f} after")
+print(
+    f"{course.bill(before).peak_bytes / MIB:,.1f} MiB before, "
+    f"{course.bill(after).peak_bytes / MIB:,.1f} after"
+)
 assert course.bill(before).lines == course.bill(after).lines
 
 # %% [markdown]
@@ -456,7 +579,10 @@ assert course.bill(before).lines == course.bill(after).lines
 
 # %%
 was, becomes = (23 * passes + 184 * sum(LENGTHS) / 2048 for passes in (107, 82))
-print(f"an epoch by the data sheet: {was / 1000:.1f} s, packed {becomes / 1000:.1f}: {1 - becomes / was:.1%} less")
+print(
+    f"an epoch by the data sheet: {was / 1000:.1f} s, packed {becomes / 1000:.1f}: "
+    f"{1 - becomes / was:.1%} less"
+)
 
 # %% [markdown]
 # So little that our capstone leaves it off. And with four rows at a time?
@@ -493,32 +619,50 @@ restarting = torch.arange(6).repeat(16, 4)
 
 
 def train(alike, **more):
-    """The first loss, the mean of the last ten, and the loss of all 48 documents, each alone."""
+    """The first loss, the mean of the last ten, and the loss of all 48 documents, each
+    alone."""
     learner = tiny(hidden_size=64, intermediate_size=128, vocab_size=64)
     optimizer = torch.optim.AdamW(learner.parameters(), lr=2e-3)
     losses = []
     for _ in range(60):
         ids = book[torch.randint(48, (16, 1 if alike else 4)).expand(16, 4)].flatten(1)
         labels = ids.masked_fill(restarting == 0, -100)
-        loss = learner(input_ids=ids, position_ids=restarting, labels=labels, **more).loss
+        loss = learner(
+            input_ids=ids, position_ids=restarting, labels=labels, **more
+        ).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     with torch.no_grad():
-        return losses[0], sum(losses[-10:]) / 10, learner(input_ids=book, labels=book).loss.item()
+        return (
+            losses[0],
+            sum(losses[-10:]) / 10,
+            learner(input_ids=book, labels=book).loss.item(),
+        )
 
 
 told = {}
 for alike in (True, False):
-    for name, more in (("leak", {"attention_mask": torch.ones_like(restarting)}), ("cure", {})):
+    for name, more in (
+        ("leak", {"attention_mask": torch.ones_like(restarting)}),
+        ("cure", {}),
+    ):
         told[alike, name] = first, last, known = train(alike, **more)
-        print(f"{'alike' if alike else 'mixed'}, {name}: loss {first:.2f} to {last:.2f}; alone {known:.2f}")
+        print(
+            f"{'alike' if alike else 'mixed'}, {name}: "
+            f"loss {first:.2f} to {last:.2f}; alone {known:.2f}"
+        )
 assert told[True, "leak"][1] < told[True, "cure"][1]
-assert all(told[alike, "leak"][2] > 1.2 * told[alike, "cure"][2] for alike in (True, False))
+assert all(
+    told[alike, "leak"][2] > 1.2 * told[alike, "cure"][2] for alike in (True, False)
+)
 
 for cache in (True, False):
-    print(f"use_cache={cache}: the others move by {moved(use_cache=cache)[number > 0].max():.2f}")
+    print(
+        f"use_cache={cache}: "
+        f"the others move by {moved(use_cache=cache)[number > 0].max():.2f}"
+    )
 
 # %% [markdown]
 # Alike, the leaking model copies from its neighbours: the best loss, and it knows least. Mixed, neighbours are noise.
@@ -533,7 +677,8 @@ for cache in (True, False):
 
 # %%
 def of_document_1(first_word, cured):
-    """The gradient of all that document 1 predicts, in front of a document 2 that begins with this word."""
+    """The gradient of all that document 1 predicts, in front of a document 2 that
+    begins with this word."""
     end = lengths[0] + 1
     words = batch["input_ids"].clone()
     words[0, lengths[0]] = first_word
@@ -544,7 +689,10 @@ def of_document_1(first_word, cured):
 
 for cured in (False, True):
     moves = off(of_document_1(9, cured), of_document_1(10, cured))
-    print(f"first labels {'masked' if cured else 'kept'}: document 1's gradient moves by {moves:.2%}")
+    print(
+        f"first labels {'masked' if cured else 'kept'}: "
+        f"document 1's gradient moves by {moves:.2%}"
+    )
     assert (moves == 0) == cured
 
 # %% [markdown]
@@ -564,8 +712,14 @@ def of_window(rows, by_count):
 
 
 for by_count in (False, True):
-    apart = off(of_window(packed, by_count), of_window([join([one]) for one in window], by_count))
-    print(f"{'sum over the count' if by_count else 'mean of means'}: packed and not packed differ by {apart:.1g}")
+    apart = off(
+        of_window(packed, by_count),
+        of_window([join([one]) for one in window], by_count),
+    )
+    print(
+        f"{'sum over the count' if by_count else 'mean of means'}: "
+        f"packed and not packed differ by {apart:.1g}"
+    )
     assert (apart < 1e-12) == by_count
 
 # %% [markdown]
@@ -587,21 +741,40 @@ def leaks(call, batch):
 
 
 def in_steps(lengths, documents, capacity):
-    """FILL ME IN: return a list of steps, which are lists of rows, which are lists of indices."""
+    """FILL ME IN: return a list of steps, which are lists of rows, which are lists of
+    indices."""
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_leaks(answer):
     own = block_mask(positions)[0]
     into_three = (number[:, None] == 2) & (number == 1)
     ahead = (number[:, None] == 0) & (number == 1)
-    every = "a token sees what is before it: which document must you change, and whose logits must stay as they were?"
+    every = (
+        "a token sees what is before it: which document must you change, "
+        "and whose logits must stay as they were?"
+    )
     ways = (
-        ("positions alone", False, {}, "a document's own logits move when it changes: compare those of all others"),
+        (
+            "positions alone",
+            False,
+            {},
+            "a document's own logits move when it changes: compare those of all others",
+        ),
         ("a mask of ones", True, {"attention_mask": torch.ones_like(positions)}, every),
         ("a cache", True, {"use_cache": True}, every),
-        ("document 3 sees 2", True, {"attention_mask": (own | into_three)[None, None]}, "change each document in turn"),
-        ("document 1 sees 2", True, {"attention_mask": (own | ahead)[None, None]}, "compare documents before it, too"),
+        (
+            "document 3 sees 2",
+            True,
+            {"attention_mask": (own | into_three)[None, None]},
+            "change each document in turn",
+        ),
+        (
+            "document 1 sees 2",
+            True,
+            {"attention_mask": (own | ahead)[None, None]},
+            "compare documents before it, too",
+        ),
     )
     for name, right, more, hint in ways:
         given = {what: ids.clone() for what, ids in batch.items()}
@@ -614,7 +787,10 @@ def of_leaks(answer):
         if not isinstance(found, bool):
             raise TypeError(f"this is a {type(found).__name__}, not True or False")
         if found != right and not torch.equal(given["input_ids"], batch["input_ids"]):
-            hint = "your function changed the words in `batch` itself: did both calls get the same words?"
+            hint = (
+                "your function changed the words in `batch` itself: "
+                "did both calls get the same words?"
+            )
         assert found == right, f"{name}: you say {found}; {hint}"
 
 
@@ -625,16 +801,22 @@ def of_steps(answer):
             raise NotImplementedError
         windows = split(list(range(len(lengths))), documents)
         case = f"{len(lengths)} documents, {documents} a step"
-        assert len(found) == len(windows), f"{case}: {len(found)} steps; without packing there are {len(windows)}"
+        assert len(found) == len(windows), (
+            f"{case}: {len(found)} steps; without packing there are {len(windows)}"
+        )
         for step, (rows, window) in enumerate(zip(found, windows, strict=True), 1):
             assert sorted(i for row in rows for i in row) == window, (
-                f"{case}: step {step} does not hold the documents {window[0]} to {window[-1]}, each once"
+                f"{case}: step {step} does not hold the documents {window[0]} to "
+                f"{window[-1]}, each once"
             )
             assert all(sum(lengths[i] for i in row) <= capacity for row in rows), (
                 f"{case}: a row of step {step} has more than {capacity:,} tokens"
             )
             fewest = len(first_fit([lengths[i] for i in window], capacity))
-            assert len(rows) <= fewest, f"{case}: step {step} has {len(rows)} rows, and first_fit makes fewer of them"
+            assert len(rows) <= fewest, (
+                f"{case}: step {step} has {len(rows)} rows, "
+                "and first_fit makes fewer of them"
+            )
 
 
 course.check(
@@ -642,10 +824,12 @@ course.check(
     bytes_of_the_mask,
     course.about(
         8192**2,
-        "how many tokens has the row that it makes, and how many pairs of them are there?",
+        "how many tokens has the row that it makes, "
+        "and how many pairs of them are there?",
         within=1e-9,
         mistakes={
-            4 * 2048**2: "the collator lays all four into one row, and any two tokens of a row are a pair",
+            4 * 2048**2: "the collator lays all four into one row, "
+            "and any two tokens of a row are a pair",
             2048**2: "the collator lays all four into one row",
             2 * 8192**2: "a bool takes one byte",
             4 * 8192**2: "a bool takes one byte",
@@ -658,19 +842,27 @@ course.check(
     "a number of bytes",
 )
 course.check(2, leaks, of_leaks, "a function (call, batch) -> True or False")
-course.check(3, in_steps, of_steps, "a function (lengths, documents, capacity) -> a list of lists of lists of indices")
+course.check(
+    3,
+    in_steps,
+    of_steps,
+    "a function (lengths, documents, capacity) -> a list of lists of lists of indices",
+)
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
 #
 # ```python
-# bytes_of_the_mask = (4 * 2048) ** 2  # 64 MiB, four times what four rows of their own would take
+# # 64 MiB, four times what four rows of their own would take
+# bytes_of_the_mask = (4 * 2048) ** 2
 #
 #
 # def leaks(call, batch):
 #     number, before = (batch["position_ids"] == 0).cumsum(dim=-1)[0], call(batch)
 #     for changed in (number == j for j in number.unique()):
-#         after = call({**batch, "input_ids": torch.where(changed, 9, batch["input_ids"])})
+#         after = call(
+#             {**batch, "input_ids": torch.where(changed, 9, batch["input_ids"])}
+#         )
 #         if not torch.equal(before[~changed], after[~changed]):
 #             return True
 #     return False

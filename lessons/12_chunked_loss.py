@@ -17,7 +17,7 @@
 # stands at 5,357 MiB. All weights, states and gradients together are 1,577 of them. The model's last product, on the
 # way to one single number, takes nearly twice that.
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 from functools import partial
 
 import torch
@@ -51,14 +51,23 @@ KIB, MIB = 2**10, 2**20
 # score for every word, for every token. Llama-3 knows $V = 128{,}256$ words. How many MiB are the logits of one row in
 # 16 bits? And how many of one token, beside what all 16 blocks keep for it? Guess, then run.
 
+# %% Your guess: MiB of one row's logits tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 before, after = course.so_far("11_packing"), course.so_far("12_chunked_loss")
 shape = find_shape(before.model)
 N, V, D = 2048, shape.vocabulary, shape.width
 rows = {line.name: line.bytes for line in course.bill(before).lines}
-print(f"all logits: {2 * N * V / MIB:,.0f} MiB in 16 bits, {4 * N * V / MIB:,.0f} in fp32")
+print(
+    f"all logits: {2 * N * V / MIB:,.0f} MiB in 16 bits, {4 * N * V / MIB:,.0f} in fp32"
+)
 saved = rows["saved activations"]
-print(f"of a token: {rows['logits'] / N / KIB:,.0f} KiB of logits; saved activations {saved / N / KIB:,.0f}")
+print(
+    f"of a token: {rows['logits'] / N / KIB:,.0f} KiB of logits; "
+    f"saved activations {saved / N / KIB:,.0f}"
+)
+course.reveal(guess, 2 * N * V / MIB, "MiB")
 
 # %% [markdown]
 # More than one copy lives, then. A loss is computed in fp32, so at the end of the forward pass there are 16-bit logits,
@@ -85,12 +94,15 @@ def peak(loss):
 
 
 forward = peak_bytes(lambda: plain(*given), alive=given)
-print(f"bytes a logit: forward {forward / (n * v):.2f}, with the way back {peak(plain) / (n * v):.2f}")
+print(
+    f"bytes a logit: forward {forward / (n * v):.2f}, "
+    f"with the way back {peak(plain) / (n * v):.2f}"
+)
 assert forward == 10 * n * v + 8  # and two numbers
 assert peak(plain) == 12 * n * v + 8
 assert rows["logits"] == 12 * N * V
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 SQUARES = (
     ("logits", "16 bits"),
     ("copy", "fp32"),
@@ -111,7 +123,9 @@ def what_lives(theme: Theme):
         sketch.text(left + 3, 3.5, more)
     sketch.text(5.2, 2.9, "N", quiet=True)
     sketch.text(9, 5.9, "V", quiet=True)
-    sketch.text(16, 5.9, "at the peak the filled three: 12 N V bytes", align="left", quiet=True)
+    sketch.text(
+        16, 5.9, "at the peak the filled three: 12 N V bytes", align="left", quiet=True
+    )
     sketch.text(0, 9.8, "chunked", align="left")
     for left, name in ((6, "logits"), (13, "exp of them")):
         sketch.tensor(left, 7.6, 6, 4.6, "", color=0, kept=False)
@@ -119,13 +133,20 @@ def what_lives(theme: Theme):
     sketch.tensor(20, 7.6, 0.7, 4.6, "", color=2)
     sketch.text(21.4, 9.9, "gradient of the hidden states, N × D", align="left")
     sketch.text(5.2, 9.7, "C", quiet=True)
-    sketch.text(6, 13.2, "at the peak: 8 C V bytes, then the next chunk's", align="left", quiet=True)
+    sketch.text(
+        6,
+        13.2,
+        "at the peak: 8 C V bytes, then the next chunk's",
+        align="left",
+        quiet=True,
+    )
     return sketch.figure
 
 
 course.show(
     what_lives,
-    "Figure 1. Plain cross entropy holds three full matrices of logits at its peak (dashed: come and gone); chunked, "
+    "Figure 1. Plain cross entropy holds three full matrices of logits at its peak "
+    "(dashed: come and gone); chunked, "
     "two thin slices and one gradient of the hidden states.",
 )
 
@@ -183,8 +204,17 @@ class Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, head, labels, chunk):
         loss, of_hidden = torch.zeros(()), torch.empty_like(hidden)
-        of_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for h, y, g in zip(hidden.split(chunk), labels.split(chunk), of_hidden.split(chunk), strict=True):
+        of_head = (
+            torch.zeros_like(head, dtype=torch.float32)
+            if ctx.needs_input_grad[1]
+            else None
+        )
+        for h, y, g in zip(
+            hidden.split(chunk),
+            labels.split(chunk),
+            of_hidden.split(chunk),
+            strict=True,
+        ):
             loss += one_chunk(h, head, y, g, of_head)
         ctx.save_for_backward(of_hidden, of_head)
         return loss
@@ -192,11 +222,17 @@ class Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx, above):
         of_hidden, of_head = ctx.saved_tensors
-        return above * of_hidden, None if of_head is None else above * of_head, None, None
+        return (
+            above * of_hidden,
+            None if of_head is None else above * of_head,
+            None,
+            None,
+        )
 
 
 for C in (8, 16, 32):
-    predicted = 8 * C * v + hidden.nbytes + 4 * C + 4  # two slices; the gradient; log-sum-exps; the loss
+    # two slices; the gradient; log-sum-exps; the loss
+    predicted = 8 * C * v + hidden.nbytes + 4 * C + 4
     counted = peak(lambda *given, C=C: Chunked.apply(*given, C))
     print(f"C = {C:2}: predicted {predicted:,} bytes, counted {counted:,}")
     assert counted == predicted
@@ -212,9 +248,16 @@ def chunked(hidden, head, labels, chunk=16):
     return Chunked.apply(hidden[trained], head, labels[trained], chunk)
 
 
-answers = labels.masked_fill(torch.arange(n) < 34, -100)  # a prompt of 34 tokens, an answer of 94
-work = [flops(lambda way=way: way(hidden, head, answers).backward()) for way in (plain, chunked)]
-print(f"products: {work[1] / work[0]:.1%} of plain's; in the real rows {TRAINED_SHARE:.1%} of the tokens are trained")
+# a prompt of 34 tokens, an answer of 94
+answers = labels.masked_fill(torch.arange(n) < 34, -100)
+work = [
+    flops(lambda way=way: way(hidden, head, answers).backward())
+    for way in (plain, chunked)
+]
+print(
+    f"products: {work[1] / work[0]:.1%} of plain's; "
+    f"in the real rows {TRAINED_SHARE:.1%} of the tokens are trained"
+)
 assert work[1] / work[0] == 94 / 128
 
 # %% [markdown]
@@ -236,19 +279,34 @@ def exact_and_bound(hidden, head, labels):
     largest, total = z.abs().amax(1, keepdim=True), z.logsumexp(1, keepdim=True)
     delta = d * u * (H.abs() @ W.abs().T).amax(1, keepdim=True)
     k = 2 * delta + (2 * v + 8 * largest + 32) * u
-    p, y, losses = (z - total).exp(), F.one_hot(labels, v), total - z.gather(1, labels[:, None])
+    p, y, losses = (
+        (z - total).exp(),
+        F.one_hot(labels, v),
+        total - z.gather(1, labels[:, None]),
+    )
     exact = losses.sum(), (p - y) @ W, (p - y).T @ H
-    return exact, ((k + n * u * losses).sum(), k * (p + y) @ W.abs(), (k * (p + y)).T @ H.abs())
+    return exact, (
+        (k + n * u * losses).sum(),
+        k * (p + y) @ W.abs(),
+        (k * (p + y)).T @ H.abs(),
+    )
 
 
-h32, w32 = hidden.detach().float().requires_grad_(), head.float().requires_grad_()  # now the head trains, too
+# now the head trains, too
+h32, w32 = hidden.detach().float().requires_grad_(), head.float().requires_grad_()
 exact, bound = exact_and_bound(h32, w32, labels)
 for C in (None, 1, 7, 16, n):
     loss = plain(h32, w32, labels) if C is None else Chunked.apply(h32, w32, labels, C)
     found = (loss, *torch.autograd.grad(loss, [h32, w32]))
-    used = [((f - e).abs() / b).max().item() for f, e, b in zip(found, exact, bound, strict=True)]
+    used = [
+        ((f - e).abs() / b).max().item()
+        for f, e, b in zip(found, exact, bound, strict=True)
+    ]
     name = f"C = {C}" if C else "plain"
-    print(f"{name:8} of the bound: loss {used[0]:.1%}, hidden {used[1]:.1%}, head {used[2]:.1%}")
+    print(
+        f"{name:8} of the bound: loss {used[0]:.1%}, hidden {used[1]:.1%}, "
+        f"head {used[2]:.1%}"
+    )
     assert max(used) < 1
 
 # %% [markdown]
@@ -262,7 +320,9 @@ for C in (None, 1, 7, 16, n):
 # %%
 def torchs(hidden, head, labels, chunk):
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
-    return F.linear_cross_entropy(hidden, head, labels, reduction="sum", options=options)
+    return F.linear_cross_entropy(
+        hidden, head, labels, reduction="sum", options=options
+    )
 
 
 def apart(found, expected):
@@ -270,19 +330,38 @@ def apart(found, expected):
 
 
 (ours,) = torch.autograd.grad(Chunked.apply(h32, w32.detach(), labels, 16), h32)
-for theirs in (chunked_cross_entropy, torchs) if hasattr(F, "linear_cross_entropy") else (chunked_cross_entropy,):
+for theirs in (
+    (chunked_cross_entropy, torchs)
+    if hasattr(F, "linear_cross_entropy")
+    else (chunked_cross_entropy,)
+):
     (its,) = torch.autograd.grad(theirs(h32, w32.detach(), labels, 16), h32)
     assert apart(ours, its) < 2e-6
 
-config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=v)
-lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)  # B is not zero
+config = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    vocab_size=v,
+)
+# B is not zero
+lora = LoraConfig(
+    task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False
+)
 model = get_peft_model(LlamaForCausalLM(config), lora)
 batch = {"input_ids": labels.view(2, 64), "labels": answers.view(2, 64)}
 adapters = [p for p in model.parameters() if p.requires_grad]
-full, pieces = losses.full_loss_sum(model, batch), losses.chunked_loss_sum(model, batch, 16)
+full, pieces = (
+    losses.full_loss_sum(model, batch),
+    losses.chunked_loss_sum(model, batch, 16),
+)
 gradients = [torch.autograd.grad(loss, adapters) for loss in (full, pieces)]
 worst = max(apart(found, expected) for expected, found in zip(*gradients, strict=True))
-print(f"a Llama: losses {full.item():.4f} and {pieces.item():.4f}, gradients of its adapters {worst:.1e} apart")
+print(
+    f"a Llama: losses {full.item():.4f} and {pieces.item():.4f}, "
+    f"gradients of its adapters {worst:.1e} apart"
+)
 assert abs(pieces / full - 1) < 1e-6
 assert worst < 1e-5
 
@@ -294,13 +373,23 @@ assert worst < 1e-5
 
 # %%
 w = head.clone().requires_grad_()
-ways = {"plain": plain, "ours": chunked, "checkpointed": partial(checkpoint, plain, use_reentrant=False)}
+ways = {
+    "plain": plain,
+    "ours": chunked,
+    "checkpointed": partial(checkpoint, plain, use_reentrant=False),
+}
 for name, way in ways.items():
-    units = [flops(lambda way=way, m=m: way(hidden, m, labels).backward()) / (2 * n * d * v) for m in (head, w)]
+    units = [
+        flops(lambda way=way, m=m: way(hidden, m, labels).backward()) / (2 * n * d * v)
+        for m in (head, w)
+    ]
     print(f"{name:13} frozen head {units[0]:.0f}, trained head {units[1]:.0f}")
     assert units == ([3, 4] if name == "checkpointed" else [2, 3])
 t4 = CARDS["t4"]
-print(f"on a T4 at its best the third product of a row takes {1000 * 2 * N * D * V / t4.half_flops:.0f} ms")
+print(
+    "on a T4 at its best the third product of a row takes "
+    f"{1000 * 2 * N * D * V / t4.half_flops:.0f} ms"
+)
 
 # %% [markdown]
 # **The chunk.** Small chunks read the head again and again: $2 V D$ bytes, 501 MiB, for a product of $2 C V D$
@@ -311,32 +400,60 @@ print(f"on a T4 at its best the third product of a row takes {1000 * 2 * N * D *
 
 # %%
 def milliseconds(C):
-    """Both products of a row, by the data sheet: computing or reading, whichever is longer."""
+    """Both products of a row, by the data sheet: computing or reading, whichever is
+    longer."""
     read = 2 * V * D + 2 * C * V + 2 * C * D
-    return 1000 * 2 * (N / C) * max(2 * C * V * D / t4.half_flops, read / t4.memory_rate)
+    return (
+        1000 * 2 * (N / C) * max(2 * C * V * D / t4.half_flops, read / t4.memory_rate)
+    )
 
 
 sizes = [16, 32, 64, 128, 256, 512, 1024, 2048]
 for C in sizes:
-    print(f"C = {C:4}: {8 * C * V / MIB:8,.1f} MiB of logits, products of a row {milliseconds(C):5.0f} ms")
-# Bytes a logit: widen it; log-sum-exp (largest, subtract, exp, sum); subtract; exp; narrow it.
+    print(
+        f"C = {C:4}: {8 * C * V / MIB:8,.1f} MiB of logits, "
+        f"products of a row {milliseconds(C):5.0f} ms"
+    )
+# Bytes a logit: widen it; log-sum-exp (largest, subtract, exp, sum); subtract; exp;
+# narrow it.
 touched = (2 + 4) + (4 + 8 + 8 + 4) + 8 + 8 + (4 + 2)
-print(f"and all but the products: {touched} bytes a logit, {1000 * touched * N * V / t4.memory_rate:.0f} ms for any C")
-assert min(C for C in sizes if milliseconds(C) == milliseconds(2048)) == TOKENS_PER_CHUNK == 256
+print(
+    f"and all but the products: {touched} bytes a logit, "
+    f"{1000 * touched * N * V / t4.memory_rate:.0f} ms for any C"
+)
+assert (
+    min(C for C in sizes if milliseconds(C) == milliseconds(2048))
+    == TOKENS_PER_CHUNK
+    == 256
+)
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def of_chunks(theme: Theme):
     """Bytes and milliseconds against the chunk."""
     drawn, (left, right) = panels(2, 3.2)
     base = course.bill(after)
     without = base.peak_bytes - 8 * TOKENS_PER_CHUNK * V
     next_one = sorted(moment.bytes for moment in base.moments)[-2]
-    left.plot(sizes, [(without + 8 * C * V) / MIB for C in sizes], color=theme.series[0], marker="o", markersize=4)
+    left.plot(
+        sizes,
+        [(without + 8 * C * V) / MIB for C in sizes],
+        color=theme.series[0],
+        marker="o",
+        markersize=4,
+    )
     left.axhline(next_one / MIB, color=theme.quiet, linewidth=1, linestyle=(0, (4, 3)))
-    left.text(16, next_one / MIB - 110, "next: the last block", color=theme.quiet, va="top")
+    left.text(
+        16, next_one / MIB - 110, "next: the last block", color=theme.quiet, va="top"
+    )
     left.set(ylabel="peak of the step, MiB", ylim=(0, None))
-    right.plot(sizes, [milliseconds(C) for C in sizes], color=theme.series[1], marker="s", markersize=4)
+    right.plot(
+        sizes,
+        [milliseconds(C) for C in sizes],
+        color=theme.series[1],
+        marker="s",
+        markersize=4,
+    )
     right.set(ylabel="both products of a row, ms, data sheet", ylim=(0, None))
     for axes in (left, right):
         axes.axvline(256, color=theme.series[2], linewidth=1)
@@ -349,7 +466,8 @@ def of_chunks(theme: Theme):
 
 course.show(
     of_chunks,
-    "Figure 2. Left: larger chunks cost bytes, smaller ones soon gain little. Right: beneath 256 tokens a T4 waits for "
+    "Figure 2. Left: larger chunks cost bytes, smaller ones soon gain little. "
+    "Right: beneath 256 tokens a T4 waits for "
     "the head. The line is our choice, 256.",
 )
 
@@ -380,7 +498,9 @@ predicted = {
     "hidden states for the loss": (4 + 2 + 2) * (N - 1) * D,
 }
 print({name: f"{size / MIB:+,.1f}" for name, size in predicted.items()})
-assert course.bill(after).peak_bytes - course.bill(before).peak_bytes == sum(predicted.values())
+assert course.bill(after).peak_bytes - course.bill(before).peak_bytes == sum(
+    predicted.values()
+)
 
 # %% [markdown]
 # Three lines grew, by 69.5 MiB together. They show that the peak has moved from the backward pass *into the forward
@@ -390,13 +510,21 @@ assert course.bill(after).peak_bytes - course.bill(before).peak_bytes == sum(pre
 # peak. And how long may a row be now?
 
 # %%
-first, second = sorted((moment.bytes for moment in course.bill(after).moments), reverse=True)[:2]
+first, second = sorted(
+    (moment.bytes for moment in course.bill(after).moments), reverse=True
+)[:2]
 print(f"the next peak, in the last block, is {(first - second) / MIB:,.0f} MiB below")
 for name, recipe in (("before", before), ("after", after)):
-    print(f"{name}: {toggles.longest(toggles.Target(shape, T4), recipe):,} tokens fit a T4")
+    print(
+        f"{name}: {toggles.longest(toggles.Target(shape, T4), recipe):,} "
+        "tokens fit a T4"
+    )
 
 # %%
-course.show(course.staircase("12_chunked_loss"), "Figure 3. The bill so far: half of it was logits.")
+course.show(
+    course.staircase("12_chunked_loss"),
+    "Figure 3. The bill so far: half of it was logits.",
+)
 
 # %% [markdown]
 # **Others cut, too.** All of them exact within rounding, or nearly:
@@ -420,19 +548,31 @@ course.show(course.staircase("12_chunked_loss"), "Figure 3. The bill so far: hal
 # now weighs as much as one with 16.
 
 # %%
-means = torch.stack([F.cross_entropy(h @ w32.T, y) for h, y in zip(h32.split(16), answers.split(16), strict=True)])
+means = torch.stack(
+    [
+        F.cross_entropy(h @ w32.T, y)
+        for h, y in zip(h32.split(16), answers.split(16), strict=True)
+    ]
+)
 print(f"chunks' means: {means.mean().item()}")
 assert means.mean().isnan()
 
-short = labels.masked_fill(torch.arange(n) % 64 > 16, -100)  # chunks of 16 trained tokens, of 1, and of none
+# chunks of 16 trained tokens, of 1, and of none
+short = labels.masked_fill(torch.arange(n) % 64 > 16, -100)
 counted = (short != -100).sum()
 right = chunked(h32, w32.detach(), short) / counted
-patched = torch.stack([
-    F.cross_entropy(h @ w32.detach().T, y) for h, y in zip(h32.split(16), short.split(16), strict=True)
-]).nanmean()  # fmt: skip
+patched = torch.stack(
+    [
+        F.cross_entropy(h @ w32.detach().T, y)
+        for h, y in zip(h32.split(16), short.split(16), strict=True)
+    ]
+).nanmean()
 wrong, cured = (torch.autograd.grad(loss, h32)[0] for loss in (patched, right))
 plain_mean = F.cross_entropy(h32 @ w32.T, short)
-print(f"loss {patched.item():.3f} patched, {right.item():.3f} cured; its gradient off by {apart(wrong, cured):.0%}")
+print(
+    f"loss {patched.item():.3f} patched, {right.item():.3f} cured; "
+    f"its gradient off by {apart(wrong, cured):.0%}"
+)
 assert apart(wrong, cured) > 0.5
 assert apart(torch.autograd.grad(plain_mean, h32)[0], cured) < 1e-5
 
@@ -447,7 +587,8 @@ assert apart(torch.autograd.grad(plain_mean, h32)[0], cured) < 1e-5
 
 # %%
 words, label = 100_000, torch.tensor([7, 7])
-table = torch.randn(words, d) * 0.01 + 0.3  # the wrong words pull together, so losing them shows
+# the wrong words pull together, so losing them shows
+table = torch.randn(words, d) * 0.01 + 0.3
 table[7] += 1.0
 sure = torch.full((2, d), 0.575)
 exact_grad = ((sure @ table.T).softmax(1) - F.one_hot(label, words)) @ table
@@ -486,10 +627,13 @@ def logsumexp_in_slices(hidden, head, width):
     """FILL ME IN: return a tensor of shape (len(hidden),)."""
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def fitting(found, mistakes, otherwise):
-    """Return the hint for the mistake that gives this result, or else the hint in `otherwise`."""
-    return next((hint for hint, wrong in mistakes if apart(found, wrong) < 1e-5), otherwise)
+    """Return the hint for the mistake that gives this result, or else the hint in
+    `otherwise`."""
+    return next(
+        (hint for hint, wrong in mistakes if apart(found, wrong) < 1e-5), otherwise
+    )
 
 
 def of_capped(answer):
@@ -500,8 +644,12 @@ def of_capped(answer):
         if found is None:
             raise NotImplementedError
         loss, of_hidden = found
-        assert loss.shape == (), f"the loss has shape {tuple(loss.shape)}; sum it over the tokens"
-        assert of_hidden.shape == h32.shape, f"the gradient has shape {tuple(of_hidden.shape)}, and hidden {(n, d)}"
+        assert loss.shape == (), (
+            f"the loss has shape {tuple(loss.shape)}; sum it over the tokens"
+        )
+        assert of_hidden.shape == h32.shape, (
+            f"the gradient has shape {tuple(of_hidden.shape)}, and hidden {(n, d)}"
+        )
         z = h32.detach() @ head.T
         squashed = (z / c).tanh()
         slope, total = 1 - squashed**2, (c * squashed).logsumexp(1)
@@ -510,44 +658,78 @@ def of_capped(answer):
         mistakes = [
             ("that is the loss without a cap", summed(z)),
             ("that is the mean; sum it over the tokens", right / n),
-            ("the label's own logit is capped, too", (total - z.gather(1, labels[:, None])[:, 0]).sum()),
+            (
+                "the label's own logit is capped, too",
+                (total - z.gather(1, labels[:, None])[:, 0]).sum(),
+            ),
             ("what is inside the tanh is divided by c", summed(c * z.tanh())),
             ("the tanh is multiplied by c", summed(squashed)),
         ]
-        assert apart(loss, right) < 1e-5, f"c = {c}: a wrong loss; {fitting(loss, mistakes, 'cap all logits first')}"
+        assert apart(loss, right) < 1e-5, (
+            f"c = {c}: a wrong loss; {fitting(loss, mistakes, 'cap all logits first')}"
+        )
         of_z = (c * squashed).softmax(1) - y  # of the capped logits
         twice = "c comes in twice, in c tanh and in z / c; what is left of it?"
         mistakes = [
             ("the gradient goes through tanh as well, and its slope is missing", of_z),
             ("the label's share is missing: softmax minus one-hot", (of_z + y) * slope),
-            ("the slope is 1 - tanh^2 of tanh itself, not of the capped logits", of_z * (1 - (c * squashed) ** 2)),
+            (
+                "the slope is 1 - tanh^2 of tanh itself, not of the capped logits",
+                of_z * (1 - (c * squashed) ** 2),
+            ),
             (twice, of_z * slope * c),
             (twice, of_z * slope / c),
-            ("the loss is a sum, so nothing is divided by the number of tokens", of_z * slope / n),
+            (
+                "the loss is a sum, so nothing is divided by the number of tokens",
+                of_z * slope / n,
+            ),
             ("take the softmax of the capped logits", (z.softmax(1) - y) * slope),
             ("its sign is wrong", -of_z * slope),
         ]
-        hint = fitting(of_hidden, [(hint, wrong @ head) for hint, wrong in mistakes], "compare it with autograd's")
-        assert apart(of_hidden, (of_z * slope) @ head) < 1e-4, f"c = {c}: a right loss, and a wrong gradient; {hint}"
+        hint = fitting(
+            of_hidden,
+            [(hint, wrong @ head) for hint, wrong in mistakes],
+            "compare it with autograd's",
+        )
+        assert apart(of_hidden, (of_z * slope) @ head) < 1e-4, (
+            f"c = {c}: a right loss, and a wrong gradient; {hint}"
+        )
 
 
 def of_slices(answer):
-    table = torch.cat([w32.detach(), torch.ones(v, 1)], dim=1)  # the last column adds the same to all logits of a token
-    for name, times, shift in (("beyond 88", 20, 0.0), ("far below zero", 1, -300.0), ("around zero", 1, 0.0)):
+    # the last column adds the same to all logits of a token
+    table = torch.cat([w32.detach(), torch.ones(v, 1)], dim=1)
+    for name, times, shift in (
+        ("beyond 88", 20, 0.0),
+        ("far below zero", 1, -300.0),
+        ("around zero", 1, 0.0),
+    ):
         hidden = torch.cat([times * h32.detach(), torch.full((n, 1), shift)], dim=1)
         right = (hidden @ table.T).logsumexp(1)
         for width in (300, 100, v):  # the first leaves a narrower last slice
             if (found := answer(hidden, table, width)) is None:
                 raise NotImplementedError
             case = f"logits {name}, slices of {width}"
-            assert found.shape == (n,), f"{case}: the shape is {tuple(found.shape)}, not {(n,)}"
-            assert found.isfinite().all(), f"{case}: not finite; take logsumexp inside the slice, and merge logarithms"
+            assert found.shape == (n,), (
+                f"{case}: the shape is {tuple(found.shape)}, not {(n,)}"
+            )
+            assert found.isfinite().all(), (
+                f"{case}: not finite; take logsumexp inside the slice, "
+                "and merge logarithms"
+            )
             hint = "is every word counted once, in the last slice, too?"
             if torch.allclose(found, right.logaddexp(torch.zeros(n)), rtol=1e-5):
-                hint = "a total that starts from 0 has counted one more word, of logit 0"
-            assert torch.allclose(found, right, rtol=1e-5), f"{case}: off by {(found - right).abs().max():.2g}; {hint}"
+                hint = (
+                    "a total that starts from 0 has counted one more word, of logit 0"
+                )
+            assert torch.allclose(found, right, rtol=1e-5), (
+                f"{case}: off by {(found - right).abs().max():.2g}; {hint}"
+            )
     most = peak_bytes(lambda: answer(hidden, table, 100), alive=(hidden, table))
-    assert most < n * v, f"{most:,} bytes at the peak, and 100 words need {4 * n * 100:,}: too many words live at once"
+    assert most < n * v, (
+        f"{most:,} bytes at the peak, and 100 words need {4 * n * 100:,}: "
+        "too many words live at once"
+    )
 
 
 course.check(
@@ -555,13 +737,15 @@ course.check(
     times_fewer,
     course.about(
         24,
-        "divide plain's bytes of a logit x tokens x words at the peak by chunked's; which factor cancels?",
+        "divide plain's bytes of a logit x tokens x words at the peak by chunked's; "
+        "which factor cancels?",
         within=1e-6,
         mistakes={
             16: "at the peak plain and chunked differ in the bytes of a logit, too",
             12: "these rows have 4,096 tokens, not 2,048",
             16 * 8 / 12: "which of the two has more bytes a logit?",
-            1 / 24: "the question is how many times fewer, so divide the larger by the smaller",
+            1 / 24: "the question is how many times fewer, "
+            "so divide the larger by the smaller",
             24 * 151_936 / 128_256: "both ways have the same words",
         },
     ),
@@ -571,10 +755,14 @@ course.check(
     2,
     capped,
     of_capped,
-    "a function (hidden, head, labels, c) -> the loss, summed, and its gradient, shaped like hidden; without autograd",
+    "a function (hidden, head, labels, c) -> the loss, summed, and its gradient, "
+    "shaped like hidden; without autograd",
 )
 course.check(
-    3, logsumexp_in_slices, of_slices, "a function (hidden, head, width) -> log-sum-exps, a tensor of shape (tokens,)"
+    3,
+    logsumexp_in_slices,
+    of_slices,
+    "a function (hidden, head, width) -> log-sum-exps, a tensor of shape (tokens,)",
 )
 
 # %% [markdown]

@@ -18,14 +18,19 @@
 # stands at 2,671 MiB. In lesson 6 NF4 saved 1,377 MiB of weights, and the peak fell by 239. The rest was given back by
 # peft's `prepare_model_for_kbit_training`. What is it for?
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from cria_tricks import course
 from cria_tricks.bench import results, tables
@@ -45,17 +50,32 @@ torch.manual_seed(0)
 MIB, fp16, bf16 = 2**20, torch.float16, torch.bfloat16
 V, D, L = 512, 128, 4  # vocabulary, width, blocks
 B, T = 2, 64  # rows, tokens of a row
-widths = {"hidden_size": D, "intermediate_size": 2 * D, "num_attention_heads": 4, "num_key_value_heads": 2}
-config = LlamaConfig(vocab_size=V, num_hidden_layers=L, tie_word_embeddings=True, use_cache=False, **widths)
+widths = {
+    "hidden_size": D,
+    "intermediate_size": 2 * D,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+config = LlamaConfig(
+    vocab_size=V,
+    num_hidden_layers=L,
+    tie_word_embeddings=True,
+    use_cache=False,
+    **widths,
+)
 folder = TemporaryDirectory()
 LlamaForCausalLM(config).half().save_pretrained(folder.name)
 
 
 def packed(dtype=fp16):
     """The small Llama, fresh: its matrices in 4 bits, all else in 16."""
-    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+    )
     where = {"device_map": {"": "cpu"}, "dtype": dtype}  # beside a card, too
-    model = AutoModelForCausalLM.from_pretrained(folder.name, quantization_config=four_bits, **where)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder.name, quantization_config=four_bits, **where
+    )
     forbid_cpu_repacking(model)  # a trap of bitsandbytes on CPUs: load.py tells
     return model
 
@@ -70,6 +90,9 @@ batch = {"input_ids": ids, "labels": ids}
 # as well, and $2L + 1$ norms of $D$ numbers. How many MiB is that for $V = 128{,}256$, $D = 2048$ and $L = 16$? Guess.
 # Then hold the formula against the real function, on a Llama small enough to train here.
 
+# %% Your guess: MiB left in 16 bits tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 
 # %%
 def raised_bytes(V, D, L):
@@ -83,9 +106,13 @@ def stored(model):
 model = packed()
 at_first = stored(model)
 prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-print(f"small Llama: predicted {raised_bytes(V, D, L):,} bytes more, counted {stored(model) - at_first:,}")
+print(
+    f"small Llama: predicted {raised_bytes(V, D, L):,} bytes more, "
+    f"counted {stored(model) - at_first:,}"
+)
 print(f"Llama-3.2-1B: {raised_bytes(128_256, 2048, 16) / MIB:,.1f} MiB more")
 assert stored(model) - at_first == raised_bytes(V, D, L)
+course.reveal(guess, raised_bytes(128_256, 2048, 16) / MIB, "MiB")
 
 # %% [markdown]
 # That is 501 of 1,155 MiB. The other 654 are not in the weights.
@@ -103,7 +130,9 @@ def usual(model):
     return model
 
 
-assert [p.dtype for p in usual(packed()).parameters()] == [p.dtype for p in model.parameters()]
+assert [p.dtype for p in usual(packed()).parameters()] == [
+    p.dtype for p in model.parameters()
+]
 
 # %% [markdown]
 # **Follow the dtypes.** An fp32 table gives fp32 vectors. fp32 plus fp16 is fp32. A 4-bit product computes in 16 bits,
@@ -116,25 +145,35 @@ def dtypes(model):
     places = {"embedding": model.model.embed_tokens, "norm": first.input_layernorm}
     places |= {"4-bit product": first.self_attn.q_proj, "stream": first}
     for name, place in places.items():
-        place.register_forward_hook(lambda module, given, out, name=name: seen.update({name: out.dtype}))
+        place.register_forward_hook(
+            lambda module, given, out, name=name: seen.update({name: out.dtype})
+        )
     with torch.autocast("cpu", fp16):
         model(ids)
     return seen
 
 
-for name, model, dtype in (("usual", usual(packed()), torch.float32), ("left alone", packed(), fp16)):
+for name, model, dtype in (
+    ("usual", usual(packed()), torch.float32),
+    ("left alone", packed(), fp16),
+):
     found = dtypes(model)
-    print(f"{name:10}", {place: str(its).removeprefix("torch.") for place, its in found.items()})
+    print(
+        f"{name:10}",
+        {place: str(its).removeprefix("torch.") for place, its in found.items()},
+    )
     assert set(found.values()) == {dtype}
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def stream(theme: Theme):
     """Bytes of an element on the way through the model."""
     sketch = course.Sketch(theme, 41, 12.6)
     for n, name in enumerate(("table", "stream", "norm", "product", "stream", "head")):
         sketch.text(9.5 + 5.6 * n, 0.7, name, quiet=True)
-    for row, (name, sizes) in enumerate((("usual", (4, 4, 4, 4, 4, 2)), ("lean", (2, 2, 2, 2, 2, 0)))):
+    for row, (name, sizes) in enumerate(
+        (("usual", (4, 4, 4, 4, 4, 2)), ("lean", (2, 2, 2, 2, 2, 0)))
+    ):
         bottom = 5.8 + 6 * row
         sketch.text(0, bottom - 1, name, align="left")
         for n, size in enumerate(sizes):
@@ -155,7 +194,8 @@ def stream(theme: Theme):
 
 course.show(
     stream,
-    "Figure 1. Bytes of an element on its way. With an fp32 table everything behind it is fp32, and the head, the same "
+    "Figure 1. Bytes of an element on its way. "
+    "With an fp32 table everything behind it is fp32, and the head, the same "
     "table, is copied back to 16 bits (green). Lean, the head is the table itself.",
 )
 
@@ -171,7 +211,10 @@ table, norm = packed().model.embed_tokens.weight, packed().model.norm
 assert torch.equal(table.float().half(), table)
 
 large = torch.full((1, D), 300.0).half()
-print(f"300 squared in fp16: {large.square()[0, 0]}; Llama's norm of 300, in fp16: {norm(large)[0, 0]}")
+print(
+    f"300 squared in fp16: {large.square()[0, 0]}; Llama's norm of 300, in fp16: "
+    f"{norm(large)[0, 0]}"
+)
 assert norm(large).dtype == fp16
 torch.testing.assert_close(norm(large), norm(large.float()).half())
 
@@ -200,8 +243,13 @@ def run(way, *given):
 
 
 given = [torch.randn(T, D).half(), torch.randn(8, D), torch.randn(D, 8)]
-(up, first), (down, second) = (run(way, *(g.requires_grad_() for g in given)) for way in (input_up, weights_down))
-print(f"kept: {up:,} bytes with the input up, {down:,} with weights down; predicted 2 T D = {2 * T * D:,} fewer")
+(up, first), (down, second) = (
+    run(way, *(g.requires_grad_() for g in given)) for way in (input_up, weights_down)
+)
+print(
+    f"kept: {up:,} bytes with the input up, {down:,} with weights down; "
+    f"predicted 2 T D = {2 * T * D:,} fewer"
+)
 assert up - down == 2 * T * D
 assert all(map(torch.equal, first, second))
 
@@ -225,8 +273,14 @@ def left_alone(model):
 
 
 def adapted(model, cast=False):
-    """With adapters that have learnt something already; peft makes them fp32, and freezes all else."""
-    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=8, lora_alpha=16))
+    """With adapters that have learnt something already; peft makes them fp32, and
+    freezes all else."""
+    model = get_peft_model(
+        model,
+        LoraConfig(
+            task_type="CAUSAL_LM", target_modules="all-linear", r=8, lora_alpha=16
+        ),
+    )
     for module in model.modules():
         if hasattr(module, "cast_input_dtype_enabled"):
             module.cast_input_dtype_enabled = cast
@@ -257,19 +311,29 @@ def step(model, dtype=fp16):
     """The loss and all gradients."""
     with torch.autocast("cpu", dtype):
         loss = losses.full_loss_sum(model, batch) / ids.numel()
-    return loss.detach(), *torch.autograd.grad(1024 * loss, trained(model))  # lifted, as by a loss scale
+    # lifted, as by a loss scale
+    return loss.detach(), *torch.autograd.grad(1024 * loss, trained(model))
 
 
 for prepared in (usual, left_alone):
-    with_it, without = (step(adapted(prepared(packed()), cast)) for cast in (True, False))
+    with_it, without = (
+        step(adapted(prepared(packed()), cast)) for cast in (True, False)
+    )
     assert all(map(torch.equal, with_it, without))
 
-plan = resolve(with_settings(course.so_far("13_lean_preparation"), ["lora.r=8", "lora.alpha=16"]), T4)
+plan = resolve(
+    with_settings(course.so_far("13_lean_preparation"), ["lora.r=8", "lora.alpha=16"]),
+    T4,
+)
 production = packed()
 for edit in plan.after_load:  # what the package does with a model that is loaded
     production = EDITS[edit](production, plan)
 assert all(map(torch.equal, step(adapted(packed())), step(learnt(production))))
-print("cast or not: the same bits; ours, and the package's", plan.after_load, ": the same bits")
+print(
+    "cast or not: the same bits; ours, and the package's",
+    plan.after_load,
+    ": the same bits",
+)
 
 # %% [markdown]
 # **The bytes.** Checkpointed, the stream should keep $2 L B T D$ fewer.
@@ -278,19 +342,27 @@ print("cast or not: the same bits; ours, and the package's", plan.after_load, ":
 # %%
 def waiting(model):
     model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
-    with SavedBytes(besides=[*model.parameters(), *model.buffers()]) as saved, torch.autocast("cpu", fp16):
-        _hidden = model.train().get_base_model().model(ids)  # a name, so that it lives while we count
+    with (
+        SavedBytes(besides=[*model.parameters(), *model.buffers()]) as saved,
+        torch.autocast("cpu", fp16),
+    ):
+        # a name, so that it lives while we count
+        _hidden = model.train().get_base_model().model(ids)
         return saved.now
 
 
 kept = [waiting(adapted(prepared(packed()))) for prepared in (usual, left_alone)]
-print(f"usual keeps {kept[0]:,} bytes, lean {kept[1]:,}; predicted {2 * L * B * T * D:,} fewer")
+print(
+    f"usual keeps {kept[0]:,} bytes, lean {kept[1]:,}; "
+    f"predicted {2 * L * B * T * D:,} fewer"
+)
 assert kept[0] - kept[1] == 2 * L * B * T * D
 
 
-# %% tags=["hide-input"]
+# %% Helper: the stream after each sum tags=["hide-input"]
 def watch(model, dtype):
-    """The stream after each sum, and what was added: from a forward pass of a lean model."""
+    """The stream after each sum, and what was added: from a forward pass of a lean
+    model."""
     stream, added, base = [], [], model.get_base_model().model
 
     def enter(module, given, named):
@@ -328,9 +400,15 @@ for name, dtype, u in (("fp16", fp16, 2.0**-11), ("bf16", bf16, 2.0**-8)):
     assert len(parts) == len(xs) - 1 == 2 * L
     off, bound = (xs[-1] - (xs[0] + sum(parts))).abs(), u * sum(x.abs() for x in xs[1:])
     assert (off <= bound).all()
-    grads = [torch.cat([g.flatten() for g in step(adapted(p(packed(dtype))), dtype)[1:]]) for p in (usual, left_alone)]
+    grads = [
+        torch.cat([g.flatten() for g in step(adapted(p(packed(dtype))), dtype)[1:]])
+        for p in (usual, left_alone)
+    ]
     gap[name] = ((grads[1] - grads[0]).norm() / grads[0].norm()).item()
-    print(f"{name}: the stream uses {(off / bound).max():.0%} of its bound; gradients {gap[name]:.2%} apart")
+    print(
+        f"{name}: the stream uses {(off / bound).max():.0%} of its bound; "
+        f"gradients {gap[name]:.2%} apart"
+    )
 assert 4 < gap["bf16"] / gap["fp16"] < 16
 
 # %% [markdown]
@@ -343,12 +421,18 @@ for prepared in (usual, left_alone):
     with Traffic() as traffic:
         step(adapted(prepared(packed())))
     moved.append(traffic)
-print(f"all but products: {moved[0].others / MIB:.0f} MiB usual, {moved[1].others / MIB:.0f} lean")
+print(
+    f"all but products: {moved[0].others / MIB:.0f} MiB usual, "
+    f"{moved[1].others / MIB:.0f} lean"
+)
 assert moved[0].products == moved[1].products
 assert moved[1].others < 0.6 * moved[0].others
 
 # %%
-step_of = "peft=lora attention=best precision=best gradient_checkpointing=true chunked_loss=true quantization=nf4"
+step_of = (
+    "peft=lora attention=best precision=best gradient_checkpointing=true "
+    "chunked_loss=true quantization=nf4"
+)
 course.on_a_gpu("lean_preparation", off=step_of, on=f"{step_of} lean_preparation=true")
 
 # %% [markdown]
@@ -356,14 +440,21 @@ course.on_a_gpu("lean_preparation", off=step_of, on=f"{step_of} lean_preparation
 #
 # **Quality**: SmolLM2-135M, 20 steps on real rows, loss on held-out rows, three seeds in bf16 and one in fp16:
 
-# %%
-runs = [run for run in (results.study("quality") or {}).get("runs", ()) if "16 + nf4" in run["case"]]
+# %% Show the committed runs tags=["hide-input"]
+runs = [
+    run
+    for run in (results.study("quality") or {}).get("runs", ())
+    if "16 + nf4" in run["case"]
+]
 print(tables.quality(runs) if runs else "no committed results beside this package")
 for when in ("before", "after"):
     found = {(run["case"], run["seed"]): run[f"eval_loss_{when}"] for run in runs}
     for case, seed in found:
         if (lean := (f"{case} + lean", seed)) in found:
-            print(f"lean, {when} training, over {case}, seed {seed}: {found[lean] - found[case, seed]:+.4f}")
+            print(
+                f"lean, {when} training, over {case}, seed {seed}: "
+                f"{found[lean] - found[case, seed]:+.4f}"
+            )
 
 # %% [markdown]
 # In bf16 lean is as good before the first step, and 0.017 to 0.019 behind after 20. So bf16 does not harm the answers
@@ -387,16 +478,24 @@ course.show_bill(before, after)
 shape, n = find_shape(after.model), 2048
 predicted = {
     "weights: all others": -raised_bytes(shape.vocabulary, shape.width, shape.layers),
-    "16-bit copy of the head": -2 * shape.vocabulary * shape.width,  # the table is in 16 bits: nothing to cast
+    # the table is in 16 bits: nothing to cast
+    "16-bit copy of the head": -2 * shape.vocabulary * shape.width,
     "saved activations": -2 * shape.layers * n * shape.width,
     "final norm": -2 * n * shape.width,  # its result is part of the stream
-    "hidden states for the loss": -4 * (n - 1) * shape.width,  # as they were picked, before they were cast
+    # as they were picked, before they were cast
+    "hidden states for the loss": -4 * (n - 1) * shape.width,
     "batch": -2 * 2 * n * shape.head_width,  # cosines and sines take the stream's dtype
 }
-old, new = ({line.name: line.bytes for line in course.bill(recipe).lines} for recipe in (before, after))
+old, new = (
+    {line.name: line.bytes for line in course.bill(recipe).lines}
+    for recipe in (before, after)
+)
 assert predicted == {name: new.get(name, 0) - old[name] for name in predicted}
 saved = course.bill(before).peak_bytes - course.bill(after).peak_bytes
-print(f"{saved / MIB:,.1f} MiB, of which {100 * -sum(list(predicted.values())[:2]) / saved:.0f} % are one table")
+print(
+    f"{saved / MIB:,.1f} MiB, "
+    f"of which {100 * -sum(list(predicted.values())[:2]) / saved:.0f} % are one table"
+)
 assert saved == -sum(predicted.values())
 
 # %% [markdown]
@@ -408,11 +507,23 @@ assert saved == -sum(predicted.values())
 
 # %%
 model_itself = sum(line.bytes for line in course.bill(after).lines[:2])
-peaks = sorted(((moment.bytes, moment.name) for moment in course.bill(after).moments), reverse=True)
-print(f"{model_itself / MIB:,.0f} MiB are the model; the next peak, in the {peaks[1][1]}, is {peaks[1][0] / MIB:,.1f}")
+peaks = sorted(
+    ((moment.bytes, moment.name) for moment in course.bill(after).moments), reverse=True
+)
+print(
+    f"{model_itself / MIB:,.0f} MiB are the model; "
+    f"the next peak, in the {peaks[1][1]}, is {peaks[1][0] / MIB:,.1f}"
+)
 for name, recipe in (("before", before), ("after", after)):
-    print(f"{name}: rows of up to {toggles.longest(toggles.Target(shape, T4), recipe):,} tokens fit a T4")
-course.show(course.staircase("13_lean_preparation"), "Figure 2. The bill so far. No step as large is left.")
+    print(
+        f"{name}: "
+        f"rows of up to {toggles.longest(toggles.Target(shape, T4), recipe):,} "
+        "tokens fit a T4"
+    )
+course.show(
+    course.staircase("13_lean_preparation"),
+    "Figure 2. The bill so far. No step as large is left.",
+)
 
 # %% [markdown]
 # ## 6. Where it breaks
@@ -452,34 +563,63 @@ unscale(leaner)
 
 # %%
 def still(dtype, p, eta):
-    """The share of weights that an update leaves where they are: by the rule, and by rounding."""
+    """The share of weights that an update leaves where they are: by the rule, and by
+    rounding."""
     w, ways = start.to(dtype).float(), torch.randint_like(start, 2) * 2 - 1
     by_rule = 2.0 ** (w.abs().log2().floor() - p) > eta
-    return by_rule.float().mean().item(), ((w + eta * ways).to(dtype) == w).float().mean().item()
+    return by_rule.float().mean().item(), (
+        (w + eta * ways).to(dtype) == w
+    ).float().mean().item()
 
 
 start = (2 * torch.rand(100_000) - 1) / 2048**0.5
 for name, dtype, p in (("fp16", fp16, 11), ("bf16", bf16, 8)):
-    for eta in (2e-4, 2e-5, 5e-6):  # the job's highest rate, a tenth of it, about its 38th of 42
+    # the job's highest rate, a tenth of it, about its 38th of 42
+    for eta in (2e-4, 2e-5, 5e-6):
         predicted, counted = still(dtype, p, eta)
-        print(f"{name}, update of {eta:.0e}: predicted {predicted:.0%} stand still, counted {counted:.0%}")
+        print(
+            f"{name}, update of {eta:.0e}: predicted {predicted:.0%} stand still, "
+            f"counted {counted:.0%}"
+        )
         assert abs(counted - predicted) < 0.01
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input"]
 def standing(theme: Theme):
     """The share that stands still, against the update."""
     drawn, axes = course.figure(height=2.9)
-    sizes = [2.0 ** (-e / 3) for e in range(34, 70) if e % 3]  # powers of two themselves are ties
-    for (name, dtype, p), color in zip((("fp16", fp16, 11), ("bf16", bf16, 8)), theme.series, strict=False):
+    # powers of two themselves are ties
+    sizes = [2.0 ** (-e / 3) for e in range(34, 70) if e % 3]
+    for (name, dtype, p), color in zip(
+        (("fp16", fp16, 11), ("bf16", bf16, 8)), theme.series, strict=False
+    ):
         found = [still(dtype, p, eta) for eta in sizes]
-        axes.plot(sizes, [100 * rule for rule, _ in found], color=color, linewidth=1.2, label=f"{name}, predicted")
+        axes.plot(
+            sizes,
+            [100 * rule for rule, _ in found],
+            color=color,
+            linewidth=1.2,
+            label=f"{name}, predicted",
+        )
         counted = [100 * got for _, got in found]
-        axes.plot(sizes, counted, color=color, marker="o", markersize=4, linestyle="", label="counted")
+        axes.plot(
+            sizes,
+            counted,
+            color=color,
+            marker="o",
+            markersize=4,
+            linestyle="",
+            label="counted",
+        )
     for eta, says in ((2e-4, " highest rate"), (5e-6, " 38th of 42 steps")):
         axes.axvline(eta, color=theme.quiet, linewidth=1, linestyle=(0, (4, 3)))
         axes.text(eta, 104, says, color=theme.quiet)
-    axes.set(xscale="log", xlabel="size of the update", ylabel="weights that stand still, %", ylim=(-3, 112))
+    axes.set(
+        xscale="log",
+        xlabel="size of the update",
+        ylabel="weights that stand still, %",
+        ylim=(-3, 112),
+    )
     axes.invert_xaxis()
     axes.grid(axis="y")
     axes.legend(loc="center right")
@@ -488,7 +628,8 @@ def standing(theme: Theme):
 
 course.show(
     standing,
-    "Figure 3. The smaller the update, the more weights of A it leaves where they are, if they are kept in 16 bits. "
+    "Figure 3. The smaller the update, the more weights of A it leaves where they "
+    "are, if they are kept in 16 bits. "
     "AdamW's updates are about as large as the learning rate, or smaller.",
 )
 
@@ -501,8 +642,12 @@ course.show(
 def train(kept_in, D=64, r=8, steps=400, rate=2e-4):
     torch.manual_seed(2)
     x = torch.randn(256, D)
-    target = x @ (torch.randn(D, 4) @ torch.randn(4, D)).T / 64  # what the base leaves to be learnt
-    A, B = nn.Parameter(((2 * torch.rand(r, D) - 1) / D**0.5).to(kept_in).float()), nn.Parameter(torch.zeros(D, r))
+    # what the base leaves to be learnt
+    target = x @ (torch.randn(D, 4) @ torch.randn(4, D)).T / 64
+    A, B = (
+        nn.Parameter(((2 * torch.rand(r, D) - 1) / D**0.5).to(kept_in).float()),
+        nn.Parameter(torch.zeros(D, r)),
+    )
     optimizer = torch.optim.AdamW([A, B], weight_decay=0)
     for n in range(steps):
         optimizer.param_groups[0]["lr"] = rate * (1 - n / steps)
@@ -516,8 +661,13 @@ def train(kept_in, D=64, r=8, steps=400, rate=2e-4):
 
 
 for rate, steps in ((2e-4, 400), (2e-5, 4000)):
-    in_fp32, in_fp16, in_bf16 = (train(dtype, rate=rate, steps=steps) for dtype in (torch.float32, fp16, bf16))
-    print(f"rate {rate:.0e}: fp32 reaches {in_fp32:.4f}, fp16 {in_fp16:.4f}, bf16 {in_bf16:.4f}")
+    in_fp32, in_fp16, in_bf16 = (
+        train(dtype, rate=rate, steps=steps) for dtype in (torch.float32, fp16, bf16)
+    )
+    print(
+        f"rate {rate:.0e}: fp32 reaches {in_fp32:.4f}, fp16 {in_fp16:.4f}, "
+        f"bf16 {in_bf16:.4f}"
+    )
     assert in_bf16 > 1.2 * in_fp32
     assert (in_fp16 > 1.2 * in_fp32) == (rate < 1e-4)
 
@@ -527,13 +677,21 @@ for rate, steps in ((2e-4, 400), (2e-5, 4000)):
 # **`nan`, in fp16.** The usual preparation does buy one thing: an fp32 stream cannot overflow. fp16 holds numbers up
 # to 65,504. How near does a model come? We ran SmolLM2 in fp32 over all real rows, 107 to train and 27 to evaluate:
 
-# %% tags=["hide-input"]
+# %% Show what was measured on the real model tags=["hide-input"]
 study = results.study("activations")
 if study:
-    largest, end, blocks = max(study["blocks"]), torch.finfo(fp16).max, len(study["blocks"])
-    print(f"{largest:,.0f}, after block {study['blocks'].index(largest) + 1} of {blocks}")
+    largest, end, blocks = (
+        max(study["blocks"]),
+        torch.finfo(fp16).max,
+        len(study["blocks"]),
+    )
+    print(
+        f"{largest:,.0f}, after block {study['blocks'].index(largest) + 1} of {blocks}"
+    )
     print(f"fp16 ends at {end:,.0f}: {end / largest:.2f} times as much")
-    assert {(round(row["largest"]), row["module"]) for row in study["rows"]} == {(24_929, "model.layers.11")}
+    assert {(round(row["largest"]), row["module"]) for row in study["rows"]} == {
+        (24_929, "model.layers.11")
+    }
     assert 2.62 < end / largest < 2.64
 
 # %% [markdown]
@@ -547,7 +705,9 @@ if study:
 
 # %%
 for dtype in (fp16, torch.float32):
-    passed = torch.full((1, D), 60_000.0, dtype=dtype) + torch.full((1, D), 8_000.0).half()
+    passed = (
+        torch.full((1, D), 60_000.0, dtype=dtype) + torch.full((1, D), 8_000.0).half()
+    )
     print(f"{dtype}: {passed[0, 0]}, its norm {norm(passed)[0, 0]}")
     assert norm(passed).isfinite().all() == (dtype == torch.float32)
 
@@ -575,9 +735,13 @@ def to_bf16_by_lot(x):
     """FILL ME IN: return a bf16 tensor shaped like x."""
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def flags(model):
-    return {part.cast_input_dtype_enabled for part in model.modules() if hasattr(part, "cast_input_dtype_enabled")}
+    return {
+        part.cast_input_dtype_enabled
+        for part in model.modules()
+        if hasattr(part, "cast_input_dtype_enabled")
+    }
 
 
 def of_undo(answer):
@@ -588,14 +752,28 @@ def of_undo(answer):
         if found is not None and found is not model:
             raise TypeError(f"it returned a {type(found).__name__}")
         if at_first == ([p.dtype for p in model.parameters()], flags(model)):
-            if not getattr(answer, "__code__", None) or not answer.__code__.co_names:  # it touches nothing
+            # it touches nothing
+            if not getattr(answer, "__code__", None) or not answer.__code__.co_names:
                 raise NotImplementedError
-            raise AssertionError("nothing in the model has changed; `p = p.to(dtype)` just names another tensor")
-        for (name, p), (_, right) in zip(model.named_parameters(), wanted.named_parameters(), strict=True):
-            assert p.dtype == right.dtype, f"{name} is {p.dtype}, and lean keeps it in {right.dtype}"
-            assert p.requires_grad == right.requires_grad, f"{name}: requires_grad has changed"
-        assert flags(model) == {False}, "adapters over 16-bit matrices still cast inputs to fp32; find the flag"
-        assert all(map(torch.equal, step(model, dtype), step(wanted, dtype))), "the loss or a gradient is not lean's"
+            raise AssertionError(
+                "nothing in the model has changed; "
+                "`p = p.to(dtype)` just names another tensor"
+            )
+        for (name, p), (_, right) in zip(
+            model.named_parameters(), wanted.named_parameters(), strict=True
+        ):
+            assert p.dtype == right.dtype, (
+                f"{name} is {p.dtype}, and lean keeps it in {right.dtype}"
+            )
+            assert p.requires_grad == right.requires_grad, (
+                f"{name}: requires_grad has changed"
+            )
+        assert flags(model) == {False}, (
+            "adapters over 16-bit matrices still cast inputs to fp32; find the flag"
+        )
+        assert all(map(torch.equal, step(model, dtype), step(wanted, dtype))), (
+            "the loss or a gradient is not lean's"
+        )
 
 
 def of_lot(answer):
@@ -604,13 +782,26 @@ def of_lot(answer):
     if (found := answer(x.clone())) is None:
         raise NotImplementedError
     assert found.dtype == bf16, f"the result is {found.dtype}, not bf16"
-    assert found.shape == x.shape, f"the shape is {tuple(found.shape)}, and x has {tuple(x.shape)}"
+    assert found.shape == x.shape, (
+        f"the shape is {tuple(found.shape)}, and x has {tuple(x.shape)}"
+    )
     step = 2.0 ** (x.abs().log2().floor() - 7)
-    assert ((found.float() - x).abs() < step).all(), "a number may only go to one of its two neighbours"
-    held = torch.tensor([0.0, 1.0, -2.0, 0.5, 1.0078125, -3.0, 1e-4, -0.02]).bfloat16().repeat(1000, 1)
-    assert torch.equal(answer(held.float()), held), "a number that bf16 can hold, such as 1.0, must stay what it is"
+    assert ((found.float() - x).abs() < step).all(), (
+        "a number may only go to one of its two neighbours"
+    )
+    held = (
+        torch.tensor([0.0, 1.0, -2.0, 0.5, 1.0078125, -3.0, 1e-4, -0.02])
+        .bfloat16()
+        .repeat(1000, 1)
+    )
+    assert torch.equal(answer(held.float()), held), (
+        "a number that bf16 can hold, such as 1.0, must stay what it is"
+    )
     off = ((found.double().mean(0) - x[0]).abs() / step[0]).max()
-    assert off < 0.02, f"the mean is off by {off:.2f} of a step: the nearer neighbour must be likelier, in proportion"
+    assert off < 0.02, (
+        f"the mean is off by {off:.2f} of a step: "
+        "the nearer neighbour must be likelier, in proportion"
+    )
     alike = answer(torch.full((64, 64), 1 + 1 / 256)).float()
     for way in (0, 1):
         assert (alike.std(way) > 0).all(), "each number needs a draw of its own"
@@ -621,9 +812,11 @@ course.check(
     mib_for_8b,
     course.about(
         2004,
-        "which tables are not packed, and how many bytes more does each of their numbers take?",
+        "which tables are not packed, and how many bytes more does each of "
+        "their numbers take?",
         mistakes={
-            1002: "twice too few: the head is a table of its own, and a number goes from 2 bytes to 4",
+            1002: "twice too few: the head is a table of its own, "
+            "and a number goes from 2 bytes to 4",
             4008: "twice too many: a number goes from 2 bytes to 4, so it takes 2 more",
             501: "this model is 4,096 wide, and has two tables",
             15_317: "packed matrices stay packed; only tensors in 16 bits become fp32",
@@ -632,7 +825,12 @@ course.check(
     ),
     "a number of MiB",
 )
-course.check(2, undo, of_undo, "a function (model, dtype) that changes the model in place and returns nothing")
+course.check(
+    2,
+    undo,
+    of_undo,
+    "a function (model, dtype) that changes the model in place and returns nothing",
+)
 course.check(3, to_bf16_by_lot, of_lot, "a function x -> a bf16 tensor shaped like x")
 
 # %% [markdown]
@@ -653,7 +851,8 @@ course.check(3, to_bf16_by_lot, of_lot, "a function x -> a bf16 tensor shaped li
 #
 # def to_bf16_by_lot(x):
 #     bits = x.view(torch.int32)
-#     bits = bits + torch.randint_like(bits, 2**16)  # carries into the upper half as often as it should
+#     # carries into the upper half as often as it should
+#     bits = bits + torch.randint_like(bits, 2**16)
 #     return (bits & -65536).view(torch.float32).bfloat16()
 # ```
 #

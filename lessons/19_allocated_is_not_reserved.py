@@ -17,7 +17,7 @@
 # and cannot use all of it again. So a run whose bill fits may still end with `CUDA out of memory`, for example at the
 # first row that is longer than the rows before it.
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import bisect
 import math
 import random
@@ -32,7 +32,12 @@ from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.hardware import T4
 from cria_tricks.load.model import quiet_libraries
 from cria_tricks.models.catalogue import CONFIGS
-from cria_tricks.predict.allocator import DEFAULT, CachingAllocator, OutOfMemory, Settings
+from cria_tricks.predict.allocator import (
+    DEFAULT,
+    CachingAllocator,
+    OutOfMemory,
+    Settings,
+)
 from cria_tricks.predict.memory_trace import memory_trace, replay
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
@@ -52,10 +57,19 @@ MIB, GIB = 2**20, 2**30
 #
 # The bill below says 7.3 GiB. How many GiB will `nvidia-smi` show? Write your guess down.
 
+# %% Your guess: GiB that nvidia-smi shows tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
-fast = with_settings(course.CAPSTONE, ["tricks.gradient_checkpointing=false", "tricks.chunked_loss=false"])
+fast = with_settings(
+    course.CAPSTONE,
+    ["tricks.gradient_checkpointing=false", "tricks.chunked_loss=false"],
+)
 by_bill = course.bill(fast).allocated_bytes
-print(f"allocated, by the bill: {by_bill / GIB:.1f} GiB; CUDA's context: {CONTEXT / GIB:.1f} GiB")
+print(
+    f"allocated, by the bill: {by_bill / GIB:.1f} GiB; CUDA's context: "
+    f"{CONTEXT / GIB:.1f} GiB"
+)
 
 # %% [markdown]
 # ## 2. From scratch, in three steps
@@ -74,7 +88,8 @@ print(f"allocated, by the bill: {by_bill / GIB:.1f} GiB; CUDA's context: {CONTEX
 
 # %%
 class Cache:
-    """Segments of a card's memory. Each is a list of blocks: (MiB, name of the tensor in it, or None)."""
+    """Segments of a card's memory. Each is a list of blocks: (MiB, name of the tensor
+    in it, or None)."""
 
     def __init__(self, limit=math.inf):
         self.limit = limit
@@ -112,15 +127,21 @@ class Cache:
     def new_segment(self, size):
         have = 20 if size < 10 else 2 * math.ceil(size / 2)
         if self.reserved() + have > self.limit:
-            self.empty()  # the card is full: give back what can be given back, and try again
+            # the card is full: give back what can be given back, and try again
+            self.empty()
         if self.reserved() + have > self.limit:
-            raise MemoryError(f"{size} MiB wanted, {self.limit - self.reserved()} of {self.limit} left")
+            raise MemoryError(
+                f"{size} MiB wanted, {self.limit - self.reserved()} of "
+                f"{self.limit} left"
+            )
         self.segments.append([(have, None)])
         return have
 
     def empty(self):
         """Give whole free segments back to the card: torch.cuda.empty_cache."""
-        self.segments = [segment for segment in self.segments if any(name for _, name in segment)]
+        self.segments = [
+            segment for segment in self.segments if any(name for _, name in segment)
+        ]
 
 
 # %% [markdown]
@@ -147,7 +168,7 @@ for script in (same, longer, holes):
 assert [play(script).reserved() for script in (same, longer, holes)] == [30, 62, 40]
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def of_segments(theme: Theme):
     """The segments of the three scripts at their end."""
     sketch = course.Sketch(theme, 46, 13.4)
@@ -157,7 +178,15 @@ def of_segments(theme: Theme):
         for segment in play(script).segments:
             for size, name in segment:
                 words = f"{size:.0f} free" if name is None else f"{name} {size:.0f}"
-                sketch.tensor(left, top + 0.8, 0.7 * size, 2.2, words, color=int(name is None), kept=name is not None)
+                sketch.tensor(
+                    left,
+                    top + 0.8,
+                    0.7 * size,
+                    2.2,
+                    words,
+                    color=int(name is None),
+                    kept=name is not None,
+                )
                 left += 0.7 * size
             left += 0.8
     return sketch.figure
@@ -165,8 +194,10 @@ def of_segments(theme: Theme):
 
 course.show(
     of_segments,
-    "Figure 1. The segments after each script: filled blocks hold a tensor, dashed blocks are free. A free block of 30 "
-    "MiB is of no use to a tensor of 32, and free blocks of 5 and 5 of none to a tensor of 8.",
+    "Figure 1. The segments after each script: filled blocks hold a tensor, "
+    "dashed blocks are free. A free block of 30 "
+    "MiB is of no use to a tensor of 32, and free blocks of 5 and 5 of none "
+    "to a tensor of 8.",
 )
 
 # %% [markdown]
@@ -191,7 +222,7 @@ except MemoryError as error:
 # tensor.
 
 
-# %% tags=["hide-input"]
+# %% Helpers: compare with the package's allocator tags=["hide-input"]
 def segments_of(allocator, blocks):
     """The segments of the package's allocator, in the form of ours."""
     names = {id(block): name for name, block in blocks.items()}
@@ -264,8 +295,13 @@ if torch.cuda.is_available():
             del tensors[word[1:]]
         else:
             name, size = word.split("=")
-            tensors[name] = torch.empty(int(size) * MIB, dtype=torch.uint8, device="cuda")
-    print(f"predicted 62 MiB, the card {(torch.cuda.memory_reserved() - before) / MIB:.0f}")
+            tensors[name] = torch.empty(
+                int(size) * MIB, dtype=torch.uint8, device="cuda"
+            )
+    print(
+        "predicted 62 MiB, "
+        f"the card {(torch.cuda.memory_reserved() - before) / MIB:.0f}"
+    )
 
 # %% [markdown]
 # ## 4. What it costs
@@ -284,7 +320,8 @@ class Card(CachingAllocator):
 
 
 def watch(events, settings=DEFAULT, limit=math.inf):
-    """Carry the events out. Return the card, allocated and reserved bytes after each, and where memory ran out."""
+    """Carry the events out. Return the card, allocated and reserved bytes after each,
+    and where memory ran out."""
     card = Card(settings, limit)
     blocks, curve = {}, []
     for event in events:
@@ -304,13 +341,17 @@ plan = resolve(fast, T4)
 # A copy, because the recorder goes on writing while the model is deleted.
 events = list(memory_trace(plan, config, rows=1, tokens=2048, shorter=0.75))
 card, curve, _ = watch(events)
-print(f"{len(events):,} events; allocated {card.peak_allocated / GIB:.2f} GiB, reserved {card.peak_reserved / GIB:.2f}")
+print(
+    f"{len(events):,} events; allocated {card.peak_allocated / GIB:.2f} GiB, "
+    f"reserved {card.peak_reserved / GIB:.2f}"
+)
 assert abs(card.peak_allocated / by_bill - 1) < 0.005  # the bill is right
 assert 1.2 < card.peak_reserved / card.peak_allocated < 1.35
 assert card.peak_reserved == replay(events).reserved_bytes
+course.reveal(guess, (card.peak_reserved + CONTEXT) / GIB, "GiB")
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def thinned(values, points=500):
     """The largest value of each of so many pieces."""
     width = -(-len(values) // points)
@@ -323,13 +364,25 @@ def over_the_run(axes, theme):
     moments = [event.moment for event in events]
     first = next(n for n, moment in enumerate(moments) if "1,536" in moment)
     second = next(n for n, moment in enumerate(moments) if "2,048" in moment)
-    last = next(n for n, moment in enumerate(moments) if moment.startswith("evaluation"))
+    last = next(
+        n for n, moment in enumerate(moments) if moment.startswith("evaluation")
+    )
     for n in (first, second, last):
         axes.axvline(n, color=theme.quiet, linewidth=0.8, linestyle=":")
-    parts = ((0, first, "load"), (first, second, "rows of 1,536"), (second, last, "rows of 2,048"))
+    parts = (
+        (0, first, "load"),
+        (first, second, "rows of 1,536"),
+        (second, last, "rows of 2,048"),
+    )
     for begin, end, name in (*parts, (last, len(events), "evaluation")):
-        axes.text((begin + end) / 2, 10.4, name, ha="center", va="center", color=theme.ink)
-    axes.set(xlabel="allocations and releases, one after the other", ylabel="GiB", ylim=(0, 11))
+        axes.text(
+            (begin + end) / 2, 10.4, name, ha="center", va="center", color=theme.ink
+        )
+    axes.set(
+        xlabel="allocations and releases, one after the other",
+        ylabel="GiB",
+        ylim=(0, 11),
+    )
     axes.xaxis.set_major_formatter("{x:,.0f}")
     places = range(0, len(events), width)
     allocated = thinned([allocated / GIB for allocated, _ in curve])
@@ -344,7 +397,9 @@ def labelled(axes, theme, places, curve, name, color):
     """Draw reserved bytes, with their name above the line."""
     reserved = thinned([reserved / GIB for _, reserved in curve])
     axes.plot(places, reserved, color=theme.series[color])
-    axes.text(places[-1], reserved[-1] + 0.15, name, ha="right", color=theme.series[color])
+    axes.text(
+        places[-1], reserved[-1] + 0.15, name, ha="right", color=theme.series[color]
+    )
 
 
 def of_the_run(theme: Theme):
@@ -356,8 +411,10 @@ def of_the_run(theme: Theme):
 
 course.show(
     of_the_run,
-    "Figure 2. Allocated bytes rise and fall with every micro-batch. Reserved bytes only rise, and most at the loss of "
-    "the first longer row: the segments of the shorter rows are too small for its logits.",
+    "Figure 2. Allocated bytes rise and fall with every micro-batch. "
+    "Reserved bytes only rise, and most at the loss of "
+    "the first longer row: the segments of the shorter rows are too small "
+    "for its logits.",
 )
 
 # %% [markdown]
@@ -368,25 +425,37 @@ course.show(
 # **Does the run therefore need 9.3 GiB?** No. On a smaller card PyTorch gives the empty segments back. How small may
 # the memory be? Guess; then we search by halving the range from 7.3 to 9.3 GiB.
 
+# %% Your guess: GiB that suffice tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 
 # %%
 def smallest(events, settings=DEFAULT):
-    """The smallest memory, in steps of 2 MiB, in which the events can be carried out."""
+    """The smallest memory, in steps of 2 MiB, in which the events can be carried
+    out."""
     most = replay(events, settings)
-    steps = range(most.allocated_bytes // (2 * MIB), most.reserved_bytes // (2 * MIB) + 1)
-    place = bisect.bisect_left(steps, True, key=lambda step: watch(events, settings, 2 * MIB * step)[2] is None)
+    steps = range(
+        most.allocated_bytes // (2 * MIB), most.reserved_bytes // (2 * MIB) + 1
+    )
+    place = bisect.bisect_left(
+        steps, True, key=lambda step: watch(events, settings, 2 * MIB * step)[2] is None
+    )
     return 2 * MIB * steps[place]
 
 
 least = smallest(events)
 for limit in (least, 1.02 * least, math.inf):
     tried = watch(events, limit=limit)[0]
-    print(f"memory {limit / GIB:5.2f} GiB: reserved {tried.peak_reserved / GIB:.2f}, full {tried.retries} times")
+    print(
+        f"memory {limit / GIB:5.2f} GiB: reserved {tried.peak_reserved / GIB:.2f}, "
+        f"full {tried.retries} times"
+    )
     assert (tried.retries == 0) == (limit == math.inf)
 small_card, _, failed = watch(events, limit=least - 2 * MIB)
 print(f"2 MiB less: out of memory in the {failed.moment}")
 assert 1.02 < least / card.peak_allocated < 1.08
 assert "2,048" in failed.moment
+course.reveal(guess, least / GIB, "GiB")
 
 # %% [markdown]
 # So there are three numbers: 7.3 GiB allocated, 9.3 reserved where there is plenty, and 7.6 that the run must have.
@@ -412,14 +481,17 @@ print(f"{longer}: reserved {grown.reserved / MIB:.0f} MiB, not 62")
 assert grown.reserved == 40 * MIB
 
 wide, wide_curve, _ = watch(events, expandable)
-print(f"the run: allocated {wide.peak_allocated / GIB:.2f} GiB, reserved {wide.peak_reserved / GIB:.2f}")
+print(
+    f"the run: allocated {wide.peak_allocated / GIB:.2f} GiB, "
+    f"reserved {wide.peak_reserved / GIB:.2f}"
+)
 least_wide = smallest(events, expandable)
 print(f"the smallest memory: {least_wide / GIB:.2f} GiB, not {least / GIB:.2f}")
 assert wide.peak_reserved < 1.1 * wide.peak_allocated
 assert least_wide < least
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input"]
 def of_both(theme: Theme):
     """Reserved bytes over the run, without and with expandable segments."""
     drawn, axes = course.figure(height=3.2)
@@ -431,7 +503,8 @@ def of_both(theme: Theme):
 
 course.show(
     of_both,
-    "Figure 3. With expandable segments the reserved bytes stay close above the highest allocated bytes so far.",
+    "Figure 3. With expandable segments the reserved bytes stay close above the "
+    "highest allocated bytes so far.",
 )
 
 # %% [markdown]
@@ -445,11 +518,20 @@ course.show(
 padded = replay(memory_trace(plan, config, rows=1, tokens=2048, shorter=1.0))
 lengths = [tokens for tokens, _ in row_lengths("train")]
 for multiple in (2048, 512):
-    more = sum(multiple * math.ceil(tokens / multiple) for tokens in lengths) / sum(lengths) - 1
-    print(f"rows padded to a multiple of {multiple:5,}: {more:.0%} more tokens to compute")
+    more = (
+        sum(multiple * math.ceil(tokens / multiple) for tokens in lengths)
+        / sum(lengths)
+        - 1
+    )
+    print(
+        f"rows padded to a multiple of {multiple:5,}: {more:.0%} more tokens to compute"
+    )
 print(f"all rows of 2,048 tokens: reserved {padded.reserved_bytes / GIB:.2f} GiB")
 assert wide.peak_reserved < padded.reserved_bytes < card.peak_reserved
-for other, said in ((Settings(max_split_size=128 * MIB), 10.9), (Settings(roundup_power2_divisions=8), 9.3)):
+for other, said in (
+    (Settings(max_split_size=128 * MIB), 10.9),
+    (Settings(roundup_power2_divisions=8), 9.3),
+):
     assert abs(replay(events, other).reserved_bytes / GIB - said) < 0.05
 
 # %% [markdown]
@@ -470,11 +552,16 @@ for other, said in ((Settings(max_split_size=128 * MIB), 10.9), (Settings(roundu
 # end with these numbers:
 
 # %%
-MESSAGE = """CUDA out of memory. Tried to allocate {:.2f} MiB. ... of which {:.2f} MiB is free. ...
-{:.2f} GiB is allocated by PyTorch, and {:.2f} MiB is reserved by PyTorch but unallocated."""
+MESSAGE = """CUDA out of memory. Tried to allocate {:.2f} MiB.
+... of which {:.2f} MiB is free. ... {:.2f} GiB is allocated by PyTorch,
+and {:.2f} MiB is reserved by PyTorch but unallocated."""
 free = small_card.limit - small_card.reserved
 unallocated = small_card.reserved - small_card.allocated
-print(MESSAGE.format(failed.size / MIB, free / MIB, small_card.allocated / GIB, unallocated / MIB))
+print(
+    MESSAGE.format(
+        failed.size / MIB, free / MIB, small_card.allocated / GIB, unallocated / MIB
+    )
+)
 assert free < failed.size < free + unallocated
 
 # %% [markdown]
@@ -492,7 +579,10 @@ for script in (longer.split(" b")[0], holes.split(" e")[0]):
     cache = play(script)
     before = cache.reserved()
     cache.empty()
-    print(f"{script:24} reserved {before:.0f} MiB, and {cache.reserved():.0f} after empty_cache")
+    print(
+        f"{script:24} reserved {before:.0f} MiB, "
+        f"and {cache.reserved():.0f} after empty_cache"
+    )
 
 # %% [markdown]
 # ## 7. Exercises
@@ -516,21 +606,27 @@ def grow(script):
     """Return the MiB reserved at the end. FILL ME IN."""
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_stuck(answer):
     whole = "a segment that is free as a whole can be given back"
     lives = "in a segment where a tensor lives, all free blocks are stuck"
     cases = (
         ([[(5, None), (5, "b"), (10, None)]], 15, lives),
         ([[(30, None)]], 0, whole),
-        ([[(30, None)], [(5, None), (5, "b"), (5, None), (5, "d")], [(32, "e")]], 10, whole),
+        (
+            [[(30, None)], [(5, None), (5, "b"), (5, None), (5, "d")], [(32, "e")]],
+            10,
+            whole,
+        ),
         ([[(8, "a"), (12, None)], [(2, None), (18, "b")]], 14, lives),
         ([], 0, "without segments nothing is stuck"),
     )
     for segments, right, hint in cases:
         if (found := answer(segments)) is None:
             raise NotImplementedError
-        assert abs(found - right) < 1e-9, f"{found} instead of {right} for {segments}; {hint}"
+        assert abs(found - right) < 1e-9, (
+            f"{found} instead of {right} for {segments}; {hint}"
+        )
 
 
 def grown_in_the_package(words):
@@ -553,7 +649,10 @@ def of_grow(answer):
         ("a=30 b=8", "what is left of a page serves the next tensor"),
         ("a=39.5 b=40.5", "a rest of 0.5 MiB is split off, too"),
         ("a=30 b=40 -a c=25 d=4", "a free block in the middle serves a smaller tensor"),
-        ("a=15 b=15 c=20 -a d=8 e=25", "the last block is taken only if no other is large enough"),
+        (
+            "a=15 b=15 c=20 -a d=8 e=25",
+            "the last block is taken only if no other is large enough",
+        ),
         ("a=5 b=5 c=5 d=25 -a -b e=10", "merge free neighbours"),
     ]
     cases += [(" ".join(words), "a random script") for words, _ in random_scripts(20)]
@@ -561,16 +660,20 @@ def of_grow(answer):
         if (found := answer(script)) is None:
             raise NotImplementedError
         right = grown_in_the_package(script.split())
-        assert abs(found - right) < 1e-9, f"{found} MiB instead of {right:g} for {script}; {hint}"
+        assert abs(found - right) < 1e-9, (
+            f"{found} MiB instead of {right:g} for {script}; {hint}"
+        )
 
 
 of_reserved = course.about(
     46,
-    "draw the segments: which tensors share one, and which free block does each later tensor find?",
+    "draw the segments: which tensors share one, and which free block does each "
+    "later tensor find?",
     within=1e-6,
     mistakes={
         28: "that is allocated; reserved counts whole segments",
-        32: "13 MiB do not fit into the 12 that a left, so d needs a segment of its own",
+        32: "13 MiB do not fit into the 12 that a left, "
+        "so d needs a segment of its own",
         45: "a segment of 13 MiB is rounded up",
         44: "two tensors of less than 10 MiB share a segment of 20",
         66: "e finds a free block that is large enough",
@@ -584,7 +687,8 @@ course.check(3, grow, of_grow, "a function (script) -> a number of MiB")
 # <details><summary>Solutions</summary>
 #
 # ```python
-# reserved_mib = 12 + 20 + 14  # a; b and c; d. Then e takes the 9 MiB of b, which fit better than the 12 of a
+# # a; b and c; d. Then e takes the 9 MiB of b, which fit better than the 12 of a
+# reserved_mib = 12 + 20 + 14
 #
 #
 # def stuck(segments):
@@ -605,7 +709,11 @@ course.check(3, grow, of_grow, "a function (script) -> a number of MiB")
 #             blocks = merged
 #             continue
 #         name, size = word.split("=")[0], float(word.split("=")[1])
-#         fitting = [(have, b) for b, (have, owner) in enumerate(blocks[:-1]) if owner is None and have >= size]
+#         fitting = [
+#             (have, b)
+#             for b, (have, owner) in enumerate(blocks[:-1])
+#             if owner is None and have >= size
+#         ]
 #         if fitting:
 #             have, b = min(fitting)
 #         else:  # the last block, if it is free, with as many pages as are missing

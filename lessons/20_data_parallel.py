@@ -17,7 +17,7 @@
 # every lesson bought memory; this one has memory to spare, and wants minutes. Kaggle lends two T4s for nothing. What is
 # the second one good for?
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import contextlib
 import itertools
 import logging
@@ -28,7 +28,8 @@ import time
 import warnings
 from pathlib import Path
 
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it tells of a package that is not needed
+# on some CPUs it tells of a package that is not needed
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
 
 import torch
@@ -59,7 +60,8 @@ from cria_tricks.trainer.shares import Share
 from cria_tricks.tricks import folds
 
 MIB = 2**20
-# Tokens and trained tokens of each of the 107 rows, as SmolLM2 cuts them, at most 2,048 a row; in the file's order.
+# Tokens and trained tokens of each of the 107 rows, as SmolLM2 cuts them, at most 2,048
+# a row; in the file's order.
 LENGTHS = row_lengths("train")
 
 # %% [markdown]
@@ -76,16 +78,31 @@ shape = find_shape(whole.model)
 
 def of_a_step(cards):
     mine = with_settings(whole, [f"tricks.gradient_accumulation={8 // cards}"])
-    return folds.step(mine, shape, CARDS["t4"], trained_share=TRAINED_SHARE, cards=cards)
+    return folds.step(
+        mine, shape, CARDS["t4"], trained_share=TRAINED_SHARE, cards=cards
+    )
 
 
 steps = {cards: of_a_step(cards) for cards in (1, 2, 4, 8)}
 for cards, step in steps.items():
-    travel = sum(part.seconds for part in step.parts if part.name == "gradients of the other cards")
-    print(f"{cards} T4: {step.seconds:.2f} s a step, {1000 * travel:4.1f} ms of it for gradients")
+    travel = sum(
+        part.seconds
+        for part in step.parts
+        if part.name == "gradients of the other cards"
+    )
+    print(
+        f"{cards} T4: {step.seconds:.2f} s a step, "
+        f"{1000 * travel:4.1f} ms of it for gradients"
+    )
 assert 1.99 < steps[1].seconds / steps[2].seconds < 2
-bytes_of = [per_process(whole, shape, T4, strategy, n).peak_bytes for strategy, n in (("none", 1), ("ddp", 2))]
-print(f"at the peak of a step: alone {bytes_of[0] / MIB:,.0f} MiB, each of two {bytes_of[1] / MIB:,.0f} MiB")
+bytes_of = [
+    per_process(whole, shape, T4, strategy, n).peak_bytes
+    for strategy, n in (("none", 1), ("ddp", 2))
+]
+print(
+    f"at the peak of a step: alone {bytes_of[0] / MIB:,.0f} MiB, "
+    f"each of two {bytes_of[1] / MIB:,.0f} MiB"
+)
 assert bytes_of[0] == bytes_of[1]
 
 # %% [markdown]
@@ -97,26 +114,42 @@ assert bytes_of[0] == bytes_of[1]
 # cure for models that are too large, and no speed-up.
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def timelines(theme: Theme):
     """Who computes when, in one optimizer step of eight rows."""
     sketch = course.Sketch(theme, 42, 15)
     unit = 30 / 8
-    for top, name, cards in ((0.4, "one card", 1), (4.2, 'device_map="auto"', 2), (9.8, "a process each", 2)):
+    for top, name, cards in (
+        (0.4, "one card", 1),
+        (4.2, 'device_map="auto"', 2),
+        (9.8, "a process each", 2),
+    ):
         sketch.text(0, top + (1.2 if cards == 1 else 2.6), name, align="left")
         for card in range(cards):
             y = top + 2.6 * card
             for n in range(8):
                 if name == "one card":
-                    sketch.tensor(10 + unit * n, y, unit - 0.3, 2, f"row {n + 1}", color=0)
+                    sketch.tensor(
+                        10 + unit * n, y, unit - 0.3, 2, f"row {n + 1}", color=0
+                    )
                 elif name == "a process each" and n % 2 == card:
-                    sketch.tensor(10 + unit * (n // 2), y, unit - 0.3, 2, f"row {n + 1}", color=card)
+                    sketch.tensor(
+                        10 + unit * (n // 2),
+                        y,
+                        unit - 0.3,
+                        2,
+                        f"row {n + 1}",
+                        color=card,
+                    )
                 elif name != "a process each":
-                    # forward: first half, second half; backward: second half, first half
+                    # forward: first half, second half; backward: second half, first
+                    # half
                     turns = ((0, 1), (3, 1)) if card == 0 else ((1, 2),)
                     for start, length in turns:
                         left = 10 + unit * (n + start / 4)
-                        sketch.tensor(left, y, unit * length / 4 - 0.1, 2, "", color=card)
+                        sketch.tensor(
+                            left, y, unit * length / 4 - 0.1, 2, "", color=card
+                        )
     sketch.tensor(10 + unit * 4, 9.8, 0.3, 4.6, "", color=2)
     sketch.text(10 + unit * 4 + 0.8, 12.1, "gradients meet", align="left", quiet=True)
     return sketch.figure
@@ -124,7 +157,8 @@ def timelines(theme: Theme):
 
 course.show(
     timelines,
-    "Figure 1. One step, time to the right. With a device map the cards take turns; with a process each they work side "
+    "Figure 1. One step, time to the right. With a device map the cards take turns; "
+    "with a process each they work side "
     "by side, and meet once.",
 )
 
@@ -134,14 +168,15 @@ course.show(
 # start two *processes*: two Pythons that share no memory, number themselves 0 and 1 (their *rank*), and send each other
 # tensors with gloo, torch's messenger for CPUs (on cards it is NCCL). `ranks.run` calls a function in both.
 
-# %% tags=["hide-input"]
+# %% Helpers: made rows, gradients, distances tags=["hide-input"]
 V, D = 256, 32
 torch.manual_seed(0)
 
 
 def made(tokens, trained):
     """Words, and labels: -100 where nothing is trained."""
-    words = (V * torch.rand(tokens + 1) ** 3).long()  # small words are common, large ones rare
+    # small words are common, large ones rare
+    words = (V * torch.rand(tokens + 1) ** 3).long()
     labels = words[1:].clone()
     labels[: tokens - trained] = -100
     return words[:-1], labels
@@ -159,7 +194,9 @@ def apart(found, expected):
 # %%
 def new_model(p=0.0):
     torch.manual_seed(0)  # the same weights everywhere
-    layers = (nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Dropout(p)) for _ in range(4))
+    layers = (
+        nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Dropout(p)) for _ in range(4)
+    )
     return nn.Sequential(nn.Embedding(V, D), *layers, nn.Linear(D, V))
 
 
@@ -174,7 +211,8 @@ def answers(rows):
 
 
 def alone(window):
-    """The gradient of a window in one process, as in lesson 2: sums, divided once by the window's tokens."""
+    """The gradient of a window in one process, as in lesson 2: sums, divided once by
+    the window's tokens."""
     model, tokens = new_model(), answers(window)
     for row in window:
         (loss_sum(model, row) / tokens).backward()
@@ -184,7 +222,7 @@ def alone(window):
 rows = [made(tokens // 16, trained // 16) for tokens, trained in LENGTHS]
 window = rows[40:48]
 
-# %% tags=["hide-input"]
+# %% Start two processes tags=["hide-input"]
 ranks = Ranks(2)
 _ = ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
 
@@ -204,7 +242,10 @@ def mean_of_means(window):
 
 expected = alone(window)
 trap = apart(ranks.run(mean_of_means, window)[0], expected)
-print(f"trained tokens: {answers(window[0::2])} and {answers(window[1::2])}; gradient off by {trap:.1%}")
+print(
+    f"trained tokens: {answers(window[0::2])} and {answers(window[1::2])}; "
+    f"gradient off by {trap:.1%}"
+)
 assert trap > 0.01
 
 # %% [markdown]
@@ -226,7 +267,10 @@ def one_by_one(window):
 
 
 first, second = ranks.run(one_by_one, window)
-print(f"off by {apart(first, expected):.1e}; the same bits in both: {torch.equal(first, second)}")
+print(
+    f"off by {apart(first, expected):.1e}; the same bits in both: "
+    f"{torch.equal(first, second)}"
+)
 assert apart(first, expected) < 1e-6
 assert torch.equal(first, second)
 
@@ -248,8 +292,13 @@ def milliseconds(calls):
     return 1000 * (time.perf_counter() - start)
 
 
-many, once = (min(ranks.run(milliseconds, calls)[0] for _ in range(5)) for calls in (224, 1))
-print(f"896 KiB between two processes of this machine: {many:.1f} ms in 224 calls, {once:.1f} in one")
+many, once = (
+    min(ranks.run(milliseconds, calls)[0] for _ in range(5)) for calls in (224, 1)
+)
+print(
+    f"896 KiB between two processes of this machine: {many:.1f} ms in 224 calls, "
+    f"{once:.1f} in one"
+)
 
 # %% [markdown]
 # **Send while the backward pass goes on.** It makes the last layer's gradients first. They are final: nothing that
@@ -286,7 +335,9 @@ def overlapped(window, bucket_bytes):
         send()
     for work, flat, gradients in under_way:
         work.wait()
-        for g, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        for g, summed in zip(
+            gradients, flat.split([g.numel() for g in gradients]), strict=True
+        ):
             g.copy_(summed.view_as(g))
     return gradient(model), log
 
@@ -298,7 +349,7 @@ assert apart(found, expected) < 1e-6
 assert log.index("[2 sent]") < log.index("0.weight")
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def overlap(theme: Theme):
     """Gradients are made from the last layer to the first; buckets travel meanwhile."""
     sketch = course.Sketch(theme, 42, 9.5)
@@ -314,14 +365,17 @@ def overlap(theme: Theme):
         if len(bucket) == 2:
             start, length = max(left, free), 5.4
             sketch.arrow((left - 0.2, 3.1), (start + 0.3, 4.3))
-            sketch.tensor(start, 4.4, length, 2.4, f"layers {bucket[0]}, {bucket[1]}", color=1)
+            sketch.tensor(
+                start, 4.4, length, 2.4, f"layers {bucket[0]}, {bucket[1]}", color=1
+            )
             free, bucket = start + length, []
     return sketch.figure
 
 
 course.show(
     overlap,
-    "Figure 2. Buckets of two layers travel under the rest of the backward pass. Only the last one is waited for.",
+    "Figure 2. Buckets of two layers travel under the rest of the backward pass. "
+    "Only the last one is waited for.",
 )
 
 # %% [markdown]
@@ -337,7 +391,8 @@ course.show(
 
 # %%
 def an_epoch(way, windows, p=0.0):
-    """The loss of each window, the weights at the end, and the bytes that went into all-reduces."""
+    """The loss of each window, the weights at the end, and the bytes that went into
+    all-reduces."""
     rank, N = (0, 1) if way == "alone" else (dist.get_rank(), dist.get_world_size())
     model, history = new_model(p), []
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
@@ -353,7 +408,11 @@ def an_epoch(way, windows, p=0.0):
                 last = row is mine[-1]
                 if replicas:
                     replicas.last = last
-                with called.no_sync() if way == "torch" and not last else contextlib.nullcontext():
+                with (
+                    called.no_sync()
+                    if way == "torch" and not last
+                    else contextlib.nullcontext()
+                ):
                     loss = loss_sum(called, row) / tokens
                     (loss * N if way == "torch" else loss).backward()
                 total += loss.detach()
@@ -364,7 +423,11 @@ def an_epoch(way, windows, p=0.0):
             history.append(total.item())
             optimizer.step()
             optimizer.zero_grad()
-    return history, nn.utils.parameters_to_vector(model.parameters()).detach(), sent.bytes["all_reduce"]
+    return (
+        history,
+        nn.utils.parameters_to_vector(model.parameters()).detach(),
+        sent.bytes["all_reduce"],
+    )
 
 
 windows = [rows[at : at + 8] for at in range(0, len(rows), 8)]
@@ -372,8 +435,13 @@ history, weights, _ = an_epoch("alone", windows)
 print(f"alone    loss {history[0]:.4f} -> {history[-1]:.4f}")
 for way in ("package", "torch"):
     its_history, its_weights, sent = ranks.run(an_epoch, way, windows)[0]
-    off = max(abs(one / other - 1) for one, other in zip(its_history, history, strict=True))
-    print(f"{way:8} losses off by at most {off:.0e}, weights at the end by {apart(its_weights, weights):.0e}")
+    off = max(
+        abs(one / other - 1) for one, other in zip(its_history, history, strict=True)
+    )
+    print(
+        f"{way:8} losses off by at most {off:.0e}, "
+        f"weights at the end by {apart(its_weights, weights):.0e}"
+    )
     assert off < 1e-5
     assert apart(its_weights, weights) < 1e-3
 
@@ -387,7 +455,10 @@ predicted = len(windows) * (4 * len(weights) + 8 + 4)
 print(f"predicted {predicted:,} bytes, counted {sent:,}")
 assert sent == predicted
 (call,) = ddp.traffic(whole, shape, 2)
-print(f"our job: {call.bytes / 1e6:.1f} MB a step; of it each of two processes sends {call.sent / 1e6:.1f} MB")
+print(
+    f"our job: {call.bytes / 1e6:.1f} MB a step; "
+    f"of it each of two processes sends {call.sent / 1e6:.1f} MB"
+)
 
 # %% [markdown]
 # Those go around a *ring* in $N$ parts: each process passes on $N - 1$ to be added up and $N - 1$ to be handed out,
@@ -398,30 +469,65 @@ print(f"our job: {call.bytes / 1e6:.1f} MB a step; of it each of two processes s
 # short waits for the other. Guess the speed-up of two cards with our 107 rows in random order. We take a row's time to
 # be its tokens.
 
+# %% Your guess: times as fast on two cards tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 
 # %%
-def speed_up(cards, order, deal=lambda window, cards: [window[card::cards] for card in range(cards)]):
+def speed_up(
+    cards,
+    order,
+    deal=lambda window, cards: [window[card::cards] for card in range(cards)],
+):
     """Tokens of an epoch over those of the slowest card, window by window."""
     tokens = [LENGTHS[number][0] for number in order]
-    slowest = (max(map(sum, deal(tokens[at : at + 8], cards))) for at in range(0, len(tokens), 8))
+    slowest = (
+        max(map(sum, deal(tokens[at : at + 8], cards)))
+        for at in range(0, len(tokens), 8)
+    )
     return sum(tokens) / sum(slowest)
 
 
 orders = [random.Random(seed).sample(range(107), 107) for seed in range(100)]
-mean = {cards: sum(speed_up(cards, order) for order in orders) / 100 for cards in (1, 2, 4, 8)}
+mean = {
+    cards: sum(speed_up(cards, order) for order in orders) / 100
+    for cards in (1, 2, 4, 8)
+}
 by_wire = {cards: steps[1].seconds / steps[cards].seconds for cards in mean}
 for cards in mean:
-    print(f"T4s: {cards}; times as fast: {by_wire[cards]:.2f} with rows alike, {mean[cards]:.2f} with ours")
+    print(
+        f"T4s: {cards}; times as fast: {by_wire[cards]:.2f} with rows alike, "
+        f"{mean[cards]:.2f} with ours"
+    )
 assert mean[2] < 1.85
+course.reveal(guess, mean[2], "times")
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input"]
 def of_speed(theme: Theme):
     """Speed-up against cards."""
     drawn, axes = course.figure(height=2.9)
-    axes.plot(list(mean), list(by_wire.values()), color=theme.series[0], marker="o", label="rows alike, over PCIe")
-    axes.plot(list(mean), list(mean.values()), color=theme.series[1], marker="s", label="our rows, wire for nothing")
-    axes.plot([1, 8], [1, 1], color=theme.series[2], linestyle=(0, (4, 3)), label='device_map="auto"')
+    axes.plot(
+        list(mean),
+        list(by_wire.values()),
+        color=theme.series[0],
+        marker="o",
+        label="rows alike, over PCIe",
+    )
+    axes.plot(
+        list(mean),
+        list(mean.values()),
+        color=theme.series[1],
+        marker="s",
+        label="our rows, wire for nothing",
+    )
+    axes.plot(
+        [1, 8],
+        [1, 1],
+        color=theme.series[2],
+        linestyle=(0, (4, 3)),
+        label='device_map="auto"',
+    )
     axes.set(xlabel="T4s", ylabel="times as fast as one", ylim=(0, 8.4))
     axes.set_xticks(list(mean))
     axes.grid(axis="y")
@@ -431,7 +537,8 @@ def of_speed(theme: Theme):
 
 course.show(
     of_speed,
-    "Figure 3. By arithmetic: the wire costs next to nothing, while cards that wait for the longest row cost a third "
+    "Figure 3. By arithmetic: the wire costs next to nothing, "
+    "while cards that wait for the longest row cost a third "
     "of eight.",
 )
 
@@ -453,13 +560,26 @@ print(diff(resolve(whole, T4), resolve(shared, T4, processes=2)))
 #
 # Here is the real trainer, on a tiny Llama with random weights. Seven rows in windows of four: an odd epoch.
 
-# %% tags=["hide-input"]
+# %% Train in two processes tags=["hide-input"]
 folder = tempfile.TemporaryDirectory()
 data = Path(parallel.__file__).parents[1] / "data" / "nguzo_saba_eval.jsonl"
 seven = Path(folder.name) / "seven.jsonl"
-seven.write_text("".join(data.read_text(encoding="utf-8").splitlines(keepends=True)[:7]), encoding="utf-8")
-tiny = ["model=random:tiny", "tricks.peft=lora", "tricks.gradient_accumulation=4", "data.max_length=256"]
-tiny += ["tricks.chunked_loss=true", "train.learning_rate=0.01", f"data.train={seven}", f"data.eval={seven}"]
+seven.write_text(
+    "".join(data.read_text(encoding="utf-8").splitlines(keepends=True)[:7]),
+    encoding="utf-8",
+)
+tiny = [
+    "model=random:tiny",
+    "tricks.peft=lora",
+    "tricks.gradient_accumulation=4",
+    "data.max_length=256",
+]
+tiny += [
+    "tricks.chunked_loss=true",
+    "train.learning_rate=0.01",
+    f"data.train={seven}",
+    f"data.eval={seven}",
+]
 
 
 def train_it(settings, out):
@@ -469,12 +589,16 @@ def train_it(settings, out):
     console = Aside()
     console.quiet = True
     report = train(with_settings(Recipe(), settings), out, console=console)
-    return [entry["loss"] for entry in report["history"] if "loss" in entry] + [report["eval_loss_after"]]
+    return [entry["loss"] for entry in report["history"] if "loss" in entry] + [
+        report["eval_loss_after"]
+    ]
 
 
 # %%
 one = train_it(tiny, Path(folder.name) / "one")
-two = ranks.run(train_it, [*tiny, "parallel.strategy=ddp"], Path(folder.name) / "two")[0]
+two = ranks.run(train_it, [*tiny, "parallel.strategy=ddp"], Path(folder.name) / "two")[
+    0
+]
 folder.cleanup()
 for name, losses in (("one process", one), ("two", two)):
     print(f"{name:12}", *(f"{loss:.6f}" for loss in losses))
@@ -489,7 +613,10 @@ assert all(abs(p / q - 1) < 1e-5 for p, q in zip(one, two, strict=True))
 # %%
 batches = BatchSampler(SequentialSampler(range(107)), batch_size=1, drop_last=False)
 theirs = [[row for (row,) in BatchSamplerShard(batches, 2, rank)] for rank in (0, 1)]
-ours = [[row for (row,) in Share(SequentialSampler(range(107)), 1, rank, 2, filler=107)] for rank in (0, 1)]
+ours = [
+    [row for (row,) in Share(SequentialSampler(range(107)), 1, rank, 2, filler=107)]
+    for rank in (0, 1)
+]
 for name, (first, second) in {"accelerate": theirs, "ours": ours}.items():
     print(f"{name:10} rank 0 ends with rows {first[-2:]}, rank 1 with {second[-2:]}")
 assert theirs[1][-1] == 0
@@ -516,7 +643,11 @@ except BadInput as refused:
 # the rank).
 
 # %%
-rolled = zip(an_epoch("alone", windows, 0.1)[0], ranks.run(an_epoch, "torch", windows, 0.1)[0][0], strict=True)
+rolled = zip(
+    an_epoch("alone", windows, 0.1)[0],
+    ranks.run(an_epoch, "torch", windows, 0.1)[0][0],
+    strict=True,
+)
 off = [second / first - 1 for first, second in rolled]
 print("with dropout:", *(f"{share:+.1%}" for share in off))
 assert max(map(abs, off)) > 1e-3
@@ -570,27 +701,44 @@ def seconds(layers, bucket_bytes, start, rate):
     """FILL ME IN."""
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_deal(answer):
-    for cards, lengths in ((2, [900, 1000, 1100]), (4, [900, 1000, 1100]), (3, [5, 4, 3, 2, 1]), (2, [2048, 9, 9, 9])):
+    for cards, lengths in (
+        (2, [900, 1000, 1100]),
+        (4, [900, 1000, 1100]),
+        (3, [5, 4, 3, 2, 1]),
+        (2, [2048, 9, 9, 9]),
+    ):
         if (dealt := answer(list(lengths), cards)) is None:
             raise NotImplementedError
         most = -(-len(lengths) // cards)
         assert sorted(itertools.chain(*dealt)) == sorted(lengths), (
             "deal every row of a window once, in an uneven window, too"
         )
-        assert len(dealt) == cards, f"a list for each of {cards} cards, also where there are fewer rows than cards"
-        assert max(map(len, dealt)) <= most, f"{len(lengths)} rows on {cards} cards: {most} for a card at most"
+        assert len(dealt) == cards, (
+            f"a list for each of {cards} cards, "
+            "also where there are fewer rows than cards"
+        )
+        assert max(map(len, dealt)) <= most, (
+            f"{len(lengths)} rows on {cards} cards: {most} for a card at most"
+        )
     for cards, can_be_had in ((2, 1.93), (4, 3.5)):
         for order in orders[:10]:
             window = [LENGTHS[number][0] for number in order[:8]]
             dealt = answer(list(window), cards)
-            assert sorted(itertools.chain(*dealt)) == sorted(window), "every row of the window once, and no other"
-            assert [len(one) for one in dealt] == [8 // cards] * cards, f"{8 // cards} rows for each of {cards} cards"
+            assert sorted(itertools.chain(*dealt)) == sorted(window), (
+                "every row of the window once, and no other"
+            )
+            assert [len(one) for one in dealt] == [8 // cards] * cards, (
+                f"{8 // cards} rows for each of {cards} cards"
+            )
         found = sum(speed_up(cards, order, answer) for order in orders) / 100
-        hint = "deal the rows from the longest on, each to the card that has least so far"
+        hint = (
+            "deal the rows from the longest on, each to the card that has least so far"
+        )
         assert found > can_be_had, (
-            f"{cards} cards are {found:.2f} times as fast as one, and {can_be_had} is possible; {hint}"
+            f"{cards} cards are {found:.2f} times as fast as one, "
+            f"and {can_be_had} is possible; {hint}"
         )
 
 
@@ -598,7 +746,11 @@ def of_seconds(answer):
     drawn = random.Random(0)
     for many in (6, 1, 2, *[6] * 20):
         layers = [(drawn.randint(1, 3), drawn.randint(1, 9)) for _ in range(many)]
-        bucket_bytes, start, rate = drawn.randint(1, 30), drawn.choice((0.25, 0.5)), drawn.choice((1, 2, 4))
+        bucket_bytes, start, rate = (
+            drawn.randint(1, 30),
+            drawn.choice((0.25, 0.5)),
+            drawn.choice((1, 2, 4)),
+        )
         if (found := answer(list(layers), bucket_bytes, start, rate)) is None:
             raise NotImplementedError
         now = free = waiting = 0
@@ -606,30 +758,61 @@ def of_seconds(answer):
             now, waiting = now + takes, waiting + size
             if waiting >= bucket_bytes or number == many - 1:
                 free, waiting = max(now, free) + start + waiting / rate, 0
-        case = f"it should be {free} s, for {layers}, buckets of {bucket_bytes}, start {start}, rate {rate}"
-        early = "a bucket waits until it is full, or the layers end, and until the bucket before has come"
+        case = (
+            f"it should be {free} s, for {layers}, buckets of {bucket_bytes}, "
+            f"start {start}, rate {rate}"
+        )
+        early = (
+            "a bucket waits until it is full, or the layers end, "
+            "and until the bucket before has come"
+        )
         early += "; each pays its start"
-        late = "a bucket leaves as soon as it has bucket_bytes, and travels while the layers below are computed"
+        late = (
+            "a bucket leaves as soon as it has bucket_bytes, "
+            "and travels while the layers below are computed"
+        )
         assert found > free - 1e-9, f"{found} s is too early: {early}; {case}"
         assert found < free + 1e-9, f"{found} s is too late: {late}; {case}"
 
 
-hint = "4 bytes a number, and around a ring a card passes on N - 1 of N pieces twice: to add up, and to hand out"
-course.check(1, bytes_sent, course.about(2 * 3 / 4 * 4 * 1_235_814_400, hint), "a number of bytes")
-course.check(2, deal, of_deal, "a function (window, cards) -> a list of lists of row lengths, one list for each card")
-course.check(3, seconds, of_seconds, "a function (layers, bucket_bytes, start, rate) -> a number of seconds")
+hint = (
+    "4 bytes a number, and around a ring a card passes on N - 1 of N pieces twice: "
+    "to add up, and to hand out"
+)
+course.check(
+    1,
+    bytes_sent,
+    course.about(2 * 3 / 4 * 4 * 1_235_814_400, hint),
+    "a number of bytes",
+)
+course.check(
+    2,
+    deal,
+    of_deal,
+    "a function (window, cards) -> a list of lists of row lengths, "
+    "one list for each card",
+)
+course.check(
+    3,
+    seconds,
+    of_seconds,
+    "a function (layers, bucket_bytes, start, rate) -> a number of seconds",
+)
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
 #
 # ```python
-# bytes_sent = 2 * (4 - 1) / 4 * 4 * 1_235_814_400  # 7.4 GB, near a second a step over PCIe at half its rate
+# # 7.4 GB, near a second a step over PCIe at half its rate
+# bytes_sent = 2 * (4 - 1) / 4 * 4 * 1_235_814_400
 #
 #
 # def deal(window, cards):
 #     dealt = [[] for _ in range(cards)]
 #     for row in sorted(window, reverse=True):
-#         min((one for one in dealt if len(one) < -(-len(window) // cards)), key=sum).append(row)
+#         min(
+#             (one for one in dealt if len(one) < -(-len(window) // cards)), key=sum
+#         ).append(row)
 #     return dealt
 #
 #

@@ -17,7 +17,7 @@
 # of it: the same weights, the same gradients after the all-reduce, the same optimizer states. Must it all be there
 # twice? ZeRO (the *zero redundancy optimizer*) says no. torch's version is FSDP2, *fully sharded data parallel*.
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import logging
 import math
 import random
@@ -27,7 +27,8 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it tells of a package that is not needed
+# on some CPUs it tells of a package that is not needed
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
 
 import torch
@@ -72,61 +73,112 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
 # %%
-sizes = {"weights": (2, 3), "gradients": (2, 2), "states": (12, 1)}  # bytes of each, and the stage that divides them
+# bytes of each, and the stage that divides them
+sizes = {"weights": (2, 3), "gradients": (2, 2), "states": (12, 1)}
 
 
 def after(stage, weights=7.5e9, N=64):
-    return sum(weights * size / (N if stage >= divides else 1) for size, divides in sizes.values())
+    return sum(
+        weights * size / (N if stage >= divides else 1)
+        for size, divides in sizes.values()
+    )
 
 
 print(*(f"stage {stage}: {after(stage) / 1e9:.1f} GB;" for stage in range(4)))
 assert [round(after(stage) / 1e9, 1) for stage in range(4)] == [120, 31.4, 16.6, 1.9]
 
 # %% [markdown]
-# That is full fine-tuning. In our job 11 million numbers learn beside 1.2 billion that do not, and what is frozen has
+# That is full fine-tuning. In our job 11 million numbers learn beside 1.2 billion that do not, and frozen ones have
 # neither gradient nor states. Call weights, gradients and optimizer states together the *state*. How many MiB does each
 # stage take off ours, on two cards? Guess three numbers. (AdamW has fp32 states here; section 6 says why.)
 
-# %% tags=["hide-input"]
-job = with_settings(course.CAPSTONE, ["tricks.optimizer=adamw", "tricks.paged_optimizer=false"])
-whole_model = ("peft=none", "quantization=none", "double_quantization=false", "lean_preparation=false")
+# %% Helper: bills of the three stages tags=["hide-input"]
+job = with_settings(
+    course.CAPSTONE, ["tricks.optimizer=adamw", "tricks.paged_optimizer=false"]
+)
+whole_model = (
+    "peft=none",
+    "quantization=none",
+    "double_quantization=false",
+    "lean_preparation=false",
+)
 full = with_settings(job, [f"tricks.{off}" for off in whole_model])
-once = with_settings(full, ["parallel.reduce=step"])  # gradients are summed over the processes once a step
-of_one_card = with_settings(job, ["tricks.gradient_accumulation=4"])  # one card of two has half of the micro-batches
+# gradients are summed over the processes once a step
+once = with_settings(full, ["parallel.reduce=step"])
+# one card of two has half of the micro-batches
+of_one_card = with_settings(job, ["tricks.gradient_accumulation=4"])
 shape = find_shape(job.model)
-stages = {"all whole": "none", "stage 1": "zero1", "stage 2": "zero2", "stage 3": "fsdp"}
+stages = {
+    "all whole": "none",
+    "stage 1": "zero1",
+    "stage 2": "zero2",
+    "stage 3": "fsdp",
+}
 
 
 def bill(recipe, strategy, cards=2, model="llama-3.2-1b"):
-    return per_process(recipe, find_shape(model), T4, strategy, 1 if strategy == "none" else cards)
+    return per_process(
+        recipe, find_shape(model), T4, strategy, 1 if strategy == "none" else cards
+    )
 
 
 # %%
 for name, recipe in {"full": full, "QLoRA": job}.items():
     for stage, strategy in stages.items():
         found = bill(recipe, strategy)
-        print(f"{name:6}{stage:10}state {found.state_bytes / MIB:6,.0f} MiB, peak {found.peak_bytes / MIB:6,.0f}")
+        print(
+            f"{name:6}{stage:10}state {found.state_bytes / MIB:6,.0f} MiB, "
+            f"peak {found.peak_bytes / MIB:6,.0f}"
+        )
 state = {strategy: bill(job, strategy).state_bytes for strategy in stages.values()}
 assert state["none"] - state["zero2"] < 0.06 * state["none"]
 assert state["fsdp"] < 0.51 * state["none"]
 assert bill(job, "fsdp").peak_bytes > bill(job, "none").peak_bytes
-for name, recipe, each in (("once a step", once, 4), ("after each micro-batch", full, 2)):
-    size = sum(line.bytes for line in bill(recipe, "fsdp").lines if line.name == "gradients")
-    print(f"full, stage 3, gradients reduced {name}: {size / MIB:6,.0f} MiB of gradients at the peak")
+for name, recipe, each in (
+    ("once a step", once, 4),
+    ("after each micro-batch", full, 2),
+):
+    size = sum(
+        line.bytes for line in bill(recipe, "fsdp").lines if line.name == "gradients"
+    )
+    print(
+        f"full, stage 3, gradients reduced {name}: "
+        f"{size / MIB:6,.0f} MiB of gradients at the peak"
+    )
     assert size == each * shape.weights
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def of_the_state(theme: Theme):
     """What a card holds between two steps, stage by stage."""
     drawn, both = panels(2, 2.5)
-    kinds = {"weights": theme.series[0], "gradients": theme.series[1], "optimizer states": theme.series[2]}
-    for axes, (name, recipe) in zip(both, {"full fine-tuning": full, "QLoRA": job}.items(), strict=True):
+    kinds = {
+        "weights": theme.series[0],
+        "gradients": theme.series[1],
+        "optimizer states": theme.series[2],
+    }
+    for axes, (name, recipe) in zip(
+        both, {"full fine-tuning": full, "QLoRA": job}.items(), strict=True
+    ):
         for place, strategy in enumerate(stages.values()):
             left = 0.0
             for kind, colour in kinds.items():
-                size = sum(line.bytes for line in bill(recipe, strategy).state if line.name.startswith(kind)) / GIB
-                axes.barh(place, size, left=left, color=colour, height=0.66, label=kind if place == 0 else None)
+                size = (
+                    sum(
+                        line.bytes
+                        for line in bill(recipe, strategy).state
+                        if line.name.startswith(kind)
+                    )
+                    / GIB
+                )
+                axes.barh(
+                    place,
+                    size,
+                    left=left,
+                    color=colour,
+                    height=0.66,
+                    label=kind if place == 0 else None,
+                )
                 left += size
         axes.set_yticks(range(4), list(stages))
         axes.set(xlabel=f"{name}: state of each of two, GiB", ylim=(3.6, -0.6))
@@ -137,7 +189,8 @@ def of_the_state(theme: Theme):
 
 course.show(
     of_the_state,
-    "Figure 1. Stages 1 and 2 divide gradients and optimizer states, of which LoRA left next to nothing. What is left "
+    "Figure 1. Stages 1 and 2 divide gradients and optimizer states, "
+    "of which LoRA left next to nothing. What is left "
     "to divide are the frozen weights, in 4 bits and 16.",
 )
 
@@ -158,7 +211,9 @@ L, D, H = 4, 64, 256  # blocks, width, inner width
 
 def new_model():
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(D, H), nn.GELU(), nn.Linear(H, D)) for _ in range(L)))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(D, H), nn.GELU(), nn.Linear(H, D)) for _ in range(L))
+    )
 
 
 shapes = [p.shape for p in new_model()[0].parameters()]
@@ -170,11 +225,13 @@ rows, targets = torch.randn(2, 32, D)
 def block(whole, x):
     """Run a block on x; the vector `whole` has its weights."""
     parts = whole.split([math.prod(shape) for shape in shapes])
-    up, up_bias, down, down_bias = (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+    up, up_bias, down, down_bias = (
+        part.view(shape) for part, shape in zip(parts, shapes, strict=True)
+    )
     return F.linear(F.gelu(F.linear(x, up, up_bias)), down, down_bias)
 
 
-# %% tags=["hide-input"]
+# %% Start two processes tags=["hide-input"]
 ranks = Ranks(2)
 ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
 _ = ranks.run(warnings.simplefilter, "ignore")  # torch renames some collectives
@@ -216,7 +273,8 @@ def keeping(piece, x):
 
 
 def passes(way):
-    """Live bytes without the pieces, between the two passes and at the peak; and the pieces' gradients."""
+    """Live bytes without the pieces, between the two passes and at the peak; and the
+    pieces' gradients."""
     pieces = [piece_of(block) for block in new_model()]
     y = rows[dist.get_rank() :: dist.get_world_size()]
     count = LiveBytes()
@@ -232,22 +290,30 @@ def passes(way):
     return between - before, count.peak - before, [piece.grad for piece in pieces]
 
 
-# %% tags=["hide-input"]
+# %% Helper: compare with one process tags=["hide-input"]
 model = new_model()
 model(rows).square().sum().backward()
-expected = [torch.cat([p.grad.flatten() for p in block.parameters()]) for block in model]
+expected = [
+    torch.cat([p.grad.flatten() for p in block.parameters()]) for block in model
+]
 
 
 def apart(found):
     """The pieces of all processes, put together, against one process's gradients."""
     together = [torch.cat(pieces) for pieces in zip(*found, strict=True)]
-    return max(((p - q).norm() / q.norm()).item() for p, q in zip(together, expected, strict=True))
+    return max(
+        ((p - q).norm() / q.norm()).item()
+        for p, q in zip(together, expected, strict=True)
+    )
 
 
 # %%
 kept = ranks.run(passes, keeping)
 print(f"gradients off by {apart([pieces for _, _, pieces in kept]):.0e}")
-print(f"between the passes {kept[0][0] / KIB:,.0f} KiB; all weights have {4 * L * E / KIB:,.0f}")
+print(
+    f"between the passes {kept[0][0] / KIB:,.0f} KiB; "
+    f"all weights have {4 * L * E / KIB:,.0f}"
+)
 assert apart([pieces for _, _, pieces in kept]) < 1e-5
 assert kept[0][0] > 4 * L * E
 
@@ -266,7 +332,8 @@ def sharded(piece, x):
     address = whole.untyped_storage().data_ptr()
 
     def keep(tensor):
-        if tensor.untyped_storage().data_ptr() != address:  # no part of the gathered vector
+        # no part of the gathered vector
+        if tensor.untyped_storage().data_ptr() != address:
             return tensor
         return tensor.size(), tensor.stride(), tensor.storage_offset()
 
@@ -284,16 +351,20 @@ def sharded(piece, x):
 forgot = ranks.run(passes, sharded)
 print(f"gradients off by {apart([pieces for _, _, pieces in forgot]):.0e}")
 for name, place in (("between the passes", 0), ("at the peak", 1)):
-    print(f"{name:19}{kept[0][place] / KIB:6,.0f} KiB -> {forgot[0][place] / KIB:6,.0f}")
+    print(
+        f"{name:19}{kept[0][place] / KIB:6,.0f} KiB -> {forgot[0][place] / KIB:6,.0f}"
+    )
 assert all(map(torch.equal, kept[0][2], forgot[0][2]))
 assert kept[0][0] - forgot[0][0] == 4 * L * E
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def over_time(theme: Theme):
     """What of each block process 0 holds, moment by moment."""
     sketch = course.Sketch(theme, 42, 13)
-    moments = [("forward", n) for n in range(4)] + [("backward", n) for n in (3, 2, 1, 0)]
+    moments = [("forward", n) for n in range(4)] + [
+        ("backward", n) for n in (3, 2, 1, 0)
+    ]
     for column, (way, opened) in enumerate(moments):
         left = 7 + 4.3 * column + (0.7 if way == "backward" else 0)
         sketch.text(left + 1.8, 0.7, f"{way} {opened + 1}", quiet=True)
@@ -306,12 +377,20 @@ def over_time(theme: Theme):
     for number in range(4):
         sketch.text(0, 2.6 + 2.5 * number, f"block {number + 1}", align="left")
     sketch.text(
-        7, 12.3, "process 0 of 2; process 1 has the other halves, and opens the same block", align="left", quiet=True
+        7,
+        12.3,
+        "process 0 of 2; process 1 has the other halves, and opens the same block",
+        align="left",
+        quiet=True,
     )
     return sketch.figure
 
 
-course.show(over_time, "Figure 2. Half of every block, and the one that runs is whole: each twice a micro-batch.")
+course.show(
+    over_time,
+    "Figure 2. Half of every block, and the one that runs is whole: "
+    "each twice a micro-batch.",
+)
 
 # %% [markdown]
 # Bit for bit the same gradients, and no whole weights between the passes. At the peak one block and its gradient are
@@ -326,7 +405,8 @@ course.show(over_time, "Figure 2. Half of every block, and the one that runs is 
 
 # %%
 def train(way):
-    """The losses of 20 steps, bytes of weights, gradients and states in this process, and what was sent."""
+    """The losses of 20 steps, bytes of weights, gradients and states in this process,
+    and what was sent."""
     from torch.distributed.fsdp import fully_shard
 
     rank, N = (0, 1) if way == "alone" else (dist.get_rank(), dist.get_world_size())
@@ -341,20 +421,36 @@ def train(way):
         for _ in range(20):
             optimizer.zero_grad()
             loss = (model(rows[rank::N]) - targets[rank::N]).square().sum() / len(rows)
-            (loss * N if way == "torch" else loss).backward()  # torch's takes the mean over processes
+            # torch's takes the mean over processes
+            (loss * N if way == "torch" else loss).backward()
             history.append(loss.item())
             optimizer.step()
-    states = [value for values in optimizer.state.values() for value in values.values() if value.dim()]
+    states = [
+        value
+        for values in optimizer.state.values()
+        for value in values.values()
+        if value.dim()
+    ]
     held = [*model.parameters(), *(p.grad for p in model.parameters()), *states]
-    return history, sum(getattr(t, "_local_tensor", t).nbytes for t in held), dict(sent.bytes)
+    return (
+        history,
+        sum(getattr(t, "_local_tensor", t).nbytes for t in held),
+        dict(sent.bytes),
+    )
 
 
 history, alone_bytes, _ = train("alone")
-print(f"alone    loss {history[0]:.4f} -> {history[-1]:.4f}, state {alone_bytes:,} bytes")
+print(
+    f"alone    loss {history[0]:.4f} -> {history[-1]:.4f}, state {alone_bytes:,} bytes"
+)
 for way in ("package", "torch"):
     (mine, bytes_, sent), (others, _, _) = ranks.run(train, way)
-    off = max(abs((p + q) / r - 1) for p, q, r in zip(mine, others, history, strict=True))
-    print(f"{way:8} losses off by at most {off:.0e}, state {bytes_:,} bytes; sent {sent}")
+    off = max(
+        abs((p + q) / r - 1) for p, q, r in zip(mine, others, history, strict=True)
+    )
+    print(
+        f"{way:8} losses off by at most {off:.0e}, state {bytes_:,} bytes; sent {sent}"
+    )
     assert off < 1e-5
     assert bytes_ == alone_bytes / 2
 
@@ -368,7 +464,10 @@ for way in ("package", "torch"):
 assert sent == {"all_gather": 20 * 2 * 4 * L * E, "reduce_scatter": 20 * 4 * L * E}
 with_ddp = ring_share("all_reduce", 2)
 with_fsdp = 2 * ring_share("all_gather", 2) + ring_share("reduce_scatter", 2)
-print(f"of the model's bytes each process sends {with_ddp} in a step with ddp, {with_fsdp} sharded")
+print(
+    f"of the model's bytes each process sends {with_ddp} in a step with ddp, "
+    f"{with_fsdp} sharded"
+)
 assert with_fsdp == 1.5 * with_ddp
 
 # %% [markdown]
@@ -377,13 +476,23 @@ assert with_fsdp == 1.5 * with_ddp
 # embedding once, because it is the head as well and stays whole until the backward pass is over. How many times DDP's
 # bytes is that? Guess before you run.
 
+# %% Your guess: times the bytes of DDP tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 work = folds.step(of_one_card, shape, CARDS["t4"], trained_share=TRAINED_SHARE).seconds
-by = {name: sum(call.sent for call in way.traffic(job, shape, 2)) for name, way in (("ddp", ddp), ("fsdp", fsdp))}
+by = {
+    name: sum(call.sent for call in way.traffic(job, shape, 2))
+    for name, way in (("ddp", ddp), ("fsdp", fsdp))
+}
 for name, size in by.items():
     wire = size / CARDS["t4"].link_rate / LINK
-    print(f"{name:5}{size / 1e6:6,.0f} MB; at 3/4 of PCIe's rate {wire:.3f} s, {wire / work:.1%} of {work:.1f} s")
+    print(
+        f"{name:5}{size / 1e6:6,.0f} MB; at 3/4 of PCIe's rate {wire:.3f} s, "
+        f"{wire / work:.1%} of {work:.1f} s"
+    )
 assert 70 < by["fsdp"] / by["ddp"] < 75
+course.reveal(guess, by["fsdp"] / by["ddp"], "times")
 
 # %% [markdown]
 # Seventy times. Even so it takes less than a twentieth of the step, and torch sends while it computes.
@@ -394,8 +503,13 @@ assert 70 < by["fsdp"] / by["ddp"] < 75
 # %%
 for name, recipe in {"QLoRA": job, "full": full}.items():
     both = (with_settings(recipe, ["parallel.reduce=step"]), recipe)
-    step, each = (sum(call.sent for call in fsdp.traffic(one, shape, 2)) for one in both)
-    print(f"{name:6}{step / 1e6:7,.0f} MB a step, or {each / 1e6:7,.0f}: {each / step:.2f} times")
+    step, each = (
+        sum(call.sent for call in fsdp.traffic(one, shape, 2)) for one in both
+    )
+    print(
+        f"{name:6}{step / 1e6:7,.0f} MB a step, or {each / 1e6:7,.0f}: "
+        f"{each / step:.2f} times"
+    )
     assert round(each / step, 2) == {"QLoRA": 1.02, "full": 1.37}[name]
 
 # %% [markdown]
@@ -420,28 +534,48 @@ print(diff(resolve(job, T4), resolve(shared, T4, processes=2)))
 # whether a card needs less when there are two:
 
 # %%
-models = {"llama-3.2-1b": job, "llama-3.1-8b": job, "llama-2-13b": job, "llama-3.2-1b, full": full}
+models = {
+    "llama-3.2-1b": job,
+    "llama-3.1-8b": job,
+    "llama-2-13b": job,
+    "llama-3.2-1b, full": full,
+}
 models |= {"llama-3.2-1b, full, once a step": once}
 needs = {}
 for name, recipe in models.items():
     model = name.partition(",")[0]
-    needs[name] = [bill(recipe, "fsdp" if n > 1 else "none", n, model).least_bytes / GIB for n in (1, 2, 4, 8)]
-    print(f"{name:32}" + "".join(f"{size:7.2f}" for size in needs[name]), "GiB on 1, 2, 4, 8 cards")
+    needs[name] = [
+        bill(recipe, "fsdp" if n > 1 else "none", n, model).least_bytes / GIB
+        for n in (1, 2, 4, 8)
+    ]
+    print(
+        f"{name:32}" + "".join(f"{size:7.2f}" for size in needs[name]),
+        "GiB on 1, 2, 4, 8 cards",
+    )
 assert needs["llama-3.2-1b"][1] > needs["llama-3.2-1b"][0]
 for name, less in {"llama-3.1-8b": 0.15, "llama-2-13b": 0.36}.items():
     assert round(1 - needs[name][1] / needs[name][0], 2) == less
-assert needs["llama-3.2-1b, full"][1] < T4.memory_bytes / GIB < needs["llama-3.2-1b, full, once a step"][1]
-assert needs["llama-3.2-1b, full, once a step"][2] < T4.memory_bytes / GIB  # with four cards
+assert (
+    needs["llama-3.2-1b, full"][1]
+    < T4.memory_bytes / GIB
+    < needs["llama-3.2-1b, full, once a step"][1]
+)
+# with four cards
+assert needs["llama-3.2-1b, full, once a step"][2] < T4.memory_bytes / GIB
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input"]
 def of_needs(theme: Theme):
     """What each card must have, against the number of cards."""
     drawn, axes = course.figure(height=3.2)
     for number, (name, sizes) in enumerate(needs.items()):
         axes.plot((1, 2, 4, 8), sizes, **marked(theme, number), label=name)
-    axes.axhline(T4.memory_bytes / GIB, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3)))
-    axes.text(8, T4.memory_bytes / GIB + 0.4, "a T4 has 14.7", color=theme.alarm, ha="right")
+    axes.axhline(
+        T4.memory_bytes / GIB, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3))
+    )
+    axes.text(
+        8, T4.memory_bytes / GIB + 0.4, "a T4 has 14.7", color=theme.alarm, ha="right"
+    )
     axes.set_xscale("log", base=2)
     axes.set_xticks((1, 2, 4, 8), ["1", "2", "4", "8"])
     axes.set(xlabel="cards", ylabel="needed in each, GiB", ylim=(0, None))
@@ -452,8 +586,10 @@ def of_needs(theme: Theme):
 
 course.show(
     of_needs,
-    "Figure 3. By our estimate sharding makes full fine-tuning of a billion weights fit two T4s, or four if gradients "
-    "are reduced once a step. QLoRA of the same model gains nothing from a second card; that of larger models does.",
+    "Figure 3. By our estimate sharding makes full fine-tuning of a billion weights "
+    "fit two T4s, or four if gradients "
+    "are reduced once a step. QLoRA of the same model gains nothing from a second "
+    "card; that of larger models does.",
 )
 
 # %% [markdown]
@@ -466,19 +602,26 @@ course.show(
 # group of its own. Predict the peaks:
 
 
-# %% tags=["hide-input"]
+# %% Helper: the peak with and without groups tags=["hide-input"]
 def toy_peak(own_groups):
-    """Bytes at the peak of a step, and its loss, of an embedding, a block and a head: all but the block is frozen."""
+    """Bytes at the peak of a step, and its loss, of an embedding, a block and a head:
+    all but the block is frozen."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(16_384, 256), nn.Linear(256, 256), nn.Linear(256, 16_384, bias=False))
+    model = nn.Sequential(
+        nn.Embedding(16_384, 256),
+        nn.Linear(256, 256),
+        nn.Linear(256, 16_384, bias=False),
+    )
     for matrix in (model[0], model[2]):
         matrix.requires_grad_(False)
     fully_shard(model[1])
     if own_groups:
-        fully_shard(model[0]).set_unshard_in_backward(False)  # a table's backward pass needs no weights
-        fully_shard(model[2], reshard_after_forward=False)  # the backward pass begins with it
+        # a table's backward pass needs no weights
+        fully_shard(model[0]).set_unshard_in_backward(False)
+        # the backward pass begins with it
+        fully_shard(model[2], reshard_after_forward=False)
     fully_shard(model)
     count = LiveBytes()
     count.track_all([p.to_local() for p in model.parameters()])
@@ -489,9 +632,12 @@ def toy_peak(own_groups):
     return count.peak, loss.item()
 
 
-(in_root, one_loss), (apart_from_it, other_loss) = (ranks.run(toy_peak, own)[0] for own in (False, True))
+(in_root, one_loss), (apart_from_it, other_loss) = (
+    ranks.run(toy_peak, own)[0] for own in (False, True)
+)
 print(
-    f"embedding and head in the root: peak {in_root / MIB:.1f} MiB; as groups of their own: {apart_from_it / MIB:.1f}"
+    f"embedding and head in the root: peak {in_root / MIB:.1f} MiB; "
+    f"as groups of their own: {apart_from_it / MIB:.1f}"
 )
 assert one_loss == other_loss
 assert apart_from_it < in_root - 15 * MIB
@@ -502,12 +648,20 @@ assert apart_from_it < in_root - 15 * MIB
 # 256, whose embedding is its head as well. Each process holds the whole embedding beside its own half, and for a moment
 # also a buffer. Predict by how many MB the peak grows.
 
-# %% tags=["hide-input"]
+# %% Train in two processes tags=["hide-input"]
 folder = tempfile.TemporaryDirectory()
 data = Path(parallel.__file__).parents[1] / "data" / "nguzo_saba_eval.jsonl"
 few = Path(folder.name) / "few.jsonl"
-few.write_text("".join(data.read_text(encoding="utf-8").splitlines(keepends=True)[:4]), encoding="utf-8")
-tiny = ["model=random:tiny", "tricks.peft=lora", "tricks.gradient_accumulation=4", "data.max_length=256"]
+few.write_text(
+    "".join(data.read_text(encoding="utf-8").splitlines(keepends=True)[:4]),
+    encoding="utf-8",
+)
+tiny = [
+    "model=random:tiny",
+    "tricks.peft=lora",
+    "tricks.gradient_accumulation=4",
+    "data.max_length=256",
+]
 tiny += ["tricks.chunked_loss=true", "train.max_steps=2", "train.epochs=2"]
 tiny += ["train.learning_rate=0.01", f"data.train={few}", f"data.eval={few}"]
 
@@ -519,17 +673,32 @@ def train_it(settings, out):
     console = Aside()
     console.quiet = True
     report = train(with_settings(Recipe(), settings), out, console=console)
-    return [entry["loss"] for entry in report["history"] if "loss" in entry], report["peak_bytes"]
+    return [entry["loss"] for entry in report["history"] if "loss" in entry], report[
+        "peak_bytes"
+    ]
 
 
 # %%
 one, one_peak = train_it(tiny, Path(folder.name) / "one")
-two, two_peak = ranks.run(train_it, [*tiny, "parallel.strategy=fsdp"], Path(folder.name) / "two")[0]
+two, two_peak = ranks.run(
+    train_it, [*tiny, "parallel.strategy=fsdp"], Path(folder.name) / "two"
+)[0]
 folder.cleanup()
-print("losses alone  ", *(f"{loss:.6f}" for loss in one), f"  peak {one_peak / 1e6:.1f} MB")
-print("losses sharded", *(f"{loss:.6f}" for loss in two), f"  peak {two_peak / 1e6:.1f} MB")
+print(
+    "losses alone  ",
+    *(f"{loss:.6f}" for loss in one),
+    f"  peak {one_peak / 1e6:.1f} MB",
+)
+print(
+    "losses sharded",
+    *(f"{loss:.6f}" for loss in two),
+    f"  peak {two_peak / 1e6:.1f} MB",
+)
 half = 4 * 49_152 * 256 / 2
-print(f"grown by {(two_peak - one_peak) / 1e6:.1f} MB; half an embedding is {half / 1e6:.1f}")
+print(
+    f"grown by {(two_peak - one_peak) / 1e6:.1f} MB; "
+    f"half an embedding is {half / 1e6:.1f}"
+)
 assert all(abs(p / q - 1) < 1e-5 for p, q in zip(one, two, strict=True))
 assert two_peak - one_peak > 0.9 * half
 
@@ -568,11 +737,14 @@ except BadInput as refused:
 # type that holds the same bits. `fully_shard` itself takes bytes as they are.
 
 
-# %% tags=["hide-input"]
+# %% Helper: wrap a model as accelerate does tags=["hide-input"]
 def of_accelerate(model):
     """Lay accelerate's FSDP2 around a model, without the rest of its Accelerator."""
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1, cpu_ram_efficient_loading=False
+        fsdp_version=2,
+        auto_wrap_policy="size_based_wrap",
+        min_num_params=1,
+        cpu_ram_efficient_loading=False,
     )
     around = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
@@ -599,10 +771,16 @@ def four_bits(way, storage):
                 fully_shard(layer)
                 fully_shard(model)
     (weight,) = model.parameters()
-    return getattr(weight, "_local_tensor", weight).nbytes, " ".join(str(one.message) for one in said)
+    return getattr(weight, "_local_tensor", weight).nbytes, " ".join(
+        str(one.message) for one in said
+    )
 
 
-for way, storage in (("accelerate", torch.uint8), ("accelerate", torch.bfloat16), ("fully_shard", torch.uint8)):
+for way, storage in (
+    ("accelerate", torch.uint8),
+    ("accelerate", torch.bfloat16),
+    ("fully_shard", torch.uint8),
+):
     size, said = ranks.run(four_bits, way, storage)[0]
     print(f"{way}, {storage}: {size:,} of 8,192 bytes in each process. {said[:104]}")
     assert size == (8192 if said else 4096)
@@ -635,7 +813,7 @@ def forward_seconds(computes, gathers):
     """FILL ME IN."""
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_stage_1(answer):
     torch.manual_seed(2)
     for N in (4, 2, 3):
@@ -644,29 +822,43 @@ def of_stage_1(answer):
         for _ in range(3):
             gradients = [torch.randn(12) for _ in range(N)]
             try:
-                found = answer(weight.clone(), [g.clone() for g in gradients], moments, 0.1)
+                found = answer(
+                    weight.clone(), [g.clone() for g in gradients], moments, 0.1
+                )
             except RuntimeError as error:
-                raise AssertionError(f"{error}; {N} processes have {N} pieces of {12 // N} numbers") from error
+                raise AssertionError(
+                    f"{error}; {N} processes have {N} pieces of {12 // N} numbers"
+                ) from error
             if found is None:
                 raise NotImplementedError
             if not torch.is_tensor(found):
                 raise TypeError(f"it returned a {type(found).__name__}")
-            assert found.shape == weight.shape, "the new weight is as long as the old one: put all pieces together"
-            assert [len(moment) for moment in moments] == [12 // N] * N, "a moment is as long as a piece"
+            assert found.shape == weight.shape, (
+                "the new weight is as long as the old one: put all pieces together"
+            )
+            assert [len(moment) for moment in moments] == [12 // N] * N, (
+                "a moment is as long as a piece"
+            )
             of_mean, m = 0.9 * m + sum(gradients) / N, 0.9 * m + sum(gradients)
             after = torch.cat(moments)
             assert not torch.allclose(after, of_mean, atol=1e-5), (
                 "you took the mean of the gradients, and not their sum"
             )
-            assert torch.allclose(after, m, atol=1e-5), "afterwards moments must hold 0.9 m + g, each of its own piece"
-            assert torch.allclose(found, weight - 0.1 * m, atol=1e-5), "a piece moves by the rate times its new moment"
+            assert torch.allclose(after, m, atol=1e-5), (
+                "afterwards moments must hold 0.9 m + g, each of its own piece"
+            )
+            assert torch.allclose(found, weight - 0.1 * m, atol=1e-5), (
+                "a piece moves by the rate times its new moment"
+            )
             weight = found
 
 
 def of_forward(answer):
     drawn = random.Random(0)
     for blocks in (5, 1, 2, *[5] * 20):
-        computes, gathers = ([drawn.randint(1, 5) for _ in range(blocks)] for _ in range(2))
+        computes, gathers = (
+            [drawn.randint(1, 5) for _ in range(blocks)] for _ in range(2)
+        )
         if (found := answer(list(computes), list(gathers))) is None:
             raise NotImplementedError
         come, done = gathers[0], 0
@@ -674,23 +866,38 @@ def of_forward(answer):
             started = max(come, done)
             come, done = started + next_gather, started + takes
         case = f"it should be {done} s, for {computes} and {gathers}"
-        assert found > done - 1e-9, f"{found:.3f} s is too fast: weights set off when the block before starts; {case}"
-        assert found < done + 1e-9, f"{found:.3f} s is too slow: weights travel while a block runs; {case}"
+        assert found > done - 1e-9, (
+            f"{found:.3f} s is too fast: weights set off when the block before "
+            f"starts; {case}"
+        )
+        assert found < done + 1e-9, (
+            f"{found:.3f} s is too slow: weights travel while a block runs; {case}"
+        )
 
 
 course.check(
     1,
     cards_of_80_gb,
-    course.equal(15, "all three kinds of bytes count, a card has 80 * 10**9, and nobody sells a part of a card"),
+    course.equal(
+        15,
+        "all three kinds of bytes count, a card has 80 * 10**9, "
+        "and nobody sells a part of a card",
+    ),
     "a whole number of cards",
 )
 course.check(
     2,
     stage_1,
     of_stage_1,
-    "a function (weight, gradients, moments, rate) -> the new weight, a vector as long as weight",
+    "a function (weight, gradients, moments, rate) -> the new weight, "
+    "a vector as long as weight",
 )
-course.check(3, forward_seconds, of_forward, "a function (computes, gathers) -> a number of seconds")
+course.check(
+    3,
+    forward_seconds,
+    of_forward,
+    "a function (computes, gathers) -> a number of seconds",
+)
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
@@ -701,7 +908,9 @@ course.check(3, forward_seconds, of_forward, "a function (computes, gathers) -> 
 #
 # def stage_1(weight, gradients, moments, rate):
 #     pieces = []
-#     for w, g, m in zip(weight.chunk(len(moments)), sum(gradients).chunk(len(moments)), moments):
+#     for w, g, m in zip(
+#         weight.chunk(len(moments)), sum(gradients).chunk(len(moments)), moments
+#     ):
 #         m.mul_(0.9).add_(g)
 #         pieces.append(w - rate * m)
 #     return torch.cat(pieces)

@@ -17,7 +17,7 @@
 # divided what is stored, but gathered whole matrices to compute. Here matrices of blocks are never whole. All processes
 # take the *same* rows, and each computes a part of every block.
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import logging
 import tempfile
 import warnings
@@ -26,7 +26,8 @@ from functools import partial
 from pathlib import Path
 
 warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it tells of a package that is not needed
+# on some CPUs it tells of a package that is not needed
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 import bitsandbytes as bnb
 import torch
 import torch.distributed as dist
@@ -34,7 +35,12 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -58,7 +64,8 @@ from cria_tricks.run.run import train
 from cria_tricks.step_plan import diff
 from cria_tricks.tricks import folds
 
-ranks = Ranks(2)  # two processes, joined by gloo as in lesson 20; they end with this notebook
+# two processes, joined by gloo as in lesson 20; they end with this notebook
+ranks = Ranks(2)
 ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
 ranks.run(quiet_libraries)
 quiet_libraries()
@@ -72,30 +79,71 @@ MIB = 2**20
 # states 194, and embedding, logits, saved block inputs and the rest 920. Which is divided? Write down the peak of
 # eight.
 
+# %% Your guess: MiB of the peak of eight tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 A100 = CARDS["a100"]
 ours = recipes.capstone(A100.device)
-refused = ["quantization=none", "double_quantization=false", "optimizer=adamw", "paged_optimizer=false"]
+refused = [
+    "quantization=none",
+    "double_quantization=false",
+    "optimizer=adamw",
+    "paged_optimizer=false",
+]
 whole = with_settings(ours, [f"tricks.{one}" for one in refused])
 shape = find_shape(whole.model)
-MATRICES, OTHERS, WAITING = "weights: blocks", "weights: all others", "saved activations"
-bills = {N: per_process(whole, shape, A100.device, "tensor" if N > 1 else "none", N) for N in (1, 2, 4, 8)}
+MATRICES, OTHERS, WAITING = (
+    "weights: blocks",
+    "weights: all others",
+    "saved activations",
+)
+bills = {
+    N: per_process(whole, shape, A100.device, "tensor" if N > 1 else "none", N)
+    for N in (1, 2, 4, 8)
+}
 for N, bill in bills.items():
-    held = {line.name: line.bytes for moment in bill.moments if moment.name == "last block" for line in moment.lines}
+    held = {
+        line.name: line.bytes
+        for moment in bill.moments
+        if moment.name == "last block"
+        for line in moment.lines
+    }
     inside = held["open block: saved"] + held["open block: temporary"]
-    sizes = {"peak": bill.peak_bytes, "matrices": held[MATRICES], "embedding, norms": held[OTHERS]}
-    sizes |= {"saved block inputs": held[WAITING], "inside the open block, later": inside}
-    print(f"N = {N}:", ", ".join(f"{name} {size / MIB:,.0f}" for name, size in sizes.items()), "MiB")
+    sizes = {
+        "peak": bill.peak_bytes,
+        "matrices": held[MATRICES],
+        "embedding, norms": held[OTHERS],
+    }
+    sizes |= {
+        "saved block inputs": held[WAITING],
+        "inside the open block, later": inside,
+    }
+    print(
+        f"N = {N}:",
+        ", ".join(f"{name} {size / MIB:,.0f}" for name, size in sizes.items()),
+        "MiB",
+    )
     assert held[MATRICES] == 2 * 16 * shape.block_linear_weights / N
-    assert (held[OTHERS], held[WAITING]) == (2 * (shape.embedding_weights + 33 * 2048), 16 * 2 * 2048 * 2048)
+    assert (held[OTHERS], held[WAITING]) == (
+        2 * (shape.embedding_weights + 33 * 2048),
+        16 * 2 * 2048 * 2048,
+    )
 assert bills[8].peak_bytes > bills[1].peak_bytes / 3
+course.reveal(guess, bills[8].peak_bytes / MIB, "MiB")
 
-
-# %% tags=["hide-input"]
-TRAINED = ("weights: adapter", "gradients", "optimizer states", "16-bit copies of weights")
+# %% Draw figure 1 tags=["hide-input"]
+TRAINED = (
+    "weights: adapter",
+    "gradients",
+    "optimizer states",
+    "16-bit copies of weights",
+)
 of_one = {line.name: line.bytes / MIB for line in bills[1].lines}  # at the peak
 of_trained = sum(of_one[name] for name in TRAINED)
-assert [round(size) for size in (sum(of_one.values()), of_one[MATRICES], of_trained)] == [2970, 1856, 194]
+assert [
+    round(size) for size in (sum(of_one.values()), of_one[MATRICES], of_trained)
+] == [2970, 1856, 194]
 
 
 def divided(theme: Theme):
@@ -110,18 +158,35 @@ def divided(theme: Theme):
     left = dict.fromkeys(bills, 0.0)
     for (label, names), colour in zip(groups.items(), theme.series, strict=False):
         for place, (N, bill) in enumerate(bills.items()):
-            taken = [line.bytes for line in bill.lines if line.name in names or not (names or line.name in named)]
+            taken = [
+                line.bytes
+                for line in bill.lines
+                if line.name in names or not (names or line.name in named)
+            ]
             size = sum(taken) / MIB
-            axes.barh(place, size, left=left[N], color=colour, height=0.62, label=label if N == 1 else None)
+            axes.barh(
+                place,
+                size,
+                left=left[N],
+                color=colour,
+                height=0.62,
+                label=label if N == 1 else None,
+            )
             left[N] += size
     axes.set_yticks(range(len(bills)), [f"N = {N}" for N in bills])
-    axes.set(xlabel="peak of a step in each process, MiB", ylim=(len(bills) - 0.4, -0.6))
+    axes.set(
+        xlabel="peak of a step in each process, MiB", ylim=(len(bills) - 0.4, -0.6)
+    )
     axes.grid(axis="x")
     axes.legend(loc="lower right")
     return drawn
 
 
-course.show(divided, "Figure 1. The matrices are divided; what is whole stays, and soon is most of the peak.")
+course.show(
+    divided,
+    "Figure 1. The matrices are divided; what is whole stays, "
+    "and soon is most of the peak.",
+)
 
 # %% [markdown]
 # Each of eight processes still needs more than a third of that. The embedding is whole in all of them, and so is
@@ -135,9 +200,15 @@ course.show(divided, "Figure 1. The matrices are divided; what is whole stays, a
 
 # %%
 B, T, D, M = 2, 32, 64, 128  # rows, tokens, width, width inside the MLP
-x, up, down = torch.randn(B, T, D), torch.randn(M, D) / D**0.5, torch.randn(D, M) / M**0.5
+x, up, down = (
+    torch.randn(B, T, D),
+    torch.randn(M, D) / D**0.5,
+    torch.randn(D, M) / M**0.5,
+)
 side_by_side = torch.cat([x @ W.T for W in up.chunk(2, dim=0)], dim=-1)
-added = sum(part @ W.T for part, W in zip(x.chunk(2, dim=-1), up.chunk(2, dim=1), strict=True))
+added = sum(
+    part @ W.T for part, W in zip(x.chunk(2, dim=-1), up.chunk(2, dim=1), strict=True)
+)
 torch.testing.assert_close(side_by_side, x @ up.T)
 torch.testing.assert_close(added, x @ up.T)
 
@@ -149,7 +220,7 @@ torch.testing.assert_close(added, x @ up.T)
 # is right: each process has the whole sum's gradient already. Are loss and gradients now those of one process? Decide.
 
 
-# %% tags=["hide-input"]
+# %% Helpers: compare with one process tags=["hide-input"]
 def step(mlp, *given):
     """The loss, and the gradients of x, up and down."""
     leaves = [one.clone().requires_grad_() for one in given]
@@ -169,7 +240,11 @@ def apart(found, expected):
 # %%
 def mine(W, dim):
     """Return this process's part of N equal ones; in one process, all of W."""
-    return W.chunk(dist.get_world_size(), dim)[dist.get_rank()] if dist.is_initialized() else W
+    return (
+        W.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+        if dist.is_initialized()
+        else W
+    )
 
 
 def added_up(y):
@@ -185,8 +260,14 @@ def first_try(x, up, down):
 
 alone = step(first_try, x, up, down)  # here, where nothing is cut
 for rank, (loss, of_x, of_up, _) in enumerate(ranks.run(step, first_try, x, up, down)):
-    off_up, off_x = apart(of_up.chunk(2)[rank], alone[2].chunk(2)[rank]), apart(of_x, alone[1])
-    print(f"process {rank}: loss off by {apart(loss, alone[0]):.0e}, its part of up by {off_up:.0e}, x by {off_x:.0%}")
+    off_up, off_x = (
+        apart(of_up.chunk(2)[rank], alone[2].chunk(2)[rank]),
+        apart(of_x, alone[1]),
+    )
+    print(
+        f"process {rank}: loss off by {apart(loss, alone[0]):.0e}, "
+        f"its part of up by {off_up:.0e}, x by {off_x:.0%}"
+    )
     assert max(apart(loss, alone[0]), off_up) < 1e-6
     assert off_x > 0.3
 
@@ -218,15 +299,19 @@ for found in ranks.run(step, mlp, x, up, down):
     assert apart(found[1], alone[1]) < 1e-6
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def two_processes(theme: Theme):
     """An MLP in two processes: what each has, and where they meet."""
     sketch = course.Sketch(theme, 44, 15)
     for rank, top in enumerate((0.6, 8.4)):
         sketch.text(0, top + 2.4, f"process {rank}", align="left")
         sketch.tensor(6, top + 0.6, 3, 3.6, "x", color=0)
-        sketch.tensor(13.4, top, 3.2, 2, "up" if rank == 0 else "", color=1, kept=rank == 0)
-        sketch.tensor(13.4, top + 2.8, 3.2, 2, "up" if rank == 1 else "", color=1, kept=rank == 1)
+        sketch.tensor(
+            13.4, top, 3.2, 2, "up" if rank == 0 else "", color=1, kept=rank == 0
+        )
+        sketch.tensor(
+            13.4, top + 2.8, 3.2, 2, "up" if rank == 1 else "", color=1, kept=rank == 1
+        )
         sketch.tensor(19.6, top + 0.6, 1.7, 3.6, "", color=0, kept=rank == 0)
         sketch.tensor(21.6, top + 0.6, 1.7, 3.6, "", color=0, kept=rank == 1)
         sketch.text(21.4, top + 5.5, "gelu", quiet=True)
@@ -247,7 +332,8 @@ def two_processes(theme: Theme):
 
 course.show(
     two_processes,
-    "Figure 2. Columns, then rows. Dashed is the other's part. Between f and g no process asks the other anything.",
+    "Figure 2. Columns, then rows. Dashed is the other's part. "
+    "Between f and g no process asks the other anything.",
 )
 
 # %% [markdown]
@@ -264,11 +350,15 @@ course.show(
 
 # %%
 H, K, C, r = 4, 2, 16, 4  # heads, key heads, width of a head, rank
-WIDTHS = {"q": (D, H * C), "k": (D, K * C), "v": (D, K * C), "o": (H * C, D)}  # inputs, outputs
+# inputs, outputs
+WIDTHS = {"q": (D, H * C), "k": (D, K * C), "v": (D, K * C), "o": (H * C, D)}
 WIDTHS |= {"gate": (D, M), "up": (D, M), "down": (M, D)}
-CUT = {name: 1 if name in ("o", "down") else 0 for name in WIDTHS}  # the dimension: 0 for columns, 1 for rows
-WHOLE = [f"{name}.B" if dim else f"{name}.A" for name, dim in CUT.items()]  # LoRA's matrices that are not cut
-CUT |= {f"{name}.A" if dim else f"{name}.B": dim for name, dim in CUT.items()}  # and those that are
+# the dimension: 0 for columns, 1 for rows
+CUT = {name: 1 if name in ("o", "down") else 0 for name in WIDTHS}
+# LoRA's matrices that are not cut
+WHOLE = [f"{name}.B" if dim else f"{name}.A" for name, dim in CUT.items()]
+# and those that are
+CUT |= {f"{name}.A" if dim else f"{name}.B": dim for name, dim in CUT.items()}
 
 
 def columns(fx, w, name):
@@ -294,7 +384,9 @@ def once_a_step(w):
     gradients = [w[name].grad for name in WHOLE if dist.is_initialized()]
     if gradients:
         total = added_up(torch.cat([gradient.flatten() for gradient in gradients]))
-        for gradient, summed in zip(gradients, total.split([one.numel() for one in gradients]), strict=True):
+        for gradient, summed in zip(
+            gradients, total.split([one.numel() for one in gradients]), strict=True
+        ):
             gradient.copy_(summed.view_as(gradient))
 
 
@@ -313,7 +405,9 @@ def run(dtype):
     torch.manual_seed(0)
     w = {}
     for name, (d_in, d_out) in WIDTHS.items():
-        w[name], w[name + ".A"] = (torch.randn(n, d_in, dtype=dtype) / d_in**0.5 for n in (d_out, r))
+        w[name], w[name + ".A"] = (
+            torch.randn(n, d_in, dtype=dtype) / d_in**0.5 for n in (d_out, r)
+        )
         w[name + ".B"] = torch.randn(d_out, r, dtype=dtype) / r**0.5
     w["x"] = torch.randn(B, T, D, dtype=dtype)
     leaves = [one.requires_grad_() for one in w.values()]
@@ -323,7 +417,13 @@ def run(dtype):
         loss.backward()
     with CountCollectives() as end:
         once_a_step(w)
-    return loss.detach(), dict(zip(w, [p.grad for p in leaves], strict=True)), forward, back, end
+    return (
+        loss.detach(),
+        dict(zip(w, [p.grad for p in leaves], strict=True)),
+        forward,
+        back,
+        end,
+    )
 
 
 for dtype in (torch.float32, torch.float64):
@@ -331,9 +431,14 @@ for dtype in (torch.float32, torch.float64):
     found = ranks.run(run, dtype)
     for rank, (_, grads, *_) in enumerate(found):
         for name, grad in grads.items():
-            off = max(off, apart(own(grad, name, rank), own(expected[1][name], name, rank)))
+            off = max(
+                off, apart(own(grad, name, rank), own(expected[1][name], name, rank))
+            )
     loss_off = apart(found[0][0], expected[0])
-    print(f"{str(dtype)[6:]}: loss off by {loss_off:.0e}, the worst of {len(grads)} gradients by {off:.0e}")
+    print(
+        f"{str(dtype)[6:]}: loss off by {loss_off:.0e}, "
+        f"the worst of {len(grads)} gradients by {off:.0e}"
+    )
     assert off < 100 * torch.finfo(dtype).eps
     assert torch.equal(found[0][0], found[1][0])
 
@@ -343,19 +448,26 @@ for dtype in (torch.float32, torch.float64):
 # it is cut.
 
 
-# %% tags=["hide-input"]
+# %% Helpers: a small Llama, cut by the package tags=["hide-input"]
 def llama():
     torch.manual_seed(0)
     heads = {"num_attention_heads": H, "num_key_value_heads": K, "num_hidden_layers": 2}
-    return LlamaForCausalLM(LlamaConfig(hidden_size=D, intermediate_size=M, vocab_size=500, **heads))
+    return LlamaForCausalLM(
+        LlamaConfig(hidden_size=D, intermediate_size=M, vocab_size=500, **heads)
+    )
 
 
 def engine():
     """Loss and gradients of a Llama with LoRA, whole and cut; what was sent."""
-    from cria_tricks.parallel.tensor import add_up_partial, split  # a module would travel with all that is in it
+    # a module would travel with all that is in it
+    from cria_tricks.parallel.tensor import add_up_partial, split
 
     lora = LoraConfig(r=r, target_modules="all-linear", init_lora_weights=False)
-    model, ids, found = get_peft_model(llama(), lora), torch.arange(B * T).view(B, T), []
+    model, ids, found = (
+        get_peft_model(llama(), lora),
+        torch.arange(B * T).view(B, T),
+        [],
+    )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for cut in (False, True):
         if cut:
@@ -368,16 +480,24 @@ def engine():
         with CountCollectives() as end:
             add_up_partial(model.parameters(), mesh.get_group())
         grads = [p.grad for p in model.parameters() if p.requires_grad]
-        grads = [grad.full_tensor() if isinstance(grad, DTensor) else grad.clone() for grad in grads]
+        grads = [
+            grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+            for grad in grads
+        ]
         found.append((loss.detach(), *grads))
     return *found, forward, back, end
 
 
 # %%
-assert torch.equal(ranks.run(tensor.mlp, x, up, down)[0], ranks.run(mlp, x, up, down)[0])
+assert torch.equal(
+    ranks.run(tensor.mlp, x, up, down)[0], ranks.run(mlp, x, up, down)[0]
+)
 one, two, *of_package = ranks.run(engine)[0]
 worst = max(apart(found, expected) for found, expected in zip(two, one, strict=True))
-print(f"package: loss {two[0]:.6f} and {one[0]:.6f}, the worst of {len(one) - 1} gradients off by {worst:.0e}")
+print(
+    f"package: loss {two[0]:.6f} and {one[0]:.6f}, "
+    f"the worst of {len(one) - 1} gradients off by {worst:.0e}"
+)
 assert worst < 1e-5
 
 # %% [markdown]
@@ -386,31 +506,49 @@ assert worst < 1e-5
 # the code above.
 
 # %%
-wide, matrices = 4 * B * T * D, 4 * r * (5 * D + 2 * D)  # A beside five matrices, and B beside two
-forward, back, end = (count.bytes["all_reduce"] for count in ranks.run(run, torch.float32)[0][2:])
-print(f"ours, a block:       forward {forward:,} bytes, back {back:,}, once a step {end:,}")
+# A beside five matrices, and B beside two
+wide, matrices = 4 * B * T * D, 4 * r * (5 * D + 2 * D)
+forward, back, end = (
+    count.bytes["all_reduce"] for count in ranks.run(run, torch.float32)[0][2:]
+)
+print(
+    f"ours, a block:       forward {forward:,} bytes, back {back:,}, "
+    f"once a step {end:,}"
+)
 assert forward == back == 2 * wide  # g behind attention and MLP; f in front of them
 assert end == matrices
 forward, back, end = (count.bytes["all_reduce"] for count in of_package)
-print(f"package, two blocks: forward {forward:,} bytes, back {back:,}, once a step {end:,}")
+print(
+    f"package, two blocks: forward {forward:,} bytes, back {back:,}, "
+    f"once a step {end:,}"
+)
 assert (forward, end) == (2 * 2 * wide, 2 * matrices)
-assert back == 2 * 2 * wide - wide  # the first f sends nothing: nobody needs the frozen embedding's gradient
+# the first f sends nothing: nobody needs the frozen embedding's gradient
+assert back == 2 * 2 * wide - wide
 
 # %% [markdown]
 # torch's `parallelize_module` takes a plan that names matrices. Then each of q, k, v, gate and up has an f of its own.
 # `PrepareModuleInput` makes one f for a whole module. We run both plans, without LoRA, and count the way back.
 
 
-# %% tags=["hide-input"]
+# %% Helper: count the backward pass of torch's plan tags=["hide-input"]
 def by_torch(one_f):
     """Calls and bytes of the backward pass of two blocks."""
     model, mesh = llama(), init_device_mesh("cpu", (dist.get_world_size(),))
-    plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {"self_attn.o_proj": RowwiseParallel()}
-    plan |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")} | {"mlp.down_proj": RowwiseParallel()}
+    plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {
+        "self_attn.o_proj": RowwiseParallel()
+    }
+    plan |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")} | {
+        "mlp.down_proj": RowwiseParallel()
+    }
     if one_f:
         named = {"hidden_states": Replicate()}
-        plan["self_attn"] = PrepareModuleInput(input_kwarg_layouts=named, desired_input_kwarg_layouts=named)
-        plan["mlp"] = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
+        plan["self_attn"] = PrepareModuleInput(
+            input_kwarg_layouts=named, desired_input_kwarg_layouts=named
+        )
+        plan["mlp"] = PrepareModuleInput(
+            input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
+        )
     for layer in model.model.layers:
         parallelize_module(layer, mesh, plan)
     ids = torch.arange(B * T).view(B, T)
@@ -423,7 +561,10 @@ def by_torch(one_f):
 # %%
 for one_f, sums in ((False, 5), (True, 2)):
     made, size = ranks.run(by_torch, one_f)[0]
-    print(f"{'one f for a module' if one_f else 'an f for each matrix':21} {made} sums, {size:,} bytes")
+    print(
+        f"{'one f for a module' if one_f else 'an f for each matrix':21} {made} "
+        f"sums, {size:,} bytes"
+    )
     assert (made, size) == (2 * sums, 2 * sums * wide)
 
 # %% [markdown]
@@ -435,11 +576,17 @@ for one_f, sums in ((False, 5), (True, 2)):
 
 # %%
 calls = tensor.traffic(whole, shape, 2)
-sums, gradients = (totals(found)["all_reduce"] for found in (calls, ddp.traffic(whole, shape, 2)))
+sums, gradients = (
+    totals(found)["all_reduce"] for found in (calls, ddp.traffic(whole, shape, 2))
+)
 one_sum = 2 * 2048 * shape.width  # of a row, in bf16
 adapters = 4 * 16 * whole.lora.r * (5 + 2) * shape.width  # in fp32, once
-assert sums == 8 * 16 * (2 + 1 + 2) * one_sum + adapters  # rows, blocks; forward, again, back
-print(f"{sums / MIB:,.0f} MiB in {sum(call.times for call in calls):,} calls, {sums / gradients:.0f} times as much")
+# rows, blocks; forward, again, back
+assert sums == 8 * 16 * (2 + 1 + 2) * one_sum + adapters
+print(
+    f"{sums / MIB:,.0f} MiB in {sum(call.times for call in calls):,} calls, "
+    f"{sums / gradients:.0f} times as much"
+)
 print(f"with an f for each matrix {(sums + 8 * 16 * 3 * one_sum) / MIB:,.0f} MiB")
 assert 119 < sums / gradients < 120
 
@@ -449,48 +596,98 @@ assert 119 < sums / gradients < 120
 # GB a second of PCIe 4.0. Guess the best number of A100s on PCIe.
 
 
-# %% tags=["hide-input"]
+# %% Helper: seconds of a step tags=["hide-input"]
 def seconds_of(card, recipe, N, link, way="tensor", sums_back=2):
-    """An optimizer step of one of N processes: heads and MLP are divided; norms, residual sums and head are not."""
-    calls = {"tensor": tensor, "ddp": ddp}[way].traffic(recipe, shape, N) if N > 1 else []
+    """An optimizer step of one of N processes: heads and MLP are divided; norms,
+    residual sums and head are not."""
+    calls = (
+        {"tensor": tensor, "ddp": ddp}[way].traffic(recipe, shape, N) if N > 1 else []
+    )
     # Those of f, on the way back, are about the inputs of attention and MLP.
-    calls = [replace(call, times=call.times * sums_back // 2) if "inputs" in call.why else call for call in calls]
-    return step_seconds(compute_seconds(recipe, shape, CARDS[card], way, N), calls, LINKS[link]).seconds
+    calls = [
+        replace(call, times=call.times * sums_back // 2)
+        if "inputs" in call.why
+        else call
+        for call in calls
+    ]
+    return step_seconds(
+        compute_seconds(recipe, shape, CARDS[card], way, N), calls, LINKS[link]
+    ).seconds
 
 
-# %%
+# %% Estimate the seconds of one to eight cards tags=["hide-input"]
 one = seconds_of("a100", whole, 1, "pcie4")
 single = folds.step(whole, shape, CARDS["a100"])
 print(f"alone {single.low:.1f} to {single.high:.1f} s; in the middle:")
 on_pcie, on_nvlink = {}, {}
 for N in (1, 2, 4, 8):
-    times = {LINKS[link].name: seconds_of("a100", whole, N, link) for link in ("pcie4", "nvlink_a100", "10gbe")}
-    print(f"{N} A100:", ", ".join(f"{name} {seconds:.2f}" for name, seconds in times.items()), end="")
+    times = {
+        LINKS[link].name: seconds_of("a100", whole, N, link)
+        for link in ("pcie4", "nvlink_a100", "10gbe")
+    }
+    print(
+        f"{N} A100:",
+        ", ".join(f"{name} {seconds:.2f}" for name, seconds in times.items()),
+        end="",
+    )
     five_back = seconds_of("a100", whole, N, "pcie4", sums_back=5)
-    print(f"; PCIe with 5 sums {five_back:.2f}; data parallel {seconds_of('a100', whole, N, 'pcie4', 'ddp'):.2f} s")
+    print(
+        f"; PCIe with 5 sums {five_back:.2f}; "
+        f"data parallel {seconds_of('a100', whole, N, 'pcie4', 'ddp'):.2f} s"
+    )
     on_pcie[N], on_nvlink[N] = times["PCIe 4.0 x16"], times["NVLink of an A100"]
     assert N == 1 or times["10 Gbit Ethernet"] > 3 * one
 saved = {N: 1 - seconds / one for N, seconds in on_pcie.items()}
-print("PCIe saves", ", ".join(f"{share:.0%} with {N}" for N, share in saved.items() if N > 1))
+print(
+    "PCIe saves",
+    ", ".join(f"{share:.0%} with {N}" for N, share in saved.items() if N > 1),
+)
 assert 0.15 < saved[2] < 0.2 < saved[4] < 0.28 < saved[8] < 0.3
 assert 1.4 < one / on_nvlink[2] < 1.5
 assert 2 < one / on_nvlink[8] < 2.2
 assert abs(seconds_of("a100", whole, 2, "pcie4", "ddp") / on_nvlink[8] - 1) < 0.1
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input"]
 def over_links(theme: Theme):
     """Seconds of a step against the number of cards, by link."""
     drawn, axes = course.figure(height=3.0)
     many = (1, 2, 4, 8)
-    for link, colour, marker in zip(("pcie4", "nvlink_a100"), theme.series, "oD", strict=False):
+    for link, colour, marker in zip(
+        ("pcie4", "nvlink_a100"), theme.series, "oD", strict=False
+    ):
         found = [seconds_of("a100", whole, N, link) for N in many]
-        axes.plot(many, found, color=colour, marker=marker, markersize=4, label=f"tensor, {LINKS[link].name}")
+        axes.plot(
+            many,
+            found,
+            color=colour,
+            marker=marker,
+            markersize=4,
+            label=f"tensor, {LINKS[link].name}",
+        )
     found = [seconds_of("a100", whole, N, "pcie4", sums_back=5) for N in many]
-    axes.plot(many, found, color=theme.series[0], linestyle=(0, (4, 3)), label="the same with 5 sums back, PCIe")
+    axes.plot(
+        many,
+        found,
+        color=theme.series[0],
+        linestyle=(0, (4, 3)),
+        label="the same with 5 sums back, PCIe",
+    )
     found = [seconds_of("a100", whole, N, "pcie4", "ddp") for N in many]
-    axes.plot(many, found, color=theme.series[2], marker="s", markersize=4, label="data parallel, PCIe 4.0 x16")
-    axes.set(xscale="log", xlabel="A100 cards", ylabel="seconds of a step, estimated", ylim=(0, None))
+    axes.plot(
+        many,
+        found,
+        color=theme.series[2],
+        marker="s",
+        markersize=4,
+        label="data parallel, PCIe 4.0 x16",
+    )
+    axes.set(
+        xscale="log",
+        xlabel="A100 cards",
+        ylabel="seconds of a step, estimated",
+        ylim=(0, None),
+    )
     axes.set_xticks(many, [str(N) for N in many])
     axes.minorticks_off()
     axes.grid(axis="y")
@@ -500,8 +697,10 @@ def over_links(theme: Theme):
 
 course.show(
     over_links,
-    "Figure 3. Middles of ranges. Over PCIe two A100s save a sixth of a step and eight less than a third; with five "
-    "sums back (dashed) about half of that is lost. Over NVLink eight are twice as fast as one. Some parts stay whole, "
+    "Figure 3. Middles of ranges. "
+    "Over PCIe two A100s save a sixth of a step and eight less than a third; with five "
+    "sums back (dashed) about half of that is lost. "
+    "Over NVLink eight are twice as fast as one. Some parts stay whole, "
     "so each doubling gains less.",
 )
 
@@ -515,7 +714,10 @@ course.show(
 l4 = [seconds_of("l4", whole, N, "pcie4") for N in (1, 2)]
 t4 = seconds_of("t4", recipes.capstone(T4), 1, "pcie3")
 two_t4 = seconds_of("t4", with_settings(whole, ["tricks.precision=fp32"]), 2, "pcie3")
-print(f"one L4 {l4[0]:.1f} s, two {l4[1]:.1f}; one T4 as the course runs it {t4:.1f}, two in fp32 {two_t4:.1f}")
+print(
+    f"one L4 {l4[0]:.1f} s, two {l4[1]:.1f}; one T4 as the course runs it {t4:.1f}, "
+    f"two in fp32 {two_t4:.1f}"
+)
 assert l4[0] / 1.5 < l4[1] < l4[0]
 assert two_t4 > 2.5 * t4
 
@@ -534,23 +736,42 @@ print(diff(resolve(whole, A100.device), resolve(switched, A100.device, processes
 # unchanged. The saved adapter is whole. A tiny model: loss and gradient norm, twice, and an evaluation:
 
 
-# %% tags=["hide-input"]
+# %% Train in two processes tags=["hide-input"]
 folder = tempfile.TemporaryDirectory()
 place = folder.name
-lines = (Path(cria_tricks.__file__).parent / "data" / "nguzo_saba_eval.jsonl").read_text(encoding="utf-8")
-Path(place, "few.jsonl").write_text("".join(lines.splitlines(keepends=True)[:4]), encoding="utf-8")
+lines = (
+    Path(cria_tricks.__file__).parent / "data" / "nguzo_saba_eval.jsonl"
+).read_text(encoding="utf-8")
+Path(place, "few.jsonl").write_text(
+    "".join(lines.splitlines(keepends=True)[:4]), encoding="utf-8"
+)
 
 
 def tiny(name, *settings):
     """Each step's loss and gradient norm, and the evaluation loss after them."""
-    few = ["train.max_steps=2", "train.learning_rate=0.01", "data.max_length=160", "tricks.gradient_accumulation=2"]
-    few += ["model=random:tiny", "tricks.peft=lora", "lora.r=2", "tricks.chunked_loss=true"]
+    few = [
+        "train.max_steps=2",
+        "train.learning_rate=0.01",
+        "data.max_length=160",
+        "tricks.gradient_accumulation=2",
+    ]
+    few += [
+        "model=random:tiny",
+        "tricks.peft=lora",
+        "lora.r=2",
+        "tricks.chunked_loss=true",
+    ]
     few += [f"data.{use}={place}/few.jsonl" for use in ("train", "eval")]
     recipe = with_settings(Recipe(name="short"), [*few, *settings])
     aside = Aside()
     aside.quiet = True
     report = train(recipe, f"{place}/{name}", console=aside)
-    found = [entry[key] for entry in report["history"] for key in ("loss", "grad_norm") if key in entry]
+    found = [
+        entry[key]
+        for entry in report["history"]
+        for key in ("loss", "grad_norm")
+        if key in entry
+    ]
     return [*found, report["eval_loss_after"]]
 
 
@@ -583,15 +804,19 @@ assert apart(wrong, alone[0]) > 0.01
 # peft, then cut both.
 
 
-# %% tags=["hide-input"]
+# %% Helper: cut by transformers tags=["hide-input"]
 def automatic(place):
     plan = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
     model = AutoModelForCausalLM.from_pretrained(place, distributed_config=plan)
     torch.manual_seed(0)
-    model = get_peft_model(model, LoraConfig(r=r, target_modules="all-linear", init_lora_weights=False))
+    model = get_peft_model(
+        model, LoraConfig(r=r, target_modules="all-linear", init_lora_weights=False)
+    )
     try:
         model(input_ids=torch.arange(B * T).view(B, T)).logits.square().sum().backward()
-        return next(p.grad for name, p in model.named_parameters() if "q_proj.lora_A" in name)
+        return next(
+            p.grad for name, p in model.named_parameters() if "q_proj.lora_A" in name
+        )
     except RuntimeError as error:
         return str(error)
 
@@ -604,7 +829,9 @@ if isinstance(said, str):
     print(said)
     assert "is invalid for input of size" in said
 else:  # transformers 5.16 with peft 0.20: each process trains another A
-    print(f"no error, but the gradients of A beside q are {apart(said, other):.2f} apart")
+    print(
+        f"no error, but the gradients of A beside q are {apart(said, other):.2f} apart"
+    )
     assert apart(said, other) > 0.01
 
 # %% [markdown]
@@ -615,8 +842,11 @@ else:  # transformers 5.16 with peft 0.20: each process trains another A
 
 # %%
 def as_nf4(W, double=False):
-    """W as products see it after NF4. Flat, because bitsandbytes 0.50.2 unpacks rows of 96 wrongly on a CPU."""
-    packed, state = bnb.functional.quantize_4bit(W.reshape(1, -1), quant_type="nf4", compress_statistics=double)
+    """W as products see it after NF4. Flat, because bitsandbytes 0.50.2 unpacks rows of
+    96 wrongly on a CPU."""
+    packed, state = bnb.functional.quantize_4bit(
+        W.reshape(1, -1), quant_type="nf4", compress_statistics=double
+    )
     return bnb.functional.dequantize_4bit(packed, state).view_as(W)
 
 
@@ -624,7 +854,8 @@ def cut_then_packed(W, dim, double=False):
     return as_nf4(mine(W, dim), double)
 
 
-W, narrow = torch.randn(256, 512), torch.randn(256, 96)  # half of 96 is no multiple of 64
+# half of 96 is no multiple of 64
+W, narrow = torch.randn(256, 512), torch.randn(256, 96)
 for title, matrix, dim, double in (
     ("by outputs", W, 0, False),
     ("by inputs", W, 1, False),
@@ -633,10 +864,18 @@ for title, matrix, dim, double in (
 ):
     found = torch.cat(ranks.run(cut_then_packed, matrix, dim, double), dim)
     expected = as_nf4(matrix, double)
-    print(f"{title:31} equal: {torch.equal(found, expected)}, off by {apart(found, expected):.4f};", end=" ")
-    print(f"from the weights: NF4 of the whole {apart(expected, matrix):.4f}, of halves {apart(found, matrix):.4f}")
+    print(
+        f"{title:31} equal: {torch.equal(found, expected)}, "
+        f"off by {apart(found, expected):.4f};",
+        end=" ",
+    )
+    print(
+        f"from the weights: NF4 of the whole {apart(expected, matrix):.4f}, "
+        f"of halves {apart(found, matrix):.4f}"
+    )
     assert torch.equal(found, expected) == (matrix is W and not double)
-assert all(d_in % (64 * 8) == 0 for d_in, _ in shape.linears.values())  # our model, for up to eight processes
+# our model, for up to eight processes
+assert all(d_in % (64 * 8) == 0 for d_in, _ in shape.linears.values())
 
 # %% [markdown]
 # Both cuts are exact. A cut through a group gives other numbers, equally near to the weights. Double quantization uses
@@ -647,7 +886,7 @@ assert all(d_in % (64 * 8) == 0 for d_in, _ in shape.linears.values())  # our mo
 # gradients.)
 
 
-# %% tags=["hide-input"]
+# %% Helper: print a refusal tags=["hide-input"]
 def print_refusal(call):
     try:
         call()
@@ -656,10 +895,18 @@ def print_refusal(call):
         print(refusal)
 
 
-# %%
-print_refusal(partial(refuse_undivided, "SmolLM2", 9, 3, 1536, 2))  # 9 heads, 3 of keys: half a head is no head
+# %% Show what the package refuses tags=["hide-input"]
+# 9 heads, 3 of keys: half a head is no head
+print_refusal(partial(refuse_undivided, "SmolLM2", 9, 3, 1536, 2))
 for setting in ("quantization=nf4", "optimizer=adamw_8bit", "precision=fp16"):
-    print_refusal(partial(resolve, with_settings(switched, [f"tricks.{setting}"]), A100.device, processes=2))
+    print_refusal(
+        partial(
+            resolve,
+            with_settings(switched, [f"tricks.{setting}"]),
+            A100.device,
+            processes=2,
+        )
+    )
 
 # %% [markdown]
 # ## 7. Exercises
@@ -685,12 +932,16 @@ def loss_of_parts(hidden, my_head, labels, first):
 break_even_rate = None
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_parts(answer):
     if not callable(answer):
         raise TypeError(f"this is a {type(answer).__name__}")
     torch.manual_seed(0)
-    hidden, head, labels = 20 * torch.randn(64, D), torch.randn(1000, D), torch.randint(1000, (64,))
+    hidden, head, labels = (
+        20 * torch.randn(64, D),
+        torch.randn(1000, D),
+        torch.randint(1000, (64,)),
+    )
 
     def one_of_two():
         begins = (0, 600, 1000)  # one has more words than the other
@@ -706,18 +957,31 @@ def of_parts(answer):
     if found[0] is None:
         raise NotImplementedError
     right = F.cross_entropy(hidden @ head.T, labels)
-    assert all(torch.isfinite(one) for one in found), "infinite: subtract the largest logit of all processes first"
+    assert all(torch.isfinite(one) for one in found), (
+        "infinite: subtract the largest logit of all processes first"
+    )
     said = ", ".join(f"{one:.4f}" for one in found)
-    hint = "one largest logit and one sum for all words, and each label's logit from the process that has it"
-    assert all(abs(one / right - 1) < 1e-5 for one in found), f"not {said} but {right:.4f} in every process: {hint}"
+    hint = (
+        "one largest logit and one sum for all words, and each label's logit from the "
+        "process that has it"
+    )
+    assert all(abs(one / right - 1) < 1e-5 for one in found), (
+        f"not {said} but {right:.4f} in every process: {hint}"
+    )
     most = sum(sizes[0].values())
-    assert most <= 64 * 4 * 4, f"{most:,} bytes: a few numbers a token are enough, logits stay at home"
+    assert most <= 64 * 4 * 4, (
+        f"{most:,} bytes: a few numbers a token are enough, logits stay at home"
+    )
 
 
 course.check(
     1,
     mib_of_a_row,
-    course.equal(4096, "f sums on the way back and g forward, each as much as the hidden states, 2 bytes a number"),
+    course.equal(
+        4096,
+        "f sums on the way back and g forward, each as much as the hidden states, "
+        "2 bytes a number",
+    ),
     "a number of MiB",
 )
 course.check(
@@ -728,7 +992,10 @@ course.check(
 )
 computed = [compute_seconds(whole, shape, A100, "tensor", N) for N in (1, 2)]
 rate = sum(call.sent for call in calls) / (computed[0] - computed[1])
-hint = "the seconds that two cards save in computing must pay for all that a process sends in a step"
+hint = (
+    "the seconds that two cards save in computing must pay for all that a process "
+    "sends in a step"
+)
 course.check(3, break_even_rate, course.about(rate, hint), "a number of bytes a second")
 
 # %% [markdown]

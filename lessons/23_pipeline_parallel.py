@@ -19,7 +19,7 @@
 # lesson 22 talks in every block, and both want fast links. The simplest cut hardly talks: the first blocks here, the
 # last ones there. Each such piece is a *stage* (nothing to do with ZeRO's).
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import itertools
 import logging
 import random
@@ -30,7 +30,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it tells of a package that is not needed
+# on some CPUs it tells of a package that is not needed
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
 
 import torch
@@ -64,7 +65,8 @@ from cria_tricks.resolve import resolve
 from cria_tricks.run.run import train
 from cria_tricks.tricks import folds
 
-ranks = Ranks(2)  # two processes, joined by gloo as in lesson 20; they end with this notebook
+# two processes, joined by gloo as in lesson 20; they end with this notebook
+ranks = Ranks(2)
 ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
 ranks.run(quiet_libraries)
 quiet_libraries()
@@ -79,10 +81,16 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 # %%
 A100 = CARDS["a100"].device
 large = with_settings(recipes.capstone(A100), ["model=llama-3.1-70b"])
-print(f"an A100 has {A100.memory_bytes / GIB:.1f} GiB; QLoRA of Llama-3.1-70B needs in each")
+print(
+    f"an A100 has {A100.memory_bytes / GIB:.1f} GiB; "
+    "QLoRA of Llama-3.1-70B needs in each"
+)
 for way, N in (("none", 1), ("model", 2), ("pipeline", 2), ("pipeline", 4)):
     bill = per_process(large, find_shape(large.model), A100, way, N)
-    print(f"N = {N}, {way:8} {bill.least_bytes / GIB:5.1f} GiB, {'fits' if bill.fits else 'does not fit'}")
+    print(
+        f"N = {N}, {way:8} {bill.least_bytes / GIB:5.1f} GiB, "
+        f"{'fits' if bill.fits else 'does not fit'}"
+    )
     assert bill.fits == (N > 1)
 
 # %% [markdown]
@@ -92,12 +100,17 @@ for way, N in (("none", 1), ("model", 2), ("pipeline", 2), ("pipeline", 4)):
 # first, card 0 could begin the second.
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def draw_table(sketch, slots, left, top, unit):
     """One row of boxes a stage, with the numbers of the micro-batches."""
     for stage, mine in enumerate(slots):
         for what, number, begin, end in mine:
-            box = (left + unit * begin, top + 2.2 * stage, unit * (end - begin) - 0.12, 1.9)
+            box = (
+                left + unit * begin,
+                top + 2.2 * stage,
+                unit * (end - begin) - 0.12,
+                1.9,
+            )
             sketch.tensor(*box, str(number + 1), color="FB".index(what))
 
 
@@ -105,11 +118,15 @@ def turns(theme: Theme):
     """Two stages, four rows: as one batch, and as four micro-batches."""
     sketch = course.Sketch(theme, 44, 12.4)
     for top, name, k, size in ((0.4, "device map", 1, 4), (6.0, "pipeline", 4, 1)):
-        slots = timetable([pipeline.gpipe(stage, 2, k) for stage in range(2)], size, 2 * size)
+        slots = timetable(
+            [pipeline.gpipe(stage, 2, k) for stage in range(2)], size, 2 * size
+        )
         draw_table(sketch, slots, 10, top, 34 / 24)
         sketch.text(0, top + 2.1, name, align="left")
         for stage in range(2):
-            sketch.text(9.6, top + 1 + 2.2 * stage, str(stage), align="right", quiet=True)
+            sketch.text(
+                9.6, top + 1 + 2.2 * stage, str(stage), align="right", quiet=True
+            )
     for left, word, color in ((10, "forward", 0), (18, "backward", 1)):
         sketch.tensor(left, 11, 1.2, 1.2, "", color=color)
         sketch.text(left + 1.8, 11.6, word, align="left", quiet=True)
@@ -119,7 +136,8 @@ def turns(theme: Theme):
 
 course.show(
     turns,
-    "Figure 1. The same four rows through stages 0 and 1; numbers are micro-batches. As one batch, one stage always "
+    "Figure 1. The same four rows through stages 0 and 1; "
+    "numbers are micro-batches. As one batch, one stage always "
     "waits; as four micro-batches, the stages overlap.",
 )
 
@@ -127,14 +145,16 @@ course.show(
 # ## 2. From scratch, in three steps
 # Ten layers: an embedding, eight blocks, a head. Each of two processes takes five of them. A window has eight rows.
 
-# %% tags=["hide-input"]
+# %% Helpers: made windows, distances tags=["hide-input"]
 V, D, T, K = 256, 128, 128, 8  # words, width, tokens of a row, rows of a window
 
 
 def new_window(seed):
-    """Words and labels; -100 where nothing is trained, which in each row is another part."""
+    """Words and labels; -100 where nothing is trained, which in each row is another
+    part."""
     torch.manual_seed(seed)
-    words = (V * torch.rand(K, T + 1) ** 3).long()  # small words are common, large ones rare
+    # small words are common, large ones rare
+    words = (V * torch.rand(K, T + 1) ** 3).long()
     labels = words[:, 1:].clone()
     for row, prompt in zip(labels, torch.randint(8, T - 8, (K,)), strict=True):
         row[:prompt] = -100
@@ -151,7 +171,12 @@ def apart(found, expected):
 # %%
 def new_model():
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.LayerNorm(D), nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D)) for _ in range(8)]
+    blocks = [
+        nn.Sequential(
+            nn.LayerNorm(D), nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D)
+        )
+        for _ in range(8)
+    ]
     return nn.Sequential(nn.Embedding(V, D), *blocks, nn.Linear(D, V))
 
 
@@ -160,7 +185,10 @@ def part(model, stage, S):
 
 
 def share_of_loss(logits, labels, tokens):
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / tokens
+    return (
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        / tokens
+    )
 
 
 def answers(window):
@@ -176,17 +204,26 @@ def answers(window):
 
 # %%
 def a_step(layers, window, order, k):
-    """One stage's passes over k micro-batches: its loss, when it computed, and the most micro-batches it kept."""
+    """One stage's passes over k micro-batches: its loss, when it computed, and the most
+    micro-batches it kept."""
     stage, S = dist.get_rank(), dist.get_world_size()
     words, labels = (both.chunk(k) for both in window)
-    tokens, total, kept, most, slots, under_way = answers(window), torch.zeros(()), {}, 0, [], []
+    tokens, total, kept, most, slots, under_way = (
+        answers(window),
+        torch.zeros(()),
+        {},
+        0,
+        [],
+        [],
+    )
 
     def receive(source):
         dist.recv(tensor := torch.empty(K // k, T, D), source)
         return tensor
 
     def send(tensor, to):
-        under_way.append((dist.isend(tensor, to), tensor))  # isend does not wait: the other may be sending, too
+        # isend does not wait: the other may be sending, too
+        under_way.append((dist.isend(tensor, to), tensor))
 
     for what, n in order(stage, S, k):
         if what == "F":
@@ -219,7 +256,7 @@ def a_step(layers, window, order, k):
 # where every pass begins as soon as it can, and measured.
 
 
-# %% tags=["hide-input"]
+# %% Helpers: time the two stages tags=["hide-input"]
 def timed(order, k, steps=5):
     layers = part(new_model(), dist.get_rank(), 2)
     return [a_step(layers, windows[0], order, k)[1:] for _ in range(steps)]
@@ -231,8 +268,12 @@ def span(slots):
 
 
 def measured(order, k):
-    """The idle share of the fastest step, which was disturbed least; its slots; what each stage kept."""
-    of_steps = [list(zip(*both, strict=True)) for both in zip(*ranks.run(timed, order, k), strict=True)]
+    """The idle share of the fastest step, which was disturbed least; its slots; what
+    each stage kept."""
+    of_steps = [
+        list(zip(*both, strict=True))
+        for both in zip(*ranks.run(timed, order, k), strict=True)
+    ]
     slots, most = min(of_steps, key=lambda step: span(step[0]))
     return idle_share(slots), slots, most
 
@@ -248,7 +289,10 @@ def counted(order, S, k):
 
 for k in (1, 2, 4, 8):
     share, _, most = measured(gpipe, k)
-    print(f"k = {k}: by formula {1 / (k + 1):.0%}, by timetable {counted(gpipe, 2, k):.0%}, measured {share:.0%} idle")
+    print(
+        f"k = {k}: by formula {1 / (k + 1):.0%}, "
+        f"by timetable {counted(gpipe, 2, k):.0%}, measured {share:.0%} idle"
+    )
     assert abs(counted(gpipe, 2, k) - 1 / (k + 1)) < 1e-9
     assert most == (k, k)
 
@@ -267,18 +311,26 @@ for k in (1, 2, 4, 8):
 def one_f_one_b(stage, S, k):
     forward, backward = ([(what, n) for n in range(k)] for what in "FB")
     ahead = min(S - 1 - stage, k)
-    in_turn = itertools.chain(*zip(forward[ahead:], backward))  # noqa: B905, the longer one has `ahead` more
+    # without strict=True, because the longer one has `ahead` more
+    in_turn = itertools.chain(*zip(forward[ahead:], backward))  # noqa: B905
     return [*forward[:ahead], *in_turn, *backward[k - ahead :]]
 
 
 share, slots, most = measured(one_f_one_b, 8)
-print(f"timetable {counted(one_f_one_b, 2, 8):.0%} idle, measured {share:.0%}; micro-batches kept: {most}")
+print(
+    f"timetable {counted(one_f_one_b, 2, 8):.0%} idle, measured {share:.0%}; "
+    f"micro-batches kept: {most}"
+)
 assert most == (2, 1)
-assert all(abs(counted(one_f_one_b, S, k) - (S - 1) / (k + S - 1)) < 1e-9 for S in (2, 4, 8) for k in (8, 16))
+assert all(
+    abs(counted(one_f_one_b, S, k) - (S - 1) / (k + S - 1)) < 1e-9
+    for S in (2, 4, 8)
+    for k in (8, 16)
+)
 assert one_f_one_b(1, 4, 8) == pipeline.one_forward_one_backward(1, 4, 8)
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def most_kept(order):
     """The most forward passes whose backward pass has not been."""
     return max(itertools.accumulate(1 if what == "F" else -1 for what, _ in order))
@@ -299,8 +351,10 @@ def orders(theme: Theme):
 
 course.show(
     orders,
-    "Figure 2. Four stages, stage 0 on top, eight micro-batches. Both orders take 33 slots, of which a stage works 24. "
-    "1F1B starts backward passes early, so that stage s keeps 4 - s micro-batches and not eight.",
+    "Figure 2. Four stages, stage 0 on top, eight micro-batches. "
+    "Both orders take 33 slots, of which a stage works 24. "
+    "1F1B starts backward passes early, "
+    "so that stage s keeps 4 - s micro-batches and not eight.",
 )
 
 # %% [markdown]
@@ -308,7 +362,7 @@ course.show(
 # and $k$ makes the bubble small.
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input"]
 def what_happened(theme: Theme):
     """The slots of the measured step."""
     drawn, axes = course.figure(height=1.9)
@@ -317,14 +371,33 @@ def what_happened(theme: Theme):
         for what, number, begin, end in mine:
             place, width = 1000 * (begin - start), 1000 * (end - begin)
             colour = theme.series["FB".index(what)]
-            axes.barh(stage, width, left=place, color=colour, alpha=0.4, edgecolor=colour, height=0.7)
-            axes.text(place + width / 2, stage, str(number + 1), ha="center", va="center", color=theme.ink, fontsize=8)
+            axes.barh(
+                stage,
+                width,
+                left=place,
+                color=colour,
+                alpha=0.4,
+                edgecolor=colour,
+                height=0.7,
+            )
+            axes.text(
+                place + width / 2,
+                stage,
+                str(number + 1),
+                ha="center",
+                va="center",
+                color=theme.ink,
+                fontsize=8,
+            )
     axes.set_yticks([0, 1], ["stage 0", "stage 1"])
     axes.set(xlabel="milliseconds", ylim=(1.5, -0.5))
     return drawn
 
 
-course.show(what_happened, "Figure 3. Measured: one step of our two processes in 1F1B order. Gaps are idle.")
+course.show(
+    what_happened,
+    "Figure 3. Measured: one step of our two processes in 1F1B order. Gaps are idle.",
+)
 
 # %% [markdown]
 # ## 3. Prove it
@@ -333,7 +406,7 @@ course.show(what_happened, "Figure 3. Measured: one step of our two processes in
 # torch's engine, `Schedule1F1B`. Losses, and the first step's gradient, must be those of one process.
 
 
-# %% tags=["hide-input"]
+# %% Helpers: the package's stage, and ours tags=["hide-input"]
 def by_package(layers, window):
     """The package's reference."""
     stage, losses, tokens = dist.get_rank(), [torch.zeros(())], answers(window)
@@ -366,7 +439,11 @@ def train_it(way, stage=0, S=1):
     for window in windows:
         optimizer.zero_grad()
         history.append(way(layers, window).item())
-        first = torch.cat([p.grad.flatten() for p in layers.parameters()]) if first is None else first
+        first = (
+            torch.cat([p.grad.flatten() for p in layers.parameters()])
+            if first is None
+            else first
+        )
         optimizer.step()
     return history, first
 
@@ -375,7 +452,9 @@ def off(way):
     """How far two processes are from one: losses, and the gradient."""
     (nothing, of_first), (history, of_last) = ranks.run(train_it, way)
     assert not any(nothing)  # only the last stage knows the loss
-    losses = max(abs(one / other - 1) for one, other in zip(history, expected, strict=True))
+    losses = max(
+        abs(one / other - 1) for one, other in zip(history, expected, strict=True)
+    )
     return losses, apart(torch.cat([of_first, of_last]), gradient)
 
 
@@ -384,7 +463,12 @@ def by_torch(layers, *some, scale_grads=False):
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     made = PipelineStage(layers, dist.get_rank(), 2, torch.device("cpu"))
-    schedule = Schedule1F1B(made, K, lambda *both: share_of_loss(*both, answers(window)), scale_grads=scale_grads)
+    schedule = Schedule1F1B(
+        made,
+        K,
+        lambda *both: share_of_loss(*both, answers(window)),
+        scale_grads=scale_grads,
+    )
     for window in some:
         losses = []
         inputs, target = (window[:1], None) if made.is_first else ((), window[1])
@@ -400,11 +484,16 @@ def alone(layers, window):
 
 expected, gradient = train_it(alone)
 print(f"one process: loss {expected[0]:.4f} -> {expected[-1]:.4f}")
-ways = {"by turns": by_turns, "GPipe": lambda layers, window: a_step(layers, window, gpipe, K)[0]}
+ways = {
+    "by turns": by_turns,
+    "GPipe": lambda layers, window: a_step(layers, window, gpipe, K)[0],
+}
 ways |= {"1F1B": lambda layers, window: a_step(layers, window, one_f_one_b, K)[0]}
 for name, way in (ways | {"package": by_package, "torch": by_torch}).items():
     losses, gradients = off(way)
-    print(f"{name:9} losses off by at most {losses:.0e}, the gradient by {gradients:.0e}")
+    print(
+        f"{name:9} losses off by at most {losses:.0e}, the gradient by {gradients:.0e}"
+    )
     assert max(losses, gradients) < 1e-5
 
 # %% [markdown]
@@ -417,7 +506,10 @@ for name, way in (ways | {"package": by_package, "torch": by_torch}).items():
 # %%
 def bytes_of(order, k):
     layers = part(new_model(), dist.get_rank(), 2)
-    with SavedBytes(besides=[*layers.parameters(), *windows[0]]) as saved, CountCollectives() as sent:
+    with (
+        SavedBytes(besides=[*layers.parameters(), *windows[0]]) as saved,
+        CountCollectives() as sent,
+    ):
         a_step(layers, windows[0], order, k)
     return saved.peak, sent.bytes.total()
 
@@ -425,7 +517,9 @@ def bytes_of(order, k):
 of_gpipe, of_1f1b = (ranks.run(bytes_of, order, K) for order in (gpipe, one_f_one_b))
 for stage, micro_batches in ((0, 2), (1, 1)):
     (every, _), (few, _) = of_gpipe[stage], of_1f1b[stage]
-    print(f"stage {stage} keeps {every / KIB:,.0f} KiB in GPipe, {few / KIB:,.0f} in 1F1B")
+    print(
+        f"stage {stage} keeps {every / KIB:,.0f} KiB in GPipe, {few / KIB:,.0f} in 1F1B"
+    )
     assert few == every * micro_batches / K
 sent, back = (size for _, size in of_1f1b)
 print(f"sent on {sent:,} bytes, and back {back:,}")
@@ -438,13 +532,27 @@ assert sent == back == K * T * D * 4
 # %%
 job = course.CAPSTONE
 shape = find_shape(job.model)
-plain = ("peft=none", "quantization=none", "double_quantization=false", "lean_preparation=false")
+plain = (
+    "peft=none",
+    "quantization=none",
+    "double_quantization=false",
+    "lean_preparation=false",
+)
 full = with_settings(job, [f"tricks.{one}" for one in plain])
 ways = {"pipeline": pipeline, "ddp": ddp, "fsdp": fsdp, "tensor": tensor}
-orders_of = {"QLoRA": ["ddp", "pipeline", "fsdp", "tensor"], "full": ["pipeline", "ddp", "tensor", "fsdp"]}
+orders_of = {
+    "QLoRA": ["ddp", "pipeline", "fsdp", "tensor"],
+    "full": ["pipeline", "ddp", "tensor", "fsdp"],
+}
 for name, recipe in {"QLoRA": job, "full": full}.items():
-    sends = {way: sum(call.sent for call in module.traffic(recipe, shape, 2)) for way, module in ways.items()}
-    print(f"{name:6}", ", ".join(f"{way} {sends[way] / 1e6:,.0f} MB" for way in orders_of[name]))
+    sends = {
+        way: sum(call.sent for call in module.traffic(recipe, shape, 2))
+        for way, module in ways.items()
+    }
+    print(
+        f"{name:6}",
+        ", ".join(f"{way} {sends[way] / 1e6:,.0f} MB" for way in orders_of[name]),
+    )
     assert sorted(sends, key=sends.get) == orders_of[name]
 seconds = sum(LINKS["10gbe"].seconds(call) for call in pipeline.traffic(job, shape, 2))
 print(f"the pipeline's of QLoRA over 10 Gbit Ethernet: {seconds:.2f} s a step")
@@ -456,12 +564,19 @@ print(f"the pipeline's of QLoRA over 10 Gbit Ethernet: {seconds:.2f} s a step")
 # **Which layers go where?** All wait for the slowest stage. With times $t_s$ for a micro-batch, a step takes about
 # $\sum t_s + (k - 1) \max t_s$. The last stage has the head, and ours has 128,256 words. Eight blocks each? Guess.
 
+# %% Your guess: blocks of the first stage tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 
 # %%
 def seconds_of(blocks, head):
     """Of one stage and all micro-batches, by lesson 15's reckoning."""
-    parts = folds.step(job, replace(shape, layers=blocks), CARDS["t4"], trained_share=TRAINED_SHARE).parts
-    return sum(part.seconds for part in parts if head or part.name not in ("head", "loss"))
+    parts = folds.step(
+        job, replace(shape, layers=blocks), CARDS["t4"], trained_share=TRAINED_SHARE
+    ).parts
+    return sum(
+        part.seconds for part in parts if head or part.name not in ("head", "loss")
+    )
 
 
 one = seconds_of(16, True)
@@ -469,12 +584,19 @@ faster = {}
 for blocks in (8, 9, 10):
     stages = seconds_of(blocks, False), seconds_of(16 - blocks, True)
     faster[blocks] = one / (sum(stages) / 8 + max(stages) * 7 / 8)
-    print(f"{blocks} and {16 - blocks} blocks: {stages[0]:.1f} and {stages[1]:.1f} s, {faster[blocks]:.2f} x one T4")
+    print(
+        f"{blocks} and {16 - blocks} blocks: {stages[0]:.1f} and {stages[1]:.1f} s, "
+        f"{faster[blocks]:.2f} x one T4"
+    )
 assert max(faster, key=faster.get) == 9
 for stage, what in enumerate(("embedding", "head, norm")):
-    bill = {line.name: line.bytes for line in per_process(job, shape, T4, "pipeline", 2, stage=stage).lines}
+    bill = {
+        line.name: line.bytes
+        for line in per_process(job, shape, T4, "pipeline", 2, stage=stage).lines
+    }
     print(f"stage {stage}, {what}: {bill['weights: all others'] / MIB:.1f} MiB")
     assert bill["weights: all others"] > 500 * MIB
+course.reveal(guess, max(faster, key=faster.get), "blocks")
 
 # %% [markdown]
 # Nine and seven. And both ends hold the same 501 MiB: Llama-3.2-1B's head *is* its embedding. Frozen, as under LoRA,
@@ -488,20 +610,34 @@ for stage, what in enumerate(("embedding", "head, norm")):
 # %%
 tokens = sum(length for length, _ in row_lengths("train"))
 left = {rows: faster[9] * tokens / (-(-rows // 8) * 8 * 2048) for rows in (107, 82)}
-print(f"padded: {left[107]:.2f} times as fast as one T4, packed: {left[82]:.2f}; ddp in lesson 20: 1.8")
+print(
+    f"padded: {left[107]:.2f} times as fast as one T4, packed: {left[82]:.2f}; "
+    "ddp in lesson 20: 1.8"
+)
 assert tokens == 153_617
 assert left[107] < 1.25 < left[82]
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 4 tags=["hide-input"]
 def of_speed(theme: Theme):
     """Times as fast as one card, against the number of micro-batches."""
     drawn, axes = course.figure(height=2.9)
     many = (1, 2, 4, 8, 16, 32, 64)
     for S, colour, marker in zip((2, 4, 8), theme.series, "osD", strict=False):
         fitting = [k for k in many if k == 1 or k >= S]
-        axes.plot(fitting, [S * k / (k + S - 1) for k in fitting], color=colour, marker=marker, label=f"{S} stages")
-    axes.set(xscale="log", xlabel="micro-batches a step", ylabel="times as fast as one card", ylim=(0, 8.4))
+        axes.plot(
+            fitting,
+            [S * k / (k + S - 1) for k in fitting],
+            color=colour,
+            marker=marker,
+            label=f"{S} stages",
+        )
+    axes.set(
+        xscale="log",
+        xlabel="micro-batches a step",
+        ylabel="times as fast as one card",
+        ylim=(0, 8.4),
+    )
     axes.set_xticks(many, [str(k) for k in many])
     axes.minorticks_off()
     axes.grid(axis="y")
@@ -511,7 +647,8 @@ def of_speed(theme: Theme):
 
 course.show(
     of_speed,
-    "Figure 4. By formula, for equal stages and rows: from the device map at k = 1, where no number of cards helps, to "
+    "Figure 4. By formula, for equal stages and rows: from the device map at k = 1, "
+    "where no number of cards helps, to "
     "nearly S times as fast.",
 )
 
@@ -522,18 +659,27 @@ course.show(
 # model, forward and back, micro-batch by micro-batch. So our subclass of it is given all micro-batches of a step at
 # once, and lets torch's schedule order their passes. Rows, checkpoints, adapter and report are the same.
 
-# %% tags=["hide-input"]
+# %% Train in two stages tags=["hide-input"]
 folder = tempfile.TemporaryDirectory()
-lines = (Path(cria_tricks.__file__).parent / "data" / "nguzo_saba_eval.jsonl").read_text(encoding="utf-8")
+lines = (
+    Path(cria_tricks.__file__).parent / "data" / "nguzo_saba_eval.jsonl"
+).read_text(encoding="utf-8")
 seven = Path(folder.name, "seven.jsonl")
 seven.write_text("".join(lines.splitlines(keepends=True)[:7]), encoding="utf-8")
-tiny = ["model=random:tiny", "tricks.peft=lora", "tricks.gradient_accumulation=4", "data.max_length=160"]
+tiny = [
+    "model=random:tiny",
+    "tricks.peft=lora",
+    "tricks.gradient_accumulation=4",
+    "data.max_length=160",
+]
 tiny += ["tricks.chunked_loss=true", "train.max_steps=3", "train.learning_rate=0.01"]
 tiny += [f"data.train={seven}", f"data.eval={seven}"]
 
 
 def losses_of(report):
-    return [entry["loss"] for entry in report["history"] if "loss" in entry] + [report["eval_loss_after"]]
+    return [entry["loss"] for entry in report["history"] if "loss" in entry] + [
+        report["eval_loss_after"]
+    ]
 
 
 def trained_by(settings, out):
@@ -543,16 +689,26 @@ def trained_by(settings, out):
 
 
 # %%
-print("cria launch kwanzaa --on torchrun --nproc 2 --set parallel.strategy=pipeline --set parallel.stage_blocks=9,7")
+print(
+    "cria launch kwanzaa --on torchrun --nproc 2 --set parallel.strategy=pipeline "
+    "--set parallel.stage_blocks=9,7"
+)
 whole = losses_of(trained_by(tiny, f"{folder.name}/one"))
-report = ranks.run(trained_by, [*tiny, "parallel.strategy=pipeline"], f"{folder.name}/two")[0]
+report = ranks.run(
+    trained_by, [*tiny, "parallel.strategy=pipeline"], f"{folder.name}/two"
+)[0]
 halves, said = losses_of(report), report["pipeline"]
 folder.cleanup()
 print("one process:", *(f"{loss:.6f}" for loss in whole))
 print("two stages: ", *(f"{loss:.6f}" for loss in halves))
-print(f"peak estimated {report['estimated_peak_bytes'] / MIB:.1f} MiB, measured", end=" ")
+print(
+    f"peak estimated {report['estimated_peak_bytes'] / MIB:.1f} MiB, measured", end=" "
+)
 print(f"{report['estimate']['measured_bytes'] / MIB:.1f} MiB")
-print(f"idle {said['idle_share']:.0%}, of equally long stages {said['idle_share_of_equal_stages']:.0%}")
+print(
+    f"idle {said['idle_share']:.0%}, "
+    f"of equally long stages {said['idle_share_of_equal_stages']:.0%}"
+)
 assert all(abs(p / q - 1) < 1e-5 for p, q in zip(halves, whole, strict=True))
 
 # %% [markdown]
@@ -565,8 +721,13 @@ assert all(abs(p / q - 1) < 1e-5 for p, q in zip(halves, whole, strict=True))
 # as well.
 
 # %%
-mine = with_settings(job, ["tricks.gradient_accumulation=2", "parallel.strategy=pipeline"])
-for wrong in (lambda: resolve(mine, processes=4), lambda: find_blocks("", 16, 32, "llama")):
+mine = with_settings(
+    job, ["tricks.gradient_accumulation=2", "parallel.strategy=pipeline"]
+)
+for wrong in (
+    lambda: resolve(mine, processes=4),
+    lambda: find_blocks("", 16, 32, "llama"),
+):
     try:
         wrong()
         raise AssertionError("it must be refused")
@@ -580,9 +741,14 @@ for wrong in (lambda: resolve(mine, processes=4), lambda: find_blocks("", 16, 32
 # weigh as much as a long one (lesson 2). Cure: `scale_grads=False`.
 
 # %%
-(_, of_first), (history, of_last) = ranks.run(train_it, partial(by_torch, scale_grads=True))
+(_, of_first), (history, of_last) = ranks.run(
+    train_it, partial(by_torch, scale_grads=True)
+)
 wrong = torch.cat([of_first, of_last])
-print(f"losses {history[0]:.4f} -> {history[-1]:.4f}; gradient {wrong.norm() / gradient.norm():.3f} times as long")
+print(
+    f"losses {history[0]:.4f} -> {history[-1]:.4f}; "
+    f"gradient {wrong.norm() / gradient.norm():.3f} times as long"
+)
 assert abs(history[0] / expected[0] - 1) < 1e-5
 assert apart(K * wrong, gradient) < 1e-5
 
@@ -624,13 +790,14 @@ mib_across = None
 
 
 def cut(seconds, S):
-    """Return how many layers each of S stages gets, a list of S whole numbers. FILL ME IN."""
+    """Return how many layers each of S stages gets, a list of S whole numbers. FILL ME
+    IN."""
 
 
 pieces_and_borders = None
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_cut(answer):
     drawn = random.Random(0)
     for number in range(60):
@@ -642,29 +809,51 @@ def of_cut(answer):
         found = list(found)
         assert len(found) == S, f"{S} stages, not {len(found)}"
         fine = sum(found) == many and min(found) > 0
-        assert fine, f"how many layers each stage gets: {many} in all, and one or more for each stage; not {found}"
+        assert fine, (
+            f"how many layers each stage gets: {many} in all, "
+            f"and one or more for each stage; not {found}"
+        )
         ends = list(itertools.accumulate(found))
-        slowest = max(sum(layers[end - size : end]) for size, end in zip(found, ends, strict=True))
+        slowest = max(
+            sum(layers[end - size : end]) for size, end in zip(found, ends, strict=True)
+        )
         best = float("inf")
         for places in itertools.combinations(range(1, many), S - 1):
             edges = (0, *places, many)
-            best = min(best, max(sum(layers[a:b]) for a, b in itertools.pairwise(edges)))
+            best = min(
+                best, max(sum(layers[a:b]) for a, b in itertools.pairwise(edges))
+            )
         times = ", ".join(f"{layer:.1f}" for layer in layers)
-        said = f"{found} for layers of {times} s: only the slowest stage counts; it takes {slowest:.1f} s"
+        said = (
+            f"{found} for layers of {times} s: only the slowest stage counts; "
+            f"it takes {slowest:.1f} s"
+        )
         assert slowest < best + 1e-9, f"{said}, and {best:.1f} s is possible"
 
 
 of_mib = course.equal(
     4096,
-    "count the numbers of a micro-batch, the bytes of each, the micro-batches, and both ways; a MiB has 2^20 bytes",
+    "count the numbers of a micro-batch, the bytes of each, the micro-batches, "
+    "and both ways; a MiB has 2^20 bytes",
 )
 of_pieces = course.equal(
     (4, 5),
-    "try v until the bubble is less than a tenth; a model in n pieces has n - 1 borders; the second number is a ratio",
+    "try v until the bubble is less than a tenth; "
+    "a model in n pieces has n - 1 borders; the second number is a ratio",
 )
 course.check(1, mib_across, of_mib, "a number of MiB")
-course.check(2, cut, of_cut, "a function (seconds, S) -> a list of S whole numbers, the layers of each stage")
-course.check(3, pieces_and_borders, of_pieces, "a pair of whole numbers in round brackets, (v, times)")
+course.check(
+    2,
+    cut,
+    of_cut,
+    "a function (seconds, S) -> a list of S whole numbers, the layers of each stage",
+)
+course.check(
+    3,
+    pieces_and_borders,
+    of_pieces,
+    "a pair of whole numbers in round brackets, (v, times)",
+)
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
@@ -674,8 +863,13 @@ course.check(3, pieces_and_borders, of_pieces, "a pair of whole numbers in round
 #
 #
 # def cut(seconds, S):
-#     edges = ((0, *places, len(seconds)) for places in itertools.combinations(range(1, len(seconds)), S - 1))
-#     best = min(edges, key=lambda at: max(sum(seconds[a:b]) for a, b in itertools.pairwise(at)))
+#     edges = (
+#         (0, *places, len(seconds))
+#         for places in itertools.combinations(range(1, len(seconds)), S - 1)
+#     )
+#     best = min(
+#         edges, key=lambda at: max(sum(seconds[a:b]) for a, b in itertools.pairwise(at))
+#     )
 #     return [b - a for a, b in itertools.pairwise(best)]
 #
 #

@@ -19,7 +19,7 @@
 # other machine each card has an InfiniBand link, a tenth as fast. Lessons 20, 22 and 23 gave three ways to share a
 # step. Which of them should which cards use?
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import logging
 import math
 import tempfile
@@ -29,7 +29,8 @@ from functools import partial
 from pathlib import Path
 
 warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it tells of a package that is not needed
+# on some CPUs it tells of a package that is not needed
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -55,7 +56,8 @@ from cria_tricks.resolve import resolve
 from cria_tricks.run.run import train
 from cria_tricks.step_plan import diff
 
-ranks = Ranks(4)  # four processes, joined by gloo as in lesson 20; they end with this notebook
+# four processes, joined by gloo as in lesson 20; they end with this notebook
+ranks = Ranks(4)
 ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
 ranks.run(quiet_libraries)
 quiet_libraries()
@@ -72,14 +74,25 @@ GIB = 2**30
 
 # %%
 A100 = CARDS["a100"].device
-refused = ["quantization=none", "double_quantization=false", "optimizer=adamw", "paged_optimizer=false"]
+refused = [
+    "quantization=none",
+    "double_quantization=false",
+    "optimizer=adamw",
+    "paged_optimizer=false",
+]
 ours = with_settings(recipes.capstone(A100), [f"tricks.{one}" for one in refused])
 large = with_settings(ours, ["model=llama-3.1-70b"])
-GRIDS = [{"data": N, "stage": S, "tensor": 8 // N // S} for N in (1, 2, 4, 8) for S in (1, 2, 4, 8) if N * S <= 8]
+GRIDS = [
+    {"data": N, "stage": S, "tensor": 8 // N // S}
+    for N in (1, 2, 4, 8)
+    for S in (1, 2, 4, 8)
+    if N * S <= 8
+]
 
 
 def share(recipe, sizes):
-    """The recipe and shape of what a process computes: its part of the 8 micro-batches, and of heads and MLPs."""
+    """The recipe and shape of what a process computes: its part of the 8 micro-batches,
+    and of heads and MLPs."""
     mine = with_settings(recipe, [f"tricks.gradient_accumulation={8 // sizes['data']}"])
     return local(mine, find_shape(recipe.model), "tensor", sizes["tensor"])
 
@@ -87,7 +100,9 @@ def share(recipe, sizes):
 def bill(recipe, sizes, card="a100"):
     """The bill of the stage that needs most."""
     S = sizes["stage"]  # stages divide the blocks; heads and MLPs are divided already
-    return per_process(*share(recipe, sizes), CARDS[card].device, "pipeline" if S > 1 else "none", S)
+    return per_process(
+        *share(recipe, sizes), CARDS[card].device, "pipeline" if S > 1 else "none", S
+    )
 
 
 def name(sizes):
@@ -96,13 +111,17 @@ def name(sizes):
 
 for recipe in (large, ours):
     needed = {name(sizes): bill(recipe, sizes).least_bytes / GIB for sizes in GRIDS}
-    print(recipe.model, "GiB:", ", ".join(f"{grid}: {size:.1f}" for grid, size in needed.items()))
+    print(
+        recipe.model,
+        "GiB:",
+        ", ".join(f"{grid}: {size:.1f}" for grid, size in needed.items()),
+    )
 fitting = [sizes for sizes in GRIDS if bill(large, sizes).fits]
 assert len(fitting) == 6
 assert all(bill(ours, sizes).fits for sizes in GRIDS)
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def memory_of_grids(theme: Theme):
     """What a process needs, grid by grid, beside what an A100 has."""
     drawn, axes = course.figure(height=3.4)
@@ -111,16 +130,29 @@ def memory_of_grids(theme: Theme):
     colours = [theme.series[0] if size <= has else theme.quiet for size in sizes_of]
     axes.barh(range(10), sizes_of, color=colours, height=0.66)
     for place, size in enumerate(sizes_of):
-        axes.text(max(size, has) if has - 3 < size else size, place, f" {size:.1f}", va="center", color=theme.ink)
+        axes.text(
+            max(size, has) if has - 3 < size else size,
+            place,
+            f" {size:.1f}",
+            va="center",
+            color=theme.ink,
+        )
     axes.axvline(has, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.text(has, -0.95, f" an A100 has {has:.1f} GiB", color=theme.alarm, va="center")
     axes.set_yticks(range(10), [name(sizes) for sizes in GRIDS])
-    axes.set(xlabel="needed by a process, GiB", ylabel="data x stage x tensor", ylim=(9.6, -1.5))
+    axes.set(
+        xlabel="needed by a process, GiB",
+        ylabel="data x stage x tensor",
+        ylim=(9.6, -1.5),
+    )
     axes.grid(axis="x")
     return drawn
 
 
-course.show(memory_of_grids, "Figure 1. Llama-3.1-70B over eight cards: what each needs. Six of ten grids fit.")
+course.show(
+    memory_of_grids,
+    "Figure 1. Llama-3.1-70B over eight cards: what each needs. Six of ten grids fit.",
+)
 
 # %% [markdown]
 # Six, and for our model all ten. A quarter of the weights is 33 GiB, so 2 x 1 x 4 might have fitted. But tensor
@@ -144,11 +176,18 @@ def place(rank, sizes):
 def line(rank, axis, sizes):
     """The processes that differ along `axis` alone, this one among them."""
     here = place(rank, sizes) | {axis: 0}
-    return [other for other in range(math.prod(sizes.values())) if place(other, sizes) | {axis: 0} == here]
+    return [
+        other
+        for other in range(math.prod(sizes.values()))
+        if place(other, sizes) | {axis: 0} == here
+    ]
 
 
 cube = {"data": 2, "stage": 2, "tensor": 2}
-print(f"rank 5 of 8: {place(5, cube)}, lines", {axis: line(5, axis, cube) for axis in cube})
+print(
+    f"rank 5 of 8: {place(5, cube)}, lines",
+    {axis: line(5, axis, cube) for axis in cube},
+)
 assert {axis: line(5, axis, cube) for axis in cube} == hybrid.lines(5, cube)
 
 # %% [markdown]
@@ -156,7 +195,12 @@ assert {axis: line(5, axis, cube) for axis in cube} == hybrid.lines(5, cube)
 # stays among its processes. Does it agree, for all six grids of four processes?
 
 # %%
-FOURS = [{"data": N, "stage": S, "tensor": 4 // N // S} for N in (1, 2, 4) for S in (1, 2, 4) if N * S <= 4]
+FOURS = [
+    {"data": N, "stage": S, "tensor": 4 // N // S}
+    for N in (1, 2, 4)
+    for S in (1, 2, 4)
+    if N * S <= 4
+]
 
 
 def mesh_agrees(sizes):
@@ -170,19 +214,27 @@ print("torch agrees for", ", ".join(agreeing))
 assert len(agreeing) == 6
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def eight(theme: Theme):
     """A cube of eight processes on two machines: who talks to whom."""
     sketch = course.Sketch(theme, 44, 16.4)
     at = {}
     for rank in range(8):
         where = place(rank, cube)
-        x, y = 4 + 22 * where["data"] + 9.6 * where["tensor"], 2.6 + 6.6 * where["stage"]
+        x, y = (
+            4 + 22 * where["data"] + 9.6 * where["tensor"],
+            2.6 + 6.6 * where["stage"],
+        )
         at[rank] = (x, y)
         sketch.tensor(x, y, 5, 2.6, f"rank {rank}", color=3)
     for machine in (0, 1):
         sketch.tensor(2.4 + 22 * machine, 1.2, 18, 12, "", color=3, kept=False)
-        sketch.text(11.4 + 22 * machine, 0.5, f"machine {machine}: rows of group {machine}", quiet=True)
+        sketch.text(
+            11.4 + 22 * machine,
+            0.5,
+            f"machine {machine}: rows of group {machine}",
+            quiet=True,
+        )
     for rank, (x, y) in at.items():
         where = place(rank, cube)
         if where["tensor"] == 0:
@@ -195,7 +247,11 @@ def eight(theme: Theme):
         sketch.text(22.4, y - 0.9, pairs)
         sketch.arrow((20.6, y), (24.2, y), color=2)
         sketch.arrow((24.2, y), (20.6, y), color=2)
-    words = (("tensor: in every block", 0), ("stage: every micro-batch", 1), ("data: once a step", 2))
+    words = (
+        ("tensor: in every block", 0),
+        ("stage: every micro-batch", 1),
+        ("data: once a step", 2),
+    )
     for place_, (says, colour) in enumerate(words):
         sketch.arrow((3 + 14 * place_, 15.2), (5.4 + 14 * place_, 15.2), color=colour)
         sketch.text(5.9 + 14 * place_, 15.2, says, align="left")
@@ -204,8 +260,10 @@ def eight(theme: Theme):
 
 course.show(
     eight,
-    "Figure 2. A cube, 2 x 2 x 2, on two machines. The innermost axis (tensor) has neighbouring ranks, so it stays "
-    "inside a machine. From machine to machine each rank talks to the one four further, once a step.",
+    "Figure 2. A cube, 2 x 2 x 2, on two machines. "
+    "The innermost axis (tensor) has neighbouring ranks, so it stays "
+    "inside a machine. From machine to machine each rank talks to the one four "
+    "further, once a step.",
 )
 
 # %% [markdown]
@@ -220,7 +278,10 @@ D, INNER = 16, 32
 
 def new_blocks():
     torch.manual_seed(0)
-    return [(torch.randn(INNER, D) / D**0.5, torch.randn(D, INNER) / INNER**0.5) for _ in range(4)]
+    return [
+        (torch.randn(INNER, D) / D**0.5, torch.randn(D, INNER) / INNER**0.5)
+        for _ in range(4)
+    ]
 
 
 def added_up(y, group):
@@ -243,13 +304,18 @@ def over_a_grid(sizes, windows, everyone=False, shuffled=False):
     mesh = init_device_mesh("cpu", (N, S, M), mesh_dim_names=tuple(sizes))
     along = {axis: mesh.get_group(axis) for axis in sizes}
     s = here["stage"]
-    stages = line(dist.get_rank(), "stage", sizes)  # the ranks of this pipeline, stage by stage
+    # the ranks of this pipeline, stage by stage
+    stages = line(dist.get_rank(), "stage", sizes)
     own = new_blocks()[s * 4 // S : (s + 1) * 4 // S]  # the blocks of this stage
-    parts = [(up.chunk(M, 0)[here["tensor"]], down.chunk(M, 1)[here["tensor"]]) for up, down in own]
+    parts = [
+        (up.chunk(M, 0)[here["tensor"]], down.chunk(M, 1)[here["tensor"]])
+        for up, down in own
+    ]
     weights = [part.clone().requires_grad_() for pair in parts for part in pair]
     optimizer, history, last = torch.optim.SGD(weights, 0.5), [], s == S - 1
     for window in windows:
-        mine, kept, loss = window[here["data"] :: N], [], torch.zeros(())  # kept: for the backward passes
+        # kept: for the backward passes
+        mine, kept, loss = window[here["data"] :: N], [], torch.zeros(())
         if shuffled:
             mine = mine[here["tensor"] :] + mine[: here["tensor"]]
         for x, target in mine:
@@ -286,7 +352,7 @@ def over_a_grid(sizes, windows, everyone=False, shuffled=False):
 # `alone` is the same model in one process, without any of this: all rows at once, matrices whole, no group.
 
 
-# %% tags=["hide-input"]
+# %% Helpers: compare with one process tags=["hide-input"]
 def alone(windows):
     weights = [W.requires_grad_() for pair in new_blocks() for W in pair]
     optimizer, history = torch.optim.SGD(weights, 0.5), []
@@ -311,8 +377,12 @@ rows = [(torch.randn(2, 8, D), torch.randn(2, 8, D)) for _ in range(4)]
 expected = alone([rows] * 5)
 print(f"one process: loss {expected[0]:.6f} -> {expected[-1]:.6f}")
 for sizes in FOURS:
-    found = ranks.run(over_a_grid, sizes, [rows] * 5)[-1]  # the last process is of a last stage
-    print(f"{name(sizes)}: loss {found[0]:.6f} -> {found[-1]:.6f}, off by at most {apart(found, expected):.0e}")
+    # the last process is of a last stage
+    found = ranks.run(over_a_grid, sizes, [rows] * 5)[-1]
+    print(
+        f"{name(sizes)}: loss {found[0]:.6f} -> {found[-1]:.6f}, "
+        f"off by at most {apart(found, expected):.0e}"
+    )
     assert apart(found, expected) < 1e-5
 
 # %% [markdown]
@@ -341,16 +411,26 @@ assert all(found)
 # has ranks of both machines. Guess the fastest grid that fits the 70B model, and the fastest for ours. Then price them
 # all: lesson 15's computing, lesson 23's idle slots, and calls at the rate that NCCL gets from a link.
 
+# %% Your guess: the fastest grid of the 70B model tags=["predict"]
+guess = "no guess"  # @param ["no guess", "1 x 1 x 8", "2 x 2 x 2", "2 x 4 x 1"]
+
 
 # %%
 def slow(axis, sizes):
     """Whether a line of the axis leaves its machine."""
-    return any(len({other // 4 for other in line(rank, axis, sizes)}) > 1 for rank in range(8))
+    return any(
+        len({other // 4 for other in line(rank, axis, sizes)}) > 1 for rank in range(8)
+    )
 
 
 def sent_along(recipe, sizes):
-    """What a process of the last stage sends in a step, by axis; nothing along an axis of one."""
-    (here, _), shape, (S, M) = share(recipe, sizes), find_shape(recipe.model), (sizes["stage"], sizes["tensor"])
+    """What a process of the last stage sends in a step, by axis; nothing along an axis
+    of one."""
+    (here, _), shape, (S, M) = (
+        share(recipe, sizes),
+        find_shape(recipe.model),
+        (sizes["stage"], sizes["tensor"]),
+    )
     blocks = replace(shape, layers=shape.layers // S)
     gradients = 4 * ddp_tensor.own_weights(here, blocks, M)
     found = {
@@ -362,20 +442,38 @@ def sent_along(recipe, sizes):
 
 
 def seconds(recipe, sizes, card="a100", inside="nvlink_a100", outside="hdr"):
-    """An optimizer step, estimated, of the last stage, which has the head and takes longest."""
+    """An optimizer step, estimated, of the last stage, which has the head and takes
+    longest."""
     (here, part), k, S = share(recipe, sizes), 8 // sizes["data"], sizes["stage"]
     took = {}
     for axis, calls in sent_along(recipe, sizes).items():
-        took[axis] = sum(LINKS[outside if slow(axis, sizes) else inside].seconds(call) for call in calls)
-    computing = compute_seconds(here, replace(part, layers=part.layers // S), CARDS[card], "none", 1)
+        took[axis] = sum(
+            LINKS[outside if slow(axis, sizes) else inside].seconds(call)
+            for call in calls
+        )
+    computing = compute_seconds(
+        here, replace(part, layers=part.layers // S), CARDS[card], "none", 1
+    )
     return (computing + took["tensor"]) * (k + S - 1) / k + took["stage"] + took["data"]
 
 
 for recipe in (large, ours):
-    times = {name(sizes): seconds(recipe, sizes) for sizes in GRIDS if bill(recipe, sizes).fits}
-    print(recipe.model, "seconds:", ", ".join(f"{grid}: {time:.2f}" for grid, time in times.items()))
-best, best_ours = (min(GRIDS, key=lambda g, r=r: (not bill(r, g).fits, seconds(r, g))) for r in (large, ours))
+    times = {
+        name(sizes): seconds(recipe, sizes)
+        for sizes in GRIDS
+        if bill(recipe, sizes).fits
+    }
+    print(
+        recipe.model,
+        "seconds:",
+        ", ".join(f"{grid}: {time:.2f}" for grid, time in times.items()),
+    )
+best, best_ours = (
+    min(GRIDS, key=lambda g, r=r: (not bill(r, g).fits, seconds(r, g)))
+    for r in (large, ours)
+)
 assert (name(best), name(best_ours)) == ("2 x 2 x 2", "8 x 1 x 1")
+course.reveal(guess, name(best))
 
 # %% [markdown]
 # The cube wins, and for our model a line of eight. Seconds are middles of wide ranges, so do not trust the order of
@@ -392,30 +490,52 @@ assert (name(best), name(best_ours)) == ("2 x 2 x 2", "8 x 1 x 1")
 # %%
 def to_the_other_machine(recipe, sizes):
     """Bytes that a process sends to the other machine in a step."""
-    calls = [call for axis, found in sent_along(recipe, sizes).items() if slow(axis, sizes) for call in found]
+    calls = [
+        call
+        for axis, found in sent_along(recipe, sizes).items()
+        if slow(axis, sizes)
+        for call in found
+    ]
     return sum(call.sent for call in calls)
 
 
 inside_out = dict(reversed(best.items()))
 for sizes in (best, inside_out):
     crossing = to_the_other_machine(large, sizes) / 1e9
-    print(f"{', '.join(sizes):20} {crossing:6.2f} GB to the other machine, {seconds(large, sizes):.1f} s")
-print(f"{to_the_other_machine(large, inside_out) / to_the_other_machine(large, best):.0f} times as much")
+    print(
+        f"{', '.join(sizes):20} {crossing:6.2f} GB to the other machine, "
+        f"{seconds(large, sizes):.1f} s"
+    )
+times = to_the_other_machine(large, inside_out) / to_the_other_machine(large, best)
+print(f"{times:.0f} times as much")
 assert to_the_other_machine(large, inside_out) > 90 * to_the_other_machine(large, best)
 assert seconds(large, inside_out) > 1.1 * seconds(large, best)
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input"]
 def time_of_grids(theme: Theme):
     """Seconds of a step, the fast axis inside the machine and outside."""
     drawn, axes = course.figure(height=3.0)
     for shift, turned in ((-0.2, False), (0.2, True)):
-        times = [seconds(large, dict(reversed(sizes.items())) if turned else sizes) for sizes in fitting]
+        times = [
+            seconds(large, dict(reversed(sizes.items())) if turned else sizes)
+            for sizes in fitting
+        ]
         places = [number + shift for number in range(len(fitting))]
         label = "tensor outermost" if turned else "tensor innermost"
-        axes.barh(places, times, height=0.36, color=theme.series[1 if turned else 0], label=label)
+        axes.barh(
+            places,
+            times,
+            height=0.36,
+            color=theme.series[1 if turned else 0],
+            label=label,
+        )
     axes.set_yticks(range(len(fitting)), [name(sizes) for sizes in fitting])
-    axes.set(xlabel="seconds of a step, estimated", ylabel="data x stage x tensor", ylim=(len(fitting) - 0.4, -0.6))
+    axes.set(
+        xlabel="seconds of a step, estimated",
+        ylabel="data x stage x tensor",
+        ylim=(len(fitting) - 0.4, -0.6),
+    )
     axes.grid(axis="x")
     axes.legend(loc="lower right")
     return drawn
@@ -423,7 +543,8 @@ def time_of_grids(theme: Theme):
 
 course.show(
     time_of_grids,
-    "Figure 3. The grids that fit the 70B model. A tensor axis from machine to machine costs seconds. 1 x 1 x 8 has "
+    "Figure 3. The grids that fit the 70B model. "
+    "A tensor axis from machine to machine costs seconds. 1 x 1 x 8 has "
     "one either way, and grids with a 1 at the end have no tensor axis.",
 )
 
@@ -437,7 +558,9 @@ course.show(
 start = "cria launch RECIPE --on torchrun --nproc 4"
 print(f"{start} --set parallel.strategy=ddp_tensor --set parallel.tensor_size=2")
 print(f"{start} --set parallel.strategy=pipeline --set parallel.pipelines=2")
-two_by_two = with_settings(ours, ["parallel.strategy=ddp_tensor", "parallel.tensor_size=2"])
+two_by_two = with_settings(
+    ours, ["parallel.strategy=ddp_tensor", "parallel.tensor_size=2"]
+)
 print(diff(resolve(ours, A100), resolve(two_by_two, A100, processes=4)))
 
 # %% [markdown]
@@ -445,42 +568,80 @@ print(diff(resolve(ours, A100), resolve(two_by_two, A100, processes=4)))
 # evaluation. Then come the losses of two steps of the cube's function, over grids of four.
 
 
-# %% tags=["hide-input"]
+# %% Helpers: train on a grid tags=["hide-input"]
 def tiny(folder, name, *settings):
     """Each step's loss and gradient norm, and the evaluation loss after them."""
-    few = ["train.max_steps=2", "train.learning_rate=0.01", "data.max_length=200", "tricks.gradient_accumulation=2"]
-    few += ["model=random:tiny", "tricks.peft=lora", "lora.r=2", "tricks.chunked_loss=true"]
+    few = [
+        "train.max_steps=2",
+        "train.learning_rate=0.01",
+        "data.max_length=200",
+        "tricks.gradient_accumulation=2",
+    ]
+    few += [
+        "model=random:tiny",
+        "tricks.peft=lora",
+        "lora.r=2",
+        "tricks.chunked_loss=true",
+    ]
     few += [f"data.{use}={folder}/few.jsonl" for use in ("train", "eval")]
     aside = Aside()
     aside.quiet = True
-    report = train(with_settings(Recipe(), [*few, *settings]), f"{folder}/{name}", console=aside)
-    found = [entry[key] for entry in report["history"] for key in ("loss", "grad_norm") if key in entry]
+    report = train(
+        with_settings(Recipe(), [*few, *settings]), f"{folder}/{name}", console=aside
+    )
+    found = [
+        entry[key]
+        for entry in report["history"]
+        for key in ("loss", "grad_norm")
+        if key in entry
+    ]
     return [*found, report["eval_loss_after"]]
 
 
 def through_the_cube(recipe, rows, sizes):
-    from cria_tricks.course.hybrid_demo import over_the_cube  # a module would travel with all that is in it
+    # a module would travel with all that is in it
+    from cria_tricks.course.hybrid_demo import over_the_cube
 
     return [entry["loss"] for entry in over_the_cube(recipe, rows, sizes).training]
 
 
 def show(runs):
-    """Print the numbers of each run; all must be those of the first run, which is one process, within rounding."""
+    """Print the numbers of each run; all must be those of the first run, which is one
+    process, within rounding."""
     expected = next(iter(runs.values()))
     for title, found in runs.items():
         print(f"{title:24}", *(f"{number:.6f}" for number in found))
         assert apart(found, expected) < 1e-5
 
 
-# %%
+# %% Train on a grid of processes tags=["hide-input"]
 with tempfile.TemporaryDirectory() as folder:
-    lines = (Path(cria_tricks.__file__).parent / "data" / "nguzo_saba_eval.jsonl").read_text(encoding="utf-8")
-    Path(folder, "few.jsonl").write_text("".join(lines.splitlines(keepends=True)[:4]), encoding="utf-8")
+    lines = (
+        Path(cria_tricks.__file__).parent / "data" / "nguzo_saba_eval.jsonl"
+    ).read_text(encoding="utf-8")
+    Path(folder, "few.jsonl").write_text(
+        "".join(lines.splitlines(keepends=True)[:4]), encoding="utf-8"
+    )
     one = tiny(folder, "one")
-    show({"one process": one, "ddp_tensor, 2 x 2": ranks.run(tiny, folder, "four", "parallel.strategy=ddp_tensor")[0]})
-recipe, few = with_settings(Recipe(), [*hybrid_demo.TINY, "train.max_steps=2"]), hybrid_demo.random_rows()
-runs = {"one process": [entry["loss"] for entry in hybrid_demo.alone(recipe, few).training]}
-for sizes in ({"data": 2, "stage": 2, "tensor": 1}, {"data": 1, "stage": 2, "tensor": 2}):
+    show(
+        {
+            "one process": one,
+            "ddp_tensor, 2 x 2": ranks.run(
+                tiny, folder, "four", "parallel.strategy=ddp_tensor"
+            )[0],
+        }
+    )
+recipe, few = (
+    with_settings(Recipe(), [*hybrid_demo.TINY, "train.max_steps=2"]),
+    hybrid_demo.random_rows(),
+)
+runs = {
+    "one process": [entry["loss"] for entry in hybrid_demo.alone(recipe, few).training]
+}
+for sizes in (
+    {"data": 2, "stage": 2, "tensor": 1},
+    {"data": 1, "stage": 2, "tensor": 2},
+):
     runs[name(sizes)] = ranks.run(through_the_cube, recipe, few, sizes)[0]
 show(runs)
 
@@ -492,14 +653,25 @@ show(runs)
 
 # %%
 shape = find_shape(large.model)
-for cards, link, title in ((8, "hdr", "FSDP over eight"), (4, "nvlink_a100", "HSDP, 2 x 4")):
-    each = with_settings(large, [f"tricks.gradient_accumulation={cards}"])  # of 8 rows, those of one copy
+for cards, link, title in (
+    (8, "hdr", "FSDP over eight"),
+    (4, "nvlink_a100", "HSDP, 2 x 4"),
+):
+    # of 8 rows, those of one copy
+    each = with_settings(large, [f"tricks.gradient_accumulation={cards}"])
     sharded = per_process(each, shape, A100, "fsdp", cards)
-    gathers = sum(LINKS[link].seconds(call) for call in fsdp.traffic(each, shape, cards))
+    gathers = sum(
+        LINKS[link].seconds(call) for call in fsdp.traffic(each, shape, cards)
+    )
     computing = compute_seconds(each, shape, CARDS["a100"], "fsdp", cards)
-    print(f"{title}: {sharded.least_bytes / GIB:.1f} GiB; gathers {gathers:.1f} s, computing {computing:.1f} s")
+    print(
+        f"{title}: {sharded.least_bytes / GIB:.1f} GiB; gathers {gathers:.1f} s, "
+        f"computing {computing:.1f} s"
+    )
     assert sharded.fits == (cards == 8)
-print(f"and our job, on one T4: {course.bill(course.CAPSTONE).least_bytes / GIB:.1f} GiB")
+print(
+    f"and our job, on one T4: {course.bill(course.CAPSTONE).least_bytes / GIB:.1f} GiB"
+)
 
 # %% [markdown]
 # HSDP would beat the cube, but it does not fit 40 GB. On cards of 80 GB it is the first thing to try. FSDP over all
@@ -565,43 +737,65 @@ def two_levels(tensor, inside, across):
 best_grid = None
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_two_levels(answer):
     def in_four(machines):
-        mesh = init_device_mesh("cpu", (machines, 4 // machines), mesh_dim_names=("across", "inside"))
+        mesh = init_device_mesh(
+            "cpu", (machines, 4 // machines), mesh_dim_names=("across", "inside")
+        )
         mine = torch.arange(1000.0) * (dist.get_rank() + 1)
         with CountCollectives() as count:
-            return answer(mine, mesh.get_group("inside"), mesh.get_group("across")), count.bytes
+            return answer(
+                mine, mesh.get_group("inside"), mesh.get_group("across")
+            ), count.bytes
 
     right = torch.arange(1000.0) * 10
     for machines in (2, 1, 4):
         try:
             found, sent = zip(*ranks.run(in_four, machines), strict=True)
-        except RuntimeError as error:  # a process's whole traceback, of which the last line says what is wrong
+        # a process's whole traceback, of which the last line says what is wrong
+        except RuntimeError as error:
             raise RuntimeError(str(error).strip().splitlines()[-1]) from None
         if found[0] is None:
             raise NotImplementedError
-        same = all(one.shape == right.shape and torch.equal(one, right) for one in found)
+        same = all(
+            one.shape == right.shape and torch.equal(one, right) for one in found
+        )
         assert same, "not the sum over all four, or not all of it, in every process"
         added, piece = sent[0]["all_reduce"], 4000 * machines // 4
         assert added == piece, (
-            f"with {4 // machines} processes in a machine {added:,} bytes are in all-reduces; a piece has {piece:,}: a "
-            "machine's processes share the tensor, and only pieces go to the other machines"
+            f"with {4 // machines} processes in a machine {added:,} bytes are in "
+            f"all-reduces; a piece has {piece:,}: a "
+            "machine's processes share the tensor, "
+            "and only pieces go to the other machines"
         )
 
 
 smaller = with_settings(ours, ["model=llama-2-13b"])
-on_l4 = {tuple(g.values()): seconds(smaller, g, "l4", "pcie4", "10gbe") for g in GRIDS if bill(smaller, g, "l4").fits}
+on_l4 = {
+    tuple(g.values()): seconds(smaller, g, "l4", "pcie4", "10gbe")
+    for g in GRIDS
+    if bill(smaller, g, "l4").fits
+}
 of_line = course.equal(
     [11, 27, 43, 59],
-    "data is the outermost axis: how many ranks further is its next place? The line begins at place 0, and holds 27",
+    "data is the outermost axis: how many ranks further is its next place? The line "
+    "begins at place 0, and holds 27",
 )
 of_grid = course.equal(
     min(on_l4, key=on_l4.get),
-    "does its process fit in 21.96 GiB, is it the fastest of those that do, and which link does each of its axes get?",
+    "does its process fit in 21.96 GiB, is it the fastest of those that do, "
+    "and which link does each of its axes get?",
 )
-course.check(1, data_line_of_27, of_line, "a list of four ranks, whole numbers in order")
-course.check(2, two_levels, of_two_levels, "a function (tensor, inside, across) -> the sum, a tensor of the same shape")
+course.check(
+    1, data_line_of_27, of_line, "a list of four ranks, whole numbers in order"
+)
+course.check(
+    2,
+    two_levels,
+    of_two_levels,
+    "a function (tensor, inside, across) -> the sum, a tensor of the same shape",
+)
 course.check(3, best_grid, of_grid, "three whole numbers in round brackets, (N, S, M)")
 
 # %% [markdown]
@@ -619,7 +813,8 @@ course.check(3, best_grid, of_grid, "three whole numbers in round brackets, (N, 
 #     return tensor
 #
 #
-# best_grid = (4, 1, 2)  # eight copies do not fit; two cards to a matrix cost less than a pipeline's idle slots
+# # eight copies do not fit; two cards to a matrix cost less than a pipeline's idle slots
+# best_grid = (4, 1, 2)
 # ```
 #
 # </details>

@@ -18,7 +18,7 @@
 # and counted what processes send. Here we ask how long a byte takes, and how long a *call*, a collective, takes even
 # with few bytes.
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import logging
 import os
 import statistics
@@ -30,7 +30,8 @@ from functools import partial
 from unittest import mock
 
 warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it tells of a package that is not needed
+# on some CPUs it tells of a package that is not needed
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 import torch
 import torch.distributed as dist
 
@@ -42,18 +43,27 @@ from cria_tricks.hardware.cards import CARDS
 from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import STRATEGIES, ring_collectives
 from cria_tricks.predict import links
-from cria_tricks.predict.links import LINKS, Timing, compute_seconds, step_seconds, when_it_stops
+from cria_tricks.predict.links import (
+    LINKS,
+    Timing,
+    compute_seconds,
+    step_seconds,
+    when_it_stops,
+)
 from cria_tricks.recipe import with_settings
 
-ranks = Ranks(4)  # four processes, joined by gloo as in lesson 20; they end with this notebook
+# four processes, joined by gloo as in lesson 20; they end with this notebook
+ranks = Ranks(4)
 ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
-ranks.run(warnings.simplefilter, "ignore", FutureWarning)  # torch 2.13 has new names for two of the functions
+# torch 2.13 has new names for two of the functions
+ranks.run(warnings.simplefilter, "ignore", FutureWarning)
 torch.manual_seed(0)
 MIB = 2**20
 
 
 def trial(all_reduce, dtype=torch.int64):
-    """Our sum and torch's of 1,024 numbers, and what this process sent: in bytes, in calls."""
+    """Our sum and torch's of 1,024 numbers, and what this process sent: in bytes, in
+    calls."""
     torch.manual_seed(dist.get_rank())
     ours = (100 * torch.randn(1024)).to(dtype)
     dist.all_reduce(theirs := ours.clone())
@@ -78,8 +88,14 @@ def sent_by_each(all_reduce):
 # %%
 A100, shape = CARDS["a100"], find_shape("llama-3.2-1b")
 job = recipes.capstone(A100.device)
-plain_adamw = with_settings(job, ["tricks.optimizer=adamw", "tricks.paged_optimizer=false"])  # sharding wants it
-bf16 = with_settings(plain_adamw, ["tricks.quantization=none", "tricks.double_quantization=false"])  # as in lesson 22
+# sharding wants it
+plain_adamw = with_settings(
+    job, ["tricks.optimizer=adamw", "tricks.paged_optimizer=false"]
+)
+# as in lesson 22
+bf16 = with_settings(
+    plain_adamw, ["tricks.quantization=none", "tricks.double_quantization=false"]
+)
 RECIPES = {"ddp": job, "fsdp": plain_adamw, "tensor": bf16}
 nvlink, parts = LINKS["nvlink_a100"], {}
 for way in ("ddp", "tensor"):
@@ -87,7 +103,11 @@ for way in ("ddp", "tensor"):
     number, sent = sum(call.times for call in calls), sum(call.sent for call in calls)
     estimated = sum(map(nvlink.seconds, calls))
     parts[way] = 1 - sent / nvlink.rate / estimated  # what is not spent on bytes
-    print(f"{way:7}{sent / 1e6:6,.0f} MB, calls: {number:,}; {1000 * sent / nvlink.peak:.2f} ms by division", end=", ")
+    print(
+        f"{way:7}{sent / 1e6:6,.0f} MB, calls: {number:,}; "
+        f"{1000 * sent / nvlink.peak:.2f} ms by division",
+        end=", ",
+    )
     print(f"{1000 * estimated:.2f} by estimate; latency is {parts[way]:.0%} of that")
 assert parts["ddp"] < 0.1 < 0.25 < parts["tensor"]
 assert number == 641
@@ -133,7 +153,8 @@ assert sent == [3, 1, 1, 1]
 
 # %%
 def exchange(sent, to, received, source):
-    """Send and receive at once. If all sent first, nobody would receive, and all would wait forever."""
+    """Send and receive at once. If all sent first, nobody would receive, and all would
+    wait forever."""
     both = [dist.P2POp(dist.isend, sent, to), dist.P2POp(dist.irecv, received, source)]
     for work in dist.batch_isend_irecv(both):
         work.wait()
@@ -143,7 +164,12 @@ def reduce_scatter(pieces):
     rank, N = dist.get_rank(), dist.get_world_size()
     for turn in range(N - 1):
         growing = pieces[(rank - turn - 1) % N]
-        exchange(pieces[(rank - turn) % N], (rank + 1) % N, received := torch.empty_like(growing), (rank - 1) % N)
+        exchange(
+            pieces[(rank - turn) % N],
+            (rank + 1) % N,
+            received := torch.empty_like(growing),
+            (rank - 1) % N,
+        )
         growing += received
 
 
@@ -151,27 +177,38 @@ def reduce_scatter(pieces):
 # **Hand complete pieces on.** $N - 1$ more rounds, without adding: an *all-gather*. **Put both together.** How much of
 # the tensor does each of four processes send now? Count the rounds before you run.
 
+# %% Your guess: times the tensor that each sends tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 
 # %%
 def all_gather(pieces):
     rank, N = dist.get_rank(), dist.get_world_size()
     for turn in range(N - 1):
-        exchange(pieces[(rank + 1 - turn) % N], (rank + 1) % N, pieces[(rank - turn) % N], (rank - 1) % N)
+        exchange(
+            pieces[(rank + 1 - turn) % N],
+            (rank + 1) % N,
+            pieces[(rank - turn) % N],
+            (rank - 1) % N,
+        )
 
 
 def ring(x):
-    pieces = x.tensor_split(dist.get_world_size())  # views: what happens to them happens to x
+    # views: what happens to them happens to x
+    pieces = x.tensor_split(dist.get_world_size())
     reduce_scatter(pieces)
     all_gather(pieces)
 
 
 print("of a tensor each process sends", sent := sent_by_each(ring))
 assert sent == [1.5] * 4
+course.reveal(guess, sent[0], "times")
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def rounds(theme: Theme):
-    """How many processes' numbers are in each piece, round by round, as the code above moves them."""
+    """How many processes' numbers are in each piece, round by round, as the code above
+    moves them."""
     sketch = course.Sketch(theme, 46, 13.4)
     inside = [[1] * 4 for _ in range(4)]
     for turn in range(7):
@@ -184,11 +221,15 @@ def rounds(theme: Theme):
             for piece in range(4):
                 held = inside[rank][piece]
                 box = (left + 1.3 * piece, 1.9 + 2.6 * rank, 1.2, 2)
-                sketch.tensor(*box, str(held), color=1 if held == 4 else 0, kept=held > 1)
+                sketch.tensor(
+                    *box, str(held), color=1 if held == 4 else 0, kept=held > 1
+                )
         before = [list(row) for row in inside]
         for rank in range(4):
             piece = (rank - turn - 1) % 4 if turn < 3 else (rank - turn + 3) % 4
-            inside[rank][piece] = before[rank - 1][piece] + (before[rank][piece] if turn < 3 else 0)
+            inside[rank][piece] = before[rank - 1][piece] + (
+                before[rank][piece] if turn < 3 else 0
+            )
     sketch.text(4.6 + 6 * 2 + 2.6, 12.8, "reduce-scatter: sums grow", quiet=True)
     sketch.text(4.6 + 6 * 5 + 2.6, 12.8, "all-gather: sums are handed on", quiet=True)
     return sketch.figure
@@ -196,7 +237,8 @@ def rounds(theme: Theme):
 
 course.show(
     rounds,
-    "Figure 1. Four processes, four pieces, and how many processes' numbers are in each. After three rounds every "
+    "Figure 1. Four processes, four pieces, and how many processes' numbers are in "
+    "each. After three rounds every "
     "process has one complete piece, after six all of them.",
 )
 
@@ -215,7 +257,10 @@ course.show(
 for name, all_reduce in (("ours", ring), ("package", ring_collectives.ring_all_reduce)):
     found = ranks.run(trial, all_reduce, torch.float32)
     ours, theirs, sent, calls = found[0]
-    print(f"{name:8} off by {(ours - theirs).norm() / theirs.norm():.0e}; {sent:,} bytes sent in {calls} calls")
+    print(
+        f"{name:8} off by {(ours - theirs).norm() / theirs.norm():.0e}; "
+        f"{sent:,} bytes sent in {calls} calls"
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-4)
     assert all(torch.equal(ours, other) for other, *_ in found)
     assert (sent, calls) == (4 * 1024 * ring_share("all_reduce", 4), 2 * 3)
@@ -229,14 +274,27 @@ for name, all_reduce in (("ours", ring), ("package", ring_collectives.ring_all_r
 # %%
 def line_through(timings):
     """Latency and rate: least squares of latency / t + (sent / t) / rate = 1."""
-    A = torch.tensor([[1 / one.seconds, one.sent / one.seconds] for one in timings], dtype=torch.float64)
-    latency, slope = torch.linalg.lstsq(A, torch.ones(len(A), 1, dtype=torch.float64)).solution[:, 0].tolist()
+    A = torch.tensor(
+        [[1 / one.seconds, one.sent / one.seconds] for one in timings],
+        dtype=torch.float64,
+    )
+    latency, slope = (
+        torch.linalg.lstsq(A, torch.ones(len(A), 1, dtype=torch.float64))
+        .solution[:, 0]
+        .tolist()
+    )
     return latency, 1 / slope
 
 
-made_up = [Timing("all_reduce", size, 4, 3e-4 + 1.5 * size / 2e9) for size in (10**3, 10**5, 10**7)]
+made_up = [
+    Timing("all_reduce", size, 4, 3e-4 + 1.5 * size / 2e9)
+    for size in (10**3, 10**5, 10**7)
+]
 for found in (line_through(made_up), links.fit_line(made_up)):
-    assert all(abs(one / right - 1) < 1e-6 for one, right in zip(found, (3e-4, 2e9), strict=True))
+    assert all(
+        abs(one / right - 1) < 1e-6
+        for one, right in zip(found, (3e-4, 2e9), strict=True)
+    )
 
 # %% [markdown]
 # ## 4. What it costs
@@ -255,23 +313,42 @@ def measure(sizes):
         whole, piece = torch.zeros(size // 4), torch.zeros(size // 8)
         calls = {
             "all_reduce": partial(dist.all_reduce, whole, group=pair),
-            "all_gather": partial(dist.all_gather_into_tensor, whole, piece, group=pair),
-            "reduce_scatter": partial(dist.reduce_scatter_tensor, piece, whole, group=pair),
+            "all_gather": partial(
+                dist.all_gather_into_tensor, whole, piece, group=pair
+            ),
+            "reduce_scatter": partial(
+                dist.reduce_scatter_tensor, piece, whole, group=pair
+            ),
         }
         took = {kind: [] for kind in calls}
-        for kind, call in 11 * list(calls.items()):  # by turns: what slows one down slows all
+        # by turns: what slows one down slows all
+        for kind, call in 11 * list(calls.items()):
             start = time.perf_counter()
             call()
             took[kind].append(time.perf_counter() - start)
-        found += [Timing(kind, size, 2, statistics.median(seconds[1:])) for kind, seconds in took.items()]
+        found += [
+            Timing(kind, size, 2, statistics.median(seconds[1:]))
+            for kind, seconds in took.items()
+        ]
     return found
 
 
-SIZES, KINDS = [2**power for power in (12, 15, 18, 21, 24)], ("all_reduce", "all_gather", "reduce_scatter")
+SIZES, KINDS = (
+    [2**power for power in (12, 15, 18, 21, 24)],
+    ("all_reduce", "all_gather", "reduce_scatter"),
+)
 timings = ranks.run(measure, SIZES)[0]
 for kind, last in zip(KINDS, timings[-3:], strict=True):
-    print(f"{kind:15}", *(f"{1000 * one.seconds:7.2f}" for one in timings if one.kind == kind), "ms;", end=" ")
-    print(f"at 16 MiB {last.bytes / last.seconds / 1e9:.2f} GB/s algorithm, {last.sent / last.seconds / 1e9:.2f} bus")
+    print(
+        f"{kind:15}",
+        *(f"{1000 * one.seconds:7.2f}" for one in timings if one.kind == kind),
+        "ms;",
+        end=" ",
+    )
+    print(
+        f"at 16 MiB {last.bytes / last.seconds / 1e9:.2f} GB/s algorithm, "
+        f"{last.sent / last.seconds / 1e9:.2f} bus"
+    )
 
 # %% [markdown]
 # The bus bandwidth, because a link takes time for what is sent. But here the all-gather's is lower: torch lets gloo
@@ -281,26 +358,47 @@ for kind, last in zip(KINDS, timings[-3:], strict=True):
 # Now the lines, and a prediction of a sixth size: 8 MiB.
 
 # %%
-lines = {kind: line_through([one for one in timings if one.kind == kind]) for kind in KINDS}
+lines = {
+    kind: line_through([one for one in timings if one.kind == kind]) for kind in KINDS
+}
 for found in ranks.run(measure, [8 * MIB])[0]:
     latency, rate = lines[found.kind]
     predicted, took = 1000 * (latency + found.sent / rate), 1000 * found.seconds
-    print(f"{found.kind:15}{1000 * latency:6.2f} ms + sent / {rate / 1e9:.2f} GB/s: predicted", end=" ")
-    print(f"{predicted:.1f} ms, measured {took:.1f}, off by {predicted / took - 1:+.0%}")
+    print(
+        f"{found.kind:15}{1000 * latency:6.2f} ms + sent / {rate / 1e9:.2f} GB/s: "
+        "predicted",
+        end=" ",
+    )
+    print(
+        f"{predicted:.1f} ms, measured {took:.1f}, off by {predicted / took - 1:+.0%}"
+    )
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def measured_lines(theme: Theme):
     """Seconds against bytes: what was measured, and the lines."""
     drawn, axes = course.figure(height=3.2)
     grid = [2 ** (power / 4) for power in range(48, 98)]
-    for (kind, (latency, rate)), colour, marker in zip(lines.items(), theme.series, "osD", strict=False):
+    for (kind, (latency, rate)), colour, marker in zip(
+        lines.items(), theme.series, "osD", strict=False
+    ):
         own = [one for one in timings if one.kind == kind]
         times = [1000 * (latency + size * ring_share(kind, 2) / rate) for size in grid]
         axes.plot(grid, times, color=colour, linewidth=1)
         label = kind.replace("_", "-")
-        axes.scatter([t.bytes for t in own], [1000 * t.seconds for t in own], color=colour, marker=marker, label=label)
-    axes.set(xscale="log", yscale="log", xlabel="bytes of the tensor", ylabel="milliseconds of a call")
+        axes.scatter(
+            [t.bytes for t in own],
+            [1000 * t.seconds for t in own],
+            color=colour,
+            marker=marker,
+            label=label,
+        )
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="bytes of the tensor",
+        ylabel="milliseconds of a call",
+    )
     axes.grid()
     axes.legend()
     return drawn
@@ -308,7 +406,8 @@ def measured_lines(theme: Theme):
 
 course.show(
     measured_lines,
-    "Figure 2. Measured when this page was built, two processes and gloo. Left, calls of any size take the same time; "
+    "Figure 2. Measured when this page was built, two processes and gloo. "
+    "Left, calls of any size take the same time; "
     "right, twice the bytes take twice as long.",
 )
 
@@ -330,9 +429,15 @@ NAMES = ("nvlink_a100", "pcie4", "hdr", "10gbe")
 for name in NAMES:
     link, (gradients,) = LINKS[name], STRATEGIES["ddp"].traffic(job, shape, 2)
     assert abs(seconds(gradients, link) / link.seconds(gradients) - 1) < 1e-9
-    half_way = (link.start + 2 * link.hop) * link.rate  # between two cards, which send as much as the tensor has
-    print(f"{link.name:18}{link.rate / 1e9:7.2f} of {link.peak / 1e9:.2f} GB/s;", end=" ")
-    print(f"gradients {1000 * seconds(gradients, link):5.2f} ms; half of the time is bytes at {half_way / 1e6:.2f} MB")
+    # between two cards, which send as much as the tensor has
+    half_way = (link.start + 2 * link.hop) * link.rate
+    print(
+        f"{link.name:18}{link.rate / 1e9:7.2f} of {link.peak / 1e9:.2f} GB/s;", end=" "
+    )
+    print(
+        f"gradients {1000 * seconds(gradients, link):5.2f} ms; "
+        f"half of the time is bytes at {half_way / 1e6:.2f} MB"
+    )
 
 # %% [markdown]
 # The faster the link and the longer its hops, the larger that size. Below 3.5 MB NVLink waits more than it sends.
@@ -347,10 +452,15 @@ for name in NAMES:
 fixed = {}
 for way, recipe in RECIPES.items():
     for name in NAMES:
-        found = when_it_stops(recipe, shape, A100, LINKS[name], way, STRATEGIES[way].traffic)
+        found = when_it_stops(
+            recipe, shape, A100, LINKS[name], way, STRATEGIES[way].traffic
+        )
         fixed[way, name] = found
         last = found.points[-1]
-        said = f"stops at {found.stops}; {last.processes} are {last.speedup:.2f} times as fast"
+        said = (
+            f"stops at {found.stops}; "
+            f"{last.processes} are {last.speedup:.2f} times as fast"
+        )
         print(f"{way:7}{LINKS[name].name:18}{said}")
 assert {found.stops for (way, _), found in fixed.items() if way == "ddp"} == {8}
 assert {found.stops for (way, _), found in fixed.items() if way == "tensor"} == {1}
@@ -358,20 +468,42 @@ assert 1.4 < fixed["tensor", "nvlink_a100"].points[-1].speedup < 1.5
 assert [fixed["fsdp", name].stops for name in NAMES] == [8, 8, 8, 1]
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input"]
 def of_speed(theme: Theme):
     """Times as fast as one card, by strategy and link."""
     drawn, axes = course.figure(height=3.4)
-    styles = {"nvlink_a100": ("-", "o"), "pcie4": ((0, (4, 2)), "s"), "10gbe": ((0, (1, 1.5)), "D")}
+    styles = {
+        "nvlink_a100": ("-", "o"),
+        "pcie4": ((0, (4, 2)), "s"),
+        "10gbe": ((0, (1, 1.5)), "D"),
+    }
     axes.plot((1, 8), (1, 8), color=theme.quiet, linewidth=0.8)
     for (way, recipe), colour in zip(RECIPES.items(), theme.series, strict=False):
         for name, (dashes, marker) in styles.items():
             traffic = STRATEGIES[way].traffic
-            points = when_it_stops(recipe, shape, A100, LINKS[name], way, traffic, gain=0, most=8).points
-            many, speed = [point.processes for point in points], [point.speedup for point in points]
+            points = when_it_stops(
+                recipe, shape, A100, LINKS[name], way, traffic, gain=0, most=8
+            ).points
+            many, speed = (
+                [point.processes for point in points],
+                [point.speedup for point in points],
+            )
             label = f"{way}, {LINKS[name].name}"
-            axes.plot(many, speed, color=colour, linestyle=dashes, marker=marker, markersize=4, label=label)
-    axes.set(xscale="log", yscale="log", xlabel="A100 cards", ylabel="times as fast as one, estimated")
+            axes.plot(
+                many,
+                speed,
+                color=colour,
+                linestyle=dashes,
+                marker=marker,
+                markersize=4,
+                label=label,
+            )
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="A100 cards",
+        ylabel="times as fast as one, estimated",
+    )
     axes.set_xticks((1, 2, 4, 8), list("1248"))
     axes.set_yticks((0.25, 0.5, 1, 2, 4, 8), ["1/4", "1/2", *"1248"])
     axes.minorticks_off()
@@ -383,8 +515,10 @@ def of_speed(theme: Theme):
 
 course.show(
     of_speed,
-    "Figure 3. Eight rows a step on one to eight A100s; on the thin line N cards are N times as fast. Data parallelism "
-    "stays nearest to it, over any link. Over Ethernet, two cards of either other strategy are slower than one.",
+    "Figure 3. Eight rows a step on one to eight A100s; "
+    "on the thin line N cards are N times as fast. Data parallelism "
+    "stays nearest to it, over any link. "
+    "Over Ethernet, two cards of either other strategy are slower than one.",
 )
 
 # %% [markdown]
@@ -394,8 +528,13 @@ course.show(
 # rows a step, and we have 107: with 14 cards an epoch is one step. That is another training.
 
 # %%
-growing = when_it_stops(job, shape, A100, LINKS["10gbe"], "ddp", STRATEGIES["ddp"].traffic, growing=True)
-print(f"{growing.points[-1].processes} cards are {growing.points[-1].speedup:.0f} times as fast; {growing.why}")
+growing = when_it_stops(
+    job, shape, A100, LINKS["10gbe"], "ddp", STRATEGIES["ddp"].traffic, growing=True
+)
+print(
+    f"{growing.points[-1].processes} cards are {growing.points[-1].speedup:.0f} "
+    f"times as fast; {growing.why}"
+)
 assert growing.stops is None
 assert round(growing.points[-1].speedup) == 244
 
@@ -412,8 +551,15 @@ stays = (8 * computing[8] - computing[1]) / 7  # computing[N] is stays + shrinks
 a = stays / computing[1]
 for N in (2, 4):
     assert abs(computing[1] / computing[N] * (a + (1 - a) / N) - 1) < 1e-3
-print(f"{a:.1%} of the step stays: at most {1 / a:.1f} times as fast, if sending took no time;", end=" ")
-most = {name: computing[1] / (stays + 2 * 4 * shape.weights / LINKS[name].rate) for name in NAMES}
+print(
+    f"{a:.1%} of the step stays: at most {1 / a:.1f} times as fast, "
+    "if sending took no time;",
+    end=" ",
+)
+most = {
+    name: computing[1] / (stays + 2 * 4 * shape.weights / LINKS[name].rate)
+    for name in NAMES
+}
 print(", ".join(f"{LINKS[name].name} {times:.1f}" for name, times in most.items()))
 assert most["10gbe"] < 1 < most["pcie4"] < most["nvlink_a100"] < 1 / a
 
@@ -429,9 +575,15 @@ assert most["10gbe"] < 1 < most["pcie4"] < most["nvlink_a100"] < 1 / a
 backward = 2 / 3 * compute_seconds(job, shape, A100, "ddp", 8)
 waits = {}
 for buckets in (1, 2, 16, 128, 1024):
-    one = LINKS["10gbe"].seconds(Call("all_reduce", 45_088_768 // buckets, 1, 8, "a bucket"))
-    waits[buckets] = max(one, backward / buckets + buckets * one - backward)  # the first is full after one part
-    print(f"{buckets:5} buckets of {45_088_768 / buckets / MIB:5.2f} MiB: {1000 * waits[buckets]:6.1f} ms of waiting")
+    one = LINKS["10gbe"].seconds(
+        Call("all_reduce", 45_088_768 // buckets, 1, 8, "a bucket")
+    )
+    # the first is full after one part
+    waits[buckets] = max(one, backward / buckets + buckets * one - backward)
+    print(
+        f"{buckets:5} buckets of {45_088_768 / buckets / MIB:5.2f} MiB: "
+        f"{1000 * waits[buckets]:6.1f} ms of waiting"
+    )
 assert min(waits, key=waits.get) == 128
 assert waits[1024] > waits[1]
 
@@ -443,7 +595,9 @@ assert waits[1024] > waits[1]
 # %%
 command = [sys.executable, "-m", "cria_tricks", "doctor", "--collectives"]
 print("$ cria doctor --collectives")
-done = subprocess.run(command, capture_output=True, encoding="utf-8", env=os.environ | {"COLUMNS": "120"})
+done = subprocess.run(
+    command, capture_output=True, encoding="utf-8", env=os.environ | {"COLUMNS": "120"}
+)
 print(*(line for line in done.stdout.splitlines() if "sent" in line), sep="\n")
 assert done.returncode == 0, done.stderr
 
@@ -468,8 +622,14 @@ def in_pieces(calls):
 
 latency, rate = lines["all_reduce"]
 for calls in (1, 1024):
-    predicted, took = calls * latency + MIB / rate, min(ranks.run(in_pieces, calls)[0] for _ in range(2))
-    print(f"{calls:5} calls: predicted {1000 * predicted:6.1f} ms, measured {1000 * took:6.1f}")
+    predicted, took = (
+        calls * latency + MIB / rate,
+        min(ranks.run(in_pieces, calls)[0] for _ in range(2)),
+    )
+    print(
+        f"{calls:5} calls: predicted {1000 * predicted:6.1f} ms, "
+        f"measured {1000 * took:6.1f}"
+    )
 
 # %% [markdown]
 # **`all_reduce` takes a third of the step, on a link that should need a hundredth.** All wait for the slowest process.
@@ -487,7 +647,10 @@ def waiting(slow):
     return time.perf_counter() - start
 
 
-print("seconds in an all-reduce of 4 KiB:", *(f"{found:.3f}" for found in ranks.run(waiting, 2)))
+print(
+    "seconds in an all-reduce of 4 KiB:",
+    *(f"{found:.3f}" for found in ranks.run(waiting, 2)),
+)
 
 # %% [markdown]
 # **Eight cards are slower than four, and all of them are 100 % busy.** Tensor parallelism crosses between machines. A
@@ -496,10 +659,15 @@ print("seconds in an all-reduce of 4 KiB:", *(f"{found:.3f}" for found in ranks.
 
 # %%
 times = {"1 card": compute_seconds(bf16, shape, A100, "tensor", 1)}
-crossing = (("8 in two, InfiniBand", 8, LINKS["hdr"]), ("8 in two, Ethernet", 8, LINKS["10gbe"]))
+crossing = (
+    ("8 in two, InfiniBand", 8, LINKS["hdr"]),
+    ("8 in two, Ethernet", 8, LINKS["10gbe"]),
+)
 for name, N, link in (("4 in a machine", 4, nvlink), *crossing):
     calls = STRATEGIES["tensor"].traffic(bf16, shape, N)
-    times[name] = step_seconds(compute_seconds(bf16, shape, A100, "tensor", N), calls, link).seconds
+    times[name] = step_seconds(
+        compute_seconds(bf16, shape, A100, "tensor", N), calls, link
+    ).seconds
 print(", ".join(f"{name}: {took:.2f} s" for name, took in times.items()))
 assert times["8 in two, Ethernet"] > 5 * times["1 card"]
 assert times["1 card"] > times["8 in two, InfiniBand"] > 1.3 * times["4 in a machine"]
@@ -527,44 +695,66 @@ def doubling(x):
 break_even_bytes = None
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_doubling(answer):
     def in_groups(N):
-        """Our four processes as groups of N: with N = 2, ranks 0 and 1 are one, and 2 and 3 another."""
+        """Our four processes as groups of N: with N = 2, ranks 0 and 1 are one, and 2
+        and 3 another."""
         rank = dist.get_rank()
         x = torch.arange(100) * (rank + 1)
-        right = sum(torch.arange(100) * (other + 1) for other in range(4) if other // N == rank // N)
-        with CountCollectives() as count, mock.patch.object(dist, "get_world_size", return_value=N):
+        right = sum(
+            torch.arange(100) * (other + 1)
+            for other in range(4)
+            if other // N == rank // N
+        )
+        with (
+            CountCollectives() as count,
+            mock.patch.object(dist, "get_world_size", return_value=N),
+        ):
             found = answer(x.clone())
         return found, right, count.calls["send"], count.bytes
 
     for N, needed in ((4, 2), (2, 1), (1, 0)):
         try:
             answers = ranks.run(in_groups, N)
-        except RuntimeError as error:  # a process's whole traceback, of which the last line says what is wrong
+        # a process's whole traceback, of which the last line says what is wrong
+        except RuntimeError as error:
             raise RuntimeError(str(error).strip().splitlines()[-1]) from None
         for found, right, made, sizes in answers:
             if found is None:
                 raise NotImplementedError
             same = found.shape == right.shape and torch.equal(found, right)
-            hint = "what you swap is the sum so far" if N == 4 else "dist.get_world_size() says how many there are"
+            hint = (
+                "what you swap is the sum so far"
+                if N == 4
+                else "dist.get_world_size() says how many there are"
+            )
             assert same, f"not the sum over all {N}, in every process: {hint}"
             assert set(sizes) <= {"send"}, "use nothing but exchange"
-            assert made == needed, f"{made} rounds; {N} processes need {needed}, a round for each bit"
+            assert made == needed, (
+                f"{made} rounds; {N} processes need {needed}, a round for each bit"
+            )
 
 
 hdr = LINKS["hdr"]
 break_even = hdr.hop * (2 * 63 - 6) * hdr.rate / (6 - 2 * 63 / 64)
 of_bandwidth = course.about(
     2 * 7 / 8 * 2**30 / 5.1e-3,
-    "count what each card sends in both phases of a ring of eight, in bytes; a GiB has 2^30",
+    "count what each card sends in both phases of a ring of eight, "
+    "in bytes; a GiB has 2^30",
 )
 of_break_even = course.about(
     break_even,
-    "write down the seconds of both, rounds times a hop plus bytes sent over the rate, and set them equal",
+    "write down the seconds of both, rounds times a hop plus bytes sent over the "
+    "rate, and set them equal",
 )
 course.check(1, bus_bandwidth, of_bandwidth, "a number of bytes a second")
-course.check(2, doubling, of_doubling, "a function (x) -> the sum over all processes, a tensor shaped like x")
+course.check(
+    2,
+    doubling,
+    of_doubling,
+    "a function (x) -> the sum over all processes, a tensor shaped like x",
+)
 course.check(3, break_even_bytes, of_break_even, "a number of bytes")
 
 # %% [markdown]
@@ -584,7 +774,8 @@ course.check(3, break_even_bytes, of_break_even, "a number of bytes")
 #
 #
 # link = LINKS["hdr"]  # 6 hop + 6 s / rate = 126 hop + 126 / 64 s / rate
-# break_even_bytes = (126 - 6) * link.hop * link.rate / (6 - 126 / 64)  # 10 MB; our gradients have 45
+# # 10 MB; our gradients have 45
+# break_even_bytes = (126 - 6) * link.hop * link.rate / (6 - 126 / 64)
 # ```
 #
 # </details>

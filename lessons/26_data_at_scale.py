@@ -18,7 +18,7 @@
 # Our job has 107 rows. Here a collection of books takes their place. The adapter trains on whole texts (*continued
 # pretraining*), to learn a subject before it learns to answer.
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import json
 import logging
 import mmap
@@ -31,7 +31,8 @@ from itertools import chain, islice
 from pathlib import Path
 from zlib import crc32
 
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it tells of a package that is not needed
+# on some CPUs it tells of a package that is not needed
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
 
 import numpy as np
@@ -57,7 +58,10 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run import preparing, run
 
 draw = random.Random(0)
-names = ["".join(draw.choice("bdgklmnrst") + draw.choice("aeiou") for _ in range(3)).title() for _ in range(2000)]
+names = [
+    "".join(draw.choice("bdgklmnrst") + draw.choice("aeiou") for _ in range(3)).title()
+    for _ in range(2000)
+]
 SAYS = (
     "In the year {} {} walked with {} from the harbour to the hall.",
     "Nobody there could tell the {} letters of {} from those of {}.",
@@ -67,7 +71,10 @@ SAYS = (
 
 def book(sentences):
     """English, of made-up names and numbers."""
-    said = (draw.choice(SAYS).format(draw.randrange(1000, 2000), *draw.choices(names, k=2)) for _ in range(sentences))
+    said = (
+        draw.choice(SAYS).format(draw.randrange(1000, 2000), *draw.choices(names, k=2))
+        for _ in range(sentences)
+    )
     return " ".join(sentence + "\n\n" * (draw.random() < 0.2) for sentence in said)
 
 
@@ -86,11 +93,16 @@ folder = Path(place.name)
 #
 # How many bytes of memory does each take for a character of the text? Which reads all rows fastest? Guess.
 
+# %% Your guess: bytes of a character in lists tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 T = 128
 
 
-def some_lines(file):  # not line by line: tokenizers 0.23.1 never frees 64 bytes of each text that it was given
+# not line by line: tokenizers 0.23.1 never frees 64 bytes of each text that it was
+# given
+def some_lines(file):
     with file.open(encoding="utf-8") as lines:
         while some := lines.readlines(2000):
             yield "".join(some)
@@ -128,9 +140,10 @@ def stream_of(file):
         yield [row]
 
 
-# %% tags=["hide-input"]
+# %% Helpers: bytes held, and seconds tags=["hide-input"]
 def held(way, file):
-    """The most bytes that Python and numpy hold while all rows are read once, and the sum of all ids."""
+    """The most bytes that Python and numpy hold while all rows are read once, and the
+    sum of all ids."""
     tracemalloc.start()
     rows = way(file)
     tracemalloc.reset_peak()
@@ -141,7 +154,8 @@ def held(way, file):
 
 
 def seconds(way, file):
-    """The processor's time until the first row can be read, and to read all rows once."""
+    """The processor's time until the first row can be read, and to read all rows
+    once."""
     began = time.process_time()
     rows = way(file)
     first = next(rows)
@@ -163,30 +177,45 @@ for way in (lists, array, mapped, stream_of):
     bill[way] = large / len(text)
     sums.add(total)
     taken[way] = seconds(way, whole)
-    print(f"{way.__name__:9} a quarter {small:9,}, all {large:9,} bytes: {bill[way]:5.2f} a character, "
-          f"{large / len(ids):5.2f} a token")  # fmt: skip
-    print(f"{'':9} first row after {taken[way][0]:.3f} s, all rows in {taken[way][1]:.3f} s")
+    print(
+        f"{way.__name__:9} a quarter {small:9,}, all {large:9,} bytes: "
+        f"{bill[way]:5.2f} a character, "
+        f"{large / len(ids):5.2f} a token"
+    )
+    print(
+        f"{'':9} first row after {taken[way][0]:.3f} s, "
+        f"all rows in {taken[way][1]:.3f} s"
+    )
     grows = way in (lists, array)
-    # A notebook's other threads allocate some kilobytes now and then, and tracemalloc counts them, too.
+    # A notebook's other threads allocate some kilobytes now and then, and tracemalloc
+    # counts them, too.
     assert large > 3 * small if grows else large < small + 30_000
-print(f"200 MB as lists: {0.2 * bill[lists]:.1f} GB, as an array: {0.2 * bill[array]:.2f} GB")
+print(
+    f"200 MB as lists: {0.2 * bill[lists]:.1f} GB, as an array: "
+    f"{0.2 * bill[array]:.2f} GB"
+)
 assert len(sums) == 1  # all four give the same tokens
 assert max(ids) < 2**16
 assert bill[lists] > 15 * bill[array]
 assert 2 * len(ids) < bill[array] * len(text) < 2.2 * len(ids)
 assert taken[stream_of][1] > 5 * taken[mapped][1]  # an epoch of a stream tokenizes
-assert taken[stream_of][0] < taken[mapped][0] / 5  # but its first row needs no pass beforehand
+# but its first row needs no pass beforehand
+assert taken[stream_of][0] < taken[mapped][0] / 5
+course.reveal(guess, bill[lists], "bytes")
 
 # %% [markdown]
 # A Python integer takes 28 bytes (those up to 256 exist only once), and each list 8 more to point to it: in all
 # nineteen times an array's 2 bytes. A mapped file and a stream take the same for a text of any length. But
 # `tracemalloc` does not see mapped pages. What does the *process* show after it has read 64 MiB of a mapped file?
 
-# %% tags=["hide-input"]
+# %% Show mapped pages in a process's memory tags=["hide-input"]
 with (folder / "zeros").open("wb") as file:
     file.truncate(2**26)
 with (folder / "zeros").open("rb") as file:
-    pages, process = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), psutil.Process()
+    pages, process = (
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ),
+        psutil.Process(),
+    )
 before = process.memory_info().rss
 np.frombuffer(pages, np.uint16).max()
 read = process.memory_info().rss - before
@@ -217,7 +246,12 @@ def chunks(ids, T, overlap):
     while end < len(ids):
         begin = max(0, end - overlap)
         known, end = max(end, 1) - begin, min(begin + T, len(ids))
-        rows.append({"input_ids": ids[begin:end], "labels": [-100] * known + ids[begin + known : end]})
+        rows.append(
+            {
+                "input_ids": ids[begin:end],
+                "labels": [-100] * known + ids[begin + known : end],
+            }
+        )
     return rows
 
 
@@ -227,11 +261,14 @@ def trained(rows):
 
 for overlap in (1, 16, 64):
     cut = chunks(ids, 128, overlap)
-    print(f"overlap {overlap:2}: {len(cut):3} rows, {len(trained(cut)):,} of {len(ids):,} tokens trained")
+    print(
+        f"overlap {overlap:2}: {len(cut):3} rows, "
+        f"{len(trained(cut)):,} of {len(ids):,} tokens trained"
+    )
     assert trained(cut) == ids[1:]
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def overlapping(theme: Theme):
     """A text's tokens, and the rows that they become."""
     sketch = course.Sketch(theme, 42, 9.5)
@@ -240,13 +277,16 @@ def overlapping(theme: Theme):
         top = 3 + 2.1 * number
         if number:
             sketch.tensor(left - 2, top, 2, 1.6, "", color=1, kept=False)
-        sketch.tensor(left, top, 12 if number else 14, 1.6, f"row {number + 1}: trained", color=0)
+        sketch.tensor(
+            left, top, 12 if number else 14, 1.6, f"row {number + 1}: trained", color=0
+        )
     return sketch.figure
 
 
 course.show(
     overlapping,
-    "Figure 1. Dashed: the last tokens of the row before, seen and not trained. So each token but the book's first is "
+    "Figure 1. Dashed: the last tokens of the row before, seen and not trained. "
+    "So each token but the book's first is "
     "trained once.",
 )
 
@@ -261,20 +301,30 @@ course.show(
 # %%
 def shingles(text, n=5):
     words = text.lower().split()
-    return {crc32(" ".join(words[i : i + n]).encode()) for i in range(len(words) - n + 1)}
+    return {
+        crc32(" ".join(words[i : i + n]).encode()) for i in range(len(words) - n + 1)
+    }
 
 
 def signature(found):
-    salts = np.random.default_rng(1).integers(0, 2**63, 128, np.uint64)  # each makes another hash function
-    mixed = (np.array(list(found), np.uint64)[:, None] ^ salts) * np.uint64(0x9E3779B97F4A7C15)
+    # each makes another hash function
+    salts = np.random.default_rng(1).integers(0, 2**63, 128, np.uint64)
+    mixed = (np.array(list(found), np.uint64)[:, None] ^ salts) * np.uint64(
+        0x9E3779B97F4A7C15
+    )
     return ((mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)).min(0)
 
 
 def spoilt(text, share):
-    return " ".join(draw.choice(names) if draw.random() < share else word for word in text.split())
+    return " ".join(
+        draw.choice(names) if draw.random() < share else word for word in text.split()
+    )
 
 
-pairs = [(shingles(text), shingles(spoilt(text, share))) for share in (0.005, 0.02, 0.05, 0.1, 0.2)]
+pairs = [
+    (shingles(text), shingles(spoilt(text, share)))
+    for share in (0.005, 0.02, 0.05, 0.1, 0.2)
+]
 for A, B in pairs:
     J, estimate = len(A & B) / len(A | B), (signature(A) == signature(B)).mean()
     print(f"J = {J:.2f}, MinHash {estimate:.2f}")
@@ -288,8 +338,10 @@ for A, B in pairs:
 # meet, and are compared. A band is equal with probability $J^8$, so two texts meet with probability
 # $1 - (1 - J^8)^{16}$.
 
-# %% tags=["hide-input"]
-assert [round(1 - (1 - 0.8**rows) ** count, 2) for rows, count in ((8, 16), (13, 9))] == [0.95, 0.4]
+# %% Draw figure 2 tags=["hide-input"]
+assert [
+    round(1 - (1 - 0.8**rows) ** count, 2) for rows, count in ((8, 16), (13, 9))
+] == [0.95, 0.4]
 
 
 def meeting(theme: Theme):
@@ -297,7 +349,12 @@ def meeting(theme: Theme):
     drawn, axes = course.figure(height=2.6)
     J = np.linspace(0, 1, 200)
     for rows, count, color in ((8, 16, 0), (13, 9, 1)):
-        axes.plot(J, 1 - (1 - J**rows) ** count, color=theme.series[color], label=f"{count} bands of {rows}")
+        axes.plot(
+            J,
+            1 - (1 - J**rows) ** count,
+            color=theme.series[color],
+            label=f"{count} bands of {rows}",
+        )
     axes.axvline(0.8, color=theme.quiet, linestyle="--")
     axes.set(xlabel="similarity J", ylabel="chance to meet", ylim=(0, 1.03))
     axes.grid(axis="y")
@@ -307,7 +364,8 @@ def meeting(theme: Theme):
 
 course.show(
     meeting,
-    "Figure 2. With 16 bands of 8, 95 % of the pairs at 0.8 (dashed) meet; with 9 of 13, which the library datasketch "
+    "Figure 2. With 16 bands of 8, 95 % of the pairs at 0.8 (dashed) meet; "
+    "with 9 of 13, which the library datasketch "
     "would choose for 0.8, 40 % do. Those that meet are compared by all 128 numbers.",
 )
 
@@ -327,7 +385,9 @@ class Position:
         order = np.random.default_rng(self.seed).permutation(len(self.shards))
         while self.shard < len(order):
             rows = self.shards[order[self.shard]]
-            inside = np.random.default_rng([self.seed, order[self.shard]]).permutation(len(rows))
+            inside = np.random.default_rng([self.seed, order[self.shard]]).permutation(
+                len(rows)
+            )
             while self.row < len(rows):
                 self.row += 1
                 yield rows[inside[self.row - 1]]
@@ -350,23 +410,37 @@ assert sorted(before + list(second)) == list(range(100))
 
 # %%
 original = book(900)
-french = "Le soir, tout le monde est venu à la salle avec une bougie, et personne ne savait pourquoi. " * 300
-library = {"a": original, "b": original, "c": spoilt(original, 0.005), "d": french} | {n: book(900) for n in "efghijkl"}
+french = (
+    "Le soir, tout le monde est venu à la salle avec une bougie, "
+    "et personne ne savait pourquoi. " * 300
+)
+library = {"a": original, "b": original, "c": spoilt(original, 0.005), "d": french} | {
+    n: book(900) for n in "efghijkl"
+}
 (folder / "books").mkdir()
 for name, content in library.items():
     (folder / "books" / f"{name}.txt").write_text(content)
 (folder / "eval.txt").write_text(book(20))
 recipe = with_settings(
     Recipe(name="books", model="random:tiny"),
-    [f"data.train={folder / 'books'}", f"data.eval={folder / 'eval.txt'}", "data.stream=true", "data.max_length=96",
-     "data.overlap=16", "train.max_steps=2", "tricks.gradient_accumulation=4", "tricks.peft=lora"],
-)  # fmt: skip
+    [
+        f"data.train={folder / 'books'}",
+        f"data.eval={folder / 'eval.txt'}",
+        "data.stream=true",
+        "data.max_length=96",
+        "data.overlap=16",
+        "train.max_steps=2",
+        "tricks.gradient_accumulation=4",
+        "tricks.peft=lora",
+    ],
+)
 held_out = sources.find(recipe.data.eval, "eval")
 
 
 def stream(rank=0, processes=1):
     source = shards.open_stream(recipe.data.train, lanes=4)
-    world = World(rank, processes, data=processes)  # its number, how many there are, and shares of the rows
+    # its number, how many there are, and shares of the rows
+    world = World(rank, processes, data=processes)
     return Stream(recipe, source, held_out, tokenizer, world, say=lambda sentence: None)
 
 
@@ -381,7 +455,9 @@ state = json.loads(json.dumps(stopped.state()))
 resumed = stream()
 resumed.go_on(state)
 assert [row["input_ids"] for row in islice(resumed, 100)] == every[3600:3700]
-print("lane 0 after 900 steps:", {name: state["0"][name] for name in ("before", "given")})
+print(
+    "lane 0 after 900 steps:", {name: state["0"][name] for name in ("before", "given")}
+)
 print("passes of each lane that are done:", [state[lane]["epoch"] for lane in "0123"])
 
 # %% [markdown]
@@ -405,7 +481,10 @@ for kind, near in (("exact", False), ("near", True)):
     reasons += list(map(in_memory.reason, several[100:]))
     bytes_a_row[kind] = tracemalloc.get_traced_memory()[0] / 500
     tracemalloc.stop()
-    print(f"{kind:5} {bytes_a_row[kind]:6,.0f} bytes a row, {bytes_a_row[kind] / 1000:.2f} GB for a million rows")
+    print(
+        f"{kind:5} {bytes_a_row[kind]:6,.0f} bytes a row, "
+        f"{bytes_a_row[kind] / 1000:.2f} GB for a million rows"
+    )
 assert bytes_a_row["near"] > 2000 > 10 * bytes_a_row["exact"]
 
 # %% [markdown]
@@ -430,9 +509,14 @@ tracemalloc.start()
 verdicts = repeats.find(parts)
 peak = tracemalloc.get_traced_memory()[1] / 600
 tracemalloc.stop()
-print(f"on files: {on_disk:,.0f} bytes a row on the disk, {peak:,.0f} in memory at the most")
-assert [repeats.REASONS[verdict] for verdict in verdicts] == reasons  # the same rows as in memory
-assert 716 <= on_disk < 730  # 128 x 4 of the signature; 17 x (8 + 4) of 16 bands and the whole text: hash and row
+print(
+    f"on files: {on_disk:,.0f} bytes a row on the disk, "
+    f"{peak:,.0f} in memory at the most"
+)
+# the same rows as in memory
+assert [repeats.REASONS[verdict] for verdict in verdicts] == reasons
+# 128 x 4 of the signature; 17 x (8 + 4) of 16 bands and the whole text: hash and row
+assert 716 <= on_disk < 730
 assert peak < bytes_a_row["near"] / 5
 
 # %% [markdown]
@@ -443,8 +527,16 @@ assert peak < bytes_a_row["near"] / 5
 # `data.leakage`, which warns (section 6). They clean a stream as well as a list; here it is a list.
 
 # %%
-cleaned = ["data.stream=false", "data.duplicates=near", "data.language=en", "data.min_words=100", "data.leakage=drop"]
-report = run.train(with_settings(recipe, cleaned), folder / "run", console=Console(quiet=True))
+cleaned = [
+    "data.stream=false",
+    "data.duplicates=near",
+    "data.language=en",
+    "data.min_words=100",
+    "data.leakage=drop",
+]
+report = run.train(
+    with_settings(recipe, cleaned), folder / "run", console=Console(quiet=True)
+)
 counts = report["data"]["train_steps"]
 for step, found in counts.items():
     print(f"{step:30}{found['rows']:4} books {found['words']:8,} words")
@@ -459,10 +551,19 @@ assert [counts[step]["rows"] for step in left_out] == [1, 1, 1]
 # %%
 to_map = with_settings(recipe, cleaned)
 about = preparing.prepare(to_map, folder / "shards")
-listed = train_rows(to_map, sources.find(to_map.data.train, "train"), held_out, tokenizer, lambda sentence: None)
+listed = train_rows(
+    to_map,
+    sources.find(to_map.data.train, "train"),
+    held_out,
+    tokenizer,
+    lambda sentence: None,
+)
 mapped_rows = TokenShards(folder / "shards").rows(to_map.data, held_out, tokenizer)
 size = sum(file.stat().st_size for file in (folder / "shards").glob("*.ds"))
-print(f"{about['documents']} documents, {about['tokens']:,} tokens in {size:,} bytes: {len(mapped_rows.rows):,} rows")
+print(
+    f"{about['documents']} documents, {about['tokens']:,} tokens in {size:,} bytes: "
+    f"{len(mapped_rows.rows):,} rows"
+)
 assert list(mapped_rows.rows) == listed.rows
 assert mapped_rows.tally.to_dict() == counts
 assert size == 2 * about["tokens"]
@@ -472,7 +573,7 @@ assert size == 2 * about["tokens"]
 # leaves out a text if too many of its lines, paragraphs or word sequences are repeated, by the limits of DeepMind's
 # Gopher. It is off by default, because a poem with a refrain breaks them. Does one of our made books?
 
-# %% tags=["hide-input"]
+# %% Try the quality filter on four pages tags=["hide-input"]
 pages = {
     "a docstring": duplicates.__doc__,
     "one of our books": book(40),
@@ -492,8 +593,14 @@ assert [bool(rule) for rule in found.values()] == [False, True, True, True]
 # answer, in another order. `data.drop_cited` takes away what was cited and lets the copy refuse to answer:
 
 # %%
-chat = next(row for row in sources.find("nguzo_saba", "train").rows if "[2]" in row.messages[-1]["content"])
-answers = {"as it is": chat} | dict(Augment({"shuffle_documents": 1, "drop_cited": 1}, seed=0).copies(chat))
+chat = next(
+    row
+    for row in sources.find("nguzo_saba", "train").rows
+    if "[2]" in row.messages[-1]["content"]
+)
+answers = {"as it is": chat} | dict(
+    Augment({"shuffle_documents": 1, "drop_cited": 1}, seed=0).copies(chat)
+)
 for kind, copy in answers.items():
     said = json.loads(copy.messages[-1]["content"])["answer"]["text"]
     print(f"{kind:18} {labels(said)!s:8} {said[:88]}")
@@ -511,16 +618,29 @@ guard = Guard(test)
 
 
 def asks(row, old, new):
-    turns = tuple({**turn, "content": turn["content"].replace(old, new)} for turn in row.messages)
+    turns = tuple(
+        {**turn, "content": turn["content"].replace(old, new)} for turn in row.messages
+    )
     return Chat(turns, "", "", "planted")
 
 
-planted = [asks(row, old, new) for row in test for old, new in (("Ujima", "Imani"), ("Montgomery", "Mobile"),
-           ("NAACP", "SNCC"), ("mkeka", "kinara")) if old in row.messages[-2]["content"]]  # fmt: skip
+planted = [
+    asks(row, old, new)
+    for row in test
+    for old, new in (
+        ("Ujima", "Imani"),
+        ("Montgomery", "Mobile"),
+        ("NAACP", "SNCC"),
+        ("mkeka", "kinara"),
+    )
+    if old in row.messages[-2]["content"]
+]
 same = {duplicates.digest(row.content.split()) for row in test}
-print(f"{len(planted)} test rows under another name: a hash finds "
-      f"{sum(duplicates.digest(row.content.split()) in same for row in planted)}, "
-      f"the guard {sum(guard.find(row) is not None for row in planted)}")  # fmt: skip
+print(
+    f"{len(planted)} test rows under another name: a hash finds "
+    f"{sum(duplicates.digest(row.content.split()) in same for row in planted)}, "
+    f"the guard {sum(guard.find(row) is not None for row in planted)}"
+)
 assert all(map(guard.find, planted))
 assert not any(map(guard.find, sources.find("nguzo_saba", "train").rows))
 
@@ -532,14 +652,16 @@ assert not any(map(guard.find, sources.find("nguzo_saba", "train").rows))
 # in it is lost, as `datasets` documents. Cure: shuffle shards, and rows inside a shard. Here the buffer holds 20 rows:
 
 
-# %%
+# %% Show the rows that a buffer loses tags=["hide-input"]
 def numbered(shards):
     for rows in shards:
         yield from ({"n": n} for n in rows)
 
 
 def buffered():
-    return IterableDataset.from_generator(numbered, gen_kwargs={"shards": ten}).shuffle(seed=3, buffer_size=20)
+    return IterableDataset.from_generator(numbered, gen_kwargs={"shards": ten}).shuffle(
+        seed=3, buffer_size=20
+    )
 
 
 before, after = buffered(), buffered()
@@ -566,21 +688,52 @@ rows_of_the_book = None
 
 
 def renumber(text, order):
-    """Return the text, a string, with the documents' new numbers in its labels. FILL ME IN."""
+    """Return the text, a string, with the documents' new numbers in its labels. FILL ME
+    IN."""
 
 
 numbers_in_a_band = None
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_renumbering(answer):
     cases = (
-        ("first [1], then [2].", [2, 1], "first [2], then [1].", "a label that was changed must not change again"),
-        ("see [2].", [2, 3, 1], "see [1].", "order[0] is 2, so what was document 2 is document 1 now"),
-        ("In 1966, with 2 others [2].", [2, 1], "In 1966, with 2 others [1].", "a number without brackets is no label"),
-        ("[3][2], and [2]", [2, 3, 1], "[2][1], and [1]", "labels may follow one another, or come twice"),
-        ("[12] and [1]", [12, *range(1, 12)], "[1] and [2]", "a number may have two digits"),
-        ("Nothing is cited.", [2, 1], "Nothing is cited.", "a text without labels stays as it is"),
+        (
+            "first [1], then [2].",
+            [2, 1],
+            "first [2], then [1].",
+            "a label that was changed must not change again",
+        ),
+        (
+            "see [2].",
+            [2, 3, 1],
+            "see [1].",
+            "order[0] is 2, so what was document 2 is document 1 now",
+        ),
+        (
+            "In 1966, with 2 others [2].",
+            [2, 1],
+            "In 1966, with 2 others [1].",
+            "a number without brackets is no label",
+        ),
+        (
+            "[3][2], and [2]",
+            [2, 3, 1],
+            "[2][1], and [1]",
+            "labels may follow one another, or come twice",
+        ),
+        (
+            "[12] and [1]",
+            [12, *range(1, 12)],
+            "[1] and [2]",
+            "a number may have two digits",
+        ),
+        (
+            "Nothing is cited.",
+            [2, 1],
+            "Nothing is cited.",
+            "a text without labels stays as it is",
+        ),
     )
     for text, order, right, hint in cases:
         found = answer(text, list(order))
@@ -588,19 +741,28 @@ def of_renumbering(answer):
             raise NotImplementedError
         if not isinstance(found, str):
             raise TypeError(f"this is a {type(found).__name__}")
-        assert found == right, f"{text!r} in the order {order} becomes {found!r}: {hint}"
+        assert found == right, (
+            f"{text!r} in the order {order} becomes {found!r}: {hint}"
+        )
 
 
 of_rows = course.equal(
     len(chunks(list(range(100_500)), 2048, 256)),
-    "after the first row each row has new tokens only beyond its overlap, and what is left over takes a row, too",
+    "after the first row each row has new tokens only beyond its overlap, "
+    "and what is left over takes a row, too",
 )
 of_bands = course.equal(
     max(r for r in (4, 8, 16, 32) if 1 - (1 - 0.8**r) ** (128 // r) >= 0.9),
-    "compute the chance to meet for each r, with its own number of bands, and take the largest r that reaches 0.9",
+    "compute the chance to meet for each r, with its own number of bands, "
+    "and take the largest r that reaches 0.9",
 )
 course.check(1, rows_of_the_book, of_rows, "a whole number of rows")
-course.check(2, renumber, of_renumbering, "a function (text, order) -> the text with new labels, a string")
+course.check(
+    2,
+    renumber,
+    of_renumbering,
+    "a function (text, order) -> the text with new labels, a string",
+)
 course.check(3, numbers_in_a_band, of_bands, "one of the numbers 4, 8, 16 and 32")
 
 # %% [markdown]

@@ -16,7 +16,7 @@
 # The job is QLoRA of Llama-3.2-1B on 107 training rows, on a T4 with 14.74 GiB. So far you predicted what a step takes.
 # This lesson looks at a step while it runs, and asks first of each number: who counted, and when?
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import atexit
 import collections
 import contextlib
@@ -69,13 +69,20 @@ place = Path(disk.name)
 # Each of the first three contains the one before it. Our job's tensors take 1.5 GiB at the peak, and we bill a context
 # with 400 MB (lesson 0). How many MiB will `nvidia-smi` show at the least? Guess, then run.
 
+# %% Your guess: MiB that nvidia-smi shows tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 bill = course.bill(course.so_far("27_monitoring"))
 at_least = bill.allocated_bytes + CONTEXT
-print(f"allocated {bill.allocated_bytes / MIB:,.0f} MiB, the card shows {at_least / MIB:,.0f} MiB or more")
+print(
+    f"allocated {bill.allocated_bytes / MIB:,.0f} MiB, "
+    f"the card shows {at_least / MIB:,.0f} MiB or more"
+)
+course.reveal(guess, at_least / MIB, "MiB")
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def of_the_numbers(theme: Theme):
     """Who counts what."""
     sketch = course.Sketch(theme, 45, 13)
@@ -97,7 +104,9 @@ def of_the_numbers(theme: Theme):
 
 
 course.show(
-    of_the_numbers, "Figure 1. One memory on a card, counted three times: each sees what the one above sees, and more."
+    of_the_numbers,
+    "Figure 1. One memory on a card, counted three times: "
+    "each sees what the one above sees, and more.",
 )
 
 # %% [markdown]
@@ -197,31 +206,45 @@ for number in range(6):
 
 
 def share(events, name):
-    """Of the time from the first span's beginning to the last one's end, what spans of this name take."""
+    """Of the time from the first span's beginning to the last one's end, what spans of
+    this name take."""
     begin, end = min(e["ts"] for e in events), max(e["ts"] + e["dur"] for e in events)
     return sum(e["dur"] for e in events if e["name"].startswith(name)) / (end - begin)
 
 
-print(f"fetching takes {share(events, 'fetch'):.0%} of the time, the steps {share(events, 'step'):.0%}")
+print(
+    f"fetching takes {share(events, 'fetch'):.0%} of the time, "
+    f"the steps {share(events, 'step'):.0%}"
+)
 assert [event["name"].split()[0] for event in events] == 6 * ["fetch", "step"]
 assert all(event["dur"] > 49_000 for event in events if event["name"] == "fetch")
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def of_the_stall(theme: Theme):
     """The spans, as Perfetto draws them."""
     drawn, (axes,) = panels(1, 1.6)
     zero = events[0]["ts"]
     for event in events:
         stalls = event["name"] == "fetch"
-        axes.barh(0, event["dur"] / 1000, left=(event["ts"] - zero) / 1000, height=0.6,
-                  color=theme.alarm if stalls else theme.series[0], edgecolor=theme.ink, linewidth=0.4)  # fmt: skip
+        axes.barh(
+            0,
+            event["dur"] / 1000,
+            left=(event["ts"] - zero) / 1000,
+            height=0.6,
+            color=theme.alarm if stalls else theme.series[0],
+            edgecolor=theme.ink,
+            linewidth=0.4,
+        )
     axes.set_yticks([])
     axes.set(xlabel="milliseconds; a batch's way from the drive in red, steps in blue")
     return drawn
 
 
-course.show(of_the_stall, "Figure 2. The trace of six steps: before each the processor waits for a batch.")
+course.show(
+    of_the_stall,
+    "Figure 2. The trace of six steps: before each the processor waits for a batch.",
+)
 
 # %% [markdown]
 # (The first step is longer: the optimizer makes its states.) Tokens a second would have told *that* it is slow; only
@@ -241,7 +264,10 @@ class Snapshot(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) not in self.alive:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and (key := tensor.untyped_storage()._cdata) not in self.alive
+            ):
                 self.alive[key] = our_line(), tensor.untyped_storage().nbytes()
                 weakref.finalize(tensor.untyped_storage(), self.alive.pop, key, None)
         return out
@@ -280,7 +306,9 @@ def growth():
         evaluate(5)
         five = snapshot.by_line()
         evaluate(5)
-        return {line: size / 5 for line, size in (snapshot.by_line() - five).most_common()}
+        return {
+            line: size / 5 for line, size in (snapshot.by_line() - five).most_common()
+        }
 
 
 kept = growth()
@@ -310,39 +338,77 @@ with torch.no_grad():
 # trace, on a busy machine, too.
 
 # %%
-rows = [{"prompt": f"Count to {n}.", "completion": " ".join(map(str, range(n)))} for n in range(10, 22)]
+rows = [
+    {"prompt": f"Count to {n}.", "completion": " ".join(map(str, range(n)))}
+    for n in range(10, 22)
+]
 (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-settings = ["model=random:tiny", "tricks.peft=lora", "lora.dropout=0.1", "tricks.gradient_accumulation=2"]
-settings += [f"data.train={place / 'rows.jsonl'}", f"data.eval={place / 'rows.jsonl'}", "train.max_steps=6"]
+settings = [
+    "model=random:tiny",
+    "tricks.peft=lora",
+    "lora.dropout=0.1",
+    "tricks.gradient_accumulation=2",
+]
+settings += [
+    f"data.train={place / 'rows.jsonl'}",
+    f"data.eval={place / 'rows.jsonl'}",
+    "train.max_steps=6",
+]
 watched = ["train.monitor_seconds=0.1", "train.profile=true"]
 
 
 def run(name, *more):
-    return train(with_settings(Recipe(), [*settings, *more]), place / name, console=Console(quiet=True))
+    return train(
+        with_settings(Recipe(), [*settings, *more]),
+        place / name,
+        console=Console(quiet=True),
+    )
 
 
 plain = run("plain", "train.monitor_seconds=0")
 report = run("watched", *watched)
-step_losses = [[entry["loss"] for entry in one["history"] if "loss" in entry] for one in (plain, report)]
+step_losses = [
+    [entry["loss"] for entry in one["history"] if "loss" in entry]
+    for one in (plain, report)
+]
 assert step_losses[0] == step_losses[1]
-weights = [(Path(one["adapter"]) / "adapter_model.safetensors").read_bytes() for one in (plain, report)]
+weights = [
+    (Path(one["adapter"]) / "adapter_model.safetensors").read_bytes()
+    for one in (plain, report)
+]
 assert weights[0] == weights[1]
 
 with gzip.open(place / "watched" / "profile" / "trace.json.gz") as file:
     ours = ("step ", "micro-batch ", "optimizer step", "between steps")
-    trace = [event for event in json.load(file)["traceEvents"] if event.get("name", "").startswith(ours)]
+    trace = [
+        event
+        for event in json.load(file)["traceEvents"]
+        if event.get("name", "").startswith(ours)
+    ]
 trace.sort(key=lambda event: (event["ts"], -event["dur"]))
 names = [event["name"] for event in trace]
 for number in (4, 5, 6):
     here = names.index(f"step {number}")
-    assert names[here + 1 : here + 4] == ["micro-batch 1", "micro-batch 2", "optimizer step"]
-clock = {entry["step"]: entry["step_seconds"] for entry in report["history"] if "loss" in entry}
+    assert names[here + 1 : here + 4] == [
+        "micro-batch 1",
+        "micro-batch 2",
+        "optimizer step",
+    ]
+clock = {
+    entry["step"]: entry["step_seconds"]
+    for entry in report["history"]
+    if "loss" in entry
+}
 for number in (4, 5):
     step, _, second, _, between, *_ = trace[names.index(f"step {number}") :]
     ends = step["ts"] + step["dur"]
     least, most = (ends - second["ts"]) / 1e6, (between["ts"] - step["ts"]) / 1e6
-    print(f"step {number}: {clock[number]:.4f} s by the trainer's clock; by the trace {least:.4f} to {most:.4f}")
-    assert least - 0.001 < clock[number] < most + 0.001  # the two clocks differ by less than a millisecond
+    print(
+        f"step {number}: {clock[number]:.4f} s by the trainer's clock; "
+        f"by the trace {least:.4f} to {most:.4f}"
+    )
+    # the two clocks differ by less than a millisecond
+    assert least - 0.001 < clock[number] < most + 0.001
 print("the same losses and the same adapter, bit for bit")
 
 # %% [markdown]
@@ -361,18 +427,28 @@ print(f"{1e6 * each:.0f} microseconds a sample: {each:.4%} of a core at one a se
 assert each < 0.01
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input"]
 def of_the_run(theme: Theme):
     """What the monitor of section 3 saw."""
     samples = read(place / "watched" / "monitor.jsonl")
     drawn, (memory, cores) = panels(2, 2.6)
     seconds = [sample["time"] - samples[0]["time"] for sample in samples]
-    memory.plot(seconds, [sample["rss_bytes"] / MIB for sample in samples], color=theme.series[0])
+    memory.plot(
+        seconds,
+        [sample["rss_bytes"] / MIB for sample in samples],
+        color=theme.series[0],
+    )
     memory.set(xlabel="seconds", ylabel="process, MiB", ylim=(0, None))
-    cores.plot(seconds, [sample["cpu_cores"] for sample in samples], color=theme.series[1])
+    cores.plot(
+        seconds, [sample["cpu_cores"] for sample in samples], color=theme.series[1]
+    )
     cores.set(xlabel="seconds", ylabel="cores busy", ylim=(0, None))
     for step in range(1, 7):
-        done = min(second for second, sample in zip(seconds, samples, strict=True) if sample["step"] >= step)
+        done = min(
+            second
+            for second, sample in zip(seconds, samples, strict=True)
+            if sample["step"] >= step
+        )
         for axes in (memory, cores):
             axes.axvline(done, color=theme.quiet, linewidth=0.8, linestyle=":")
     return drawn
@@ -380,7 +456,8 @@ def of_the_run(theme: Theme):
 
 course.show(
     of_the_run,
-    "Figure 3. Section 3's run, sample by sample: loading and an evaluation, six steps (dotted: one is done), then the "
+    "Figure 3. Section 3's run, sample by sample: loading and an evaluation, "
+    "six steps (dotted: one is done), then the "
     "trace is written and all is evaluated again.",
 )
 
@@ -400,7 +477,10 @@ course.show(
 # %%
 [found] = report["monitor"]
 assert found == summarise(read(place / "watched" / "monitor.jsonl"))
-print(f"peaks: process {found['rss_bytes']['peak'] / MIB:,.0f} MiB, tensors {report['peak_bytes'] / MIB:,.0f} MiB")
+print(
+    f"peaks: process {found['rss_bytes']['peak'] / MIB:,.0f} MiB, "
+    f"tensors {report['peak_bytes'] / MIB:,.0f} MiB"
+)
 for row in report["profile"]["operators"][:4]:
     print(f"{row['share']:6.1%}  {row['calls']:5} calls  {row['name']}")
 assert found["rss_bytes"]["peak"] > report["peak_bytes"]
@@ -416,7 +496,8 @@ assert found["rss_bytes"]["peak"] > report["peak_bytes"]
 
 # %%
 def rate(work, flops, seconds=0.4):
-    """Work for a while: products and sums in a second of processor time, and the cores that were busy."""
+    """Work for a while: products and sums in a second of processor time, and the cores
+    that were busy."""
     began, before, times = time.perf_counter(), time.process_time(), 0
     while time.perf_counter() - began < seconds:
         work()
@@ -426,7 +507,10 @@ def rate(work, flops, seconds=0.4):
 
 
 A, one = torch.randn(512, 512), torch.zeros(1)
-rates = {"large products": rate(lambda: A @ A, 2 * 512**3), "one number": rate(lambda: one.add_(1), 1)}
+rates = {
+    "large products": rate(lambda: A @ A, 2 * 512**3),
+    "one number": rate(lambda: one.add_(1), 1),
+}
 for name, (flops, cores) in rates.items():
     print(f"{name:15} {cores:4.0%} busy  {flops:16,.0f} operations in a busy second")
 assert rates["large products"][0] > 1000 * rates["one number"][0]
@@ -445,7 +529,10 @@ with LiveBytes() as live:
     spike = torch.ones(256 * MIB, dtype=torch.uint8)
     del spike
     sampled.append(process.memory_info().rss)
-print(f"sampled {(max(sampled) - sampled[0]) / MIB:.0f} MiB more, counted {live.peak / MIB:.0f} MiB")
+print(
+    f"sampled {(max(sampled) - sampled[0]) / MIB:.0f} MiB more, "
+    f"counted {live.peak / MIB:.0f} MiB"
+)
 assert live.peak >= 256 * MIB > 4 * (max(sampled) - sampled[0])
 
 # %% [markdown]
@@ -469,13 +556,27 @@ assert live.peak >= 256 * MIB > 4 * (max(sampled) - sampled[0])
 # `all_reduce`. Is it the one that is wrong?
 
 # %%
-with tempfile.TemporaryDirectory() as away, hang_demo.hanging(Path(away), seconds=15) as processes:
+with (
+    tempfile.TemporaryDirectory() as away,
+    hang_demo.hanging(Path(away), seconds=15) as processes,
+):
     counts = [hang_demo.counts(one) for one in hang_demo.recorded(Path(away))]
-    print(*(f"rank {rank}: {begun} begun, {ended} ended" for rank, (begun, ended) in enumerate(counts)), sep="; ")
+    print(
+        *(
+            f"rank {rank}: {begun} begun, {ended} ended"
+            for rank, (begun, ended) in enumerate(counts)
+        ),
+        sep="; ",
+    )
     try:
         stacks = hang.look(os.getpid())
-        print(hang.verdict(stacks), *(f"rank {one.rank}: {' < '.join(one.frames[:3])}" for one in stacks), sep="\n")
-    except BadInput as refused:  # there is no py-spy, or this machine lets no process read another
+        print(
+            hang.verdict(stacks),
+            *(f"rank {one.rank}: {' < '.join(one.frames[:3])}" for one in stacks),
+            sep="\n",
+        )
+    except BadInput as refused:
+        # There is no py-spy, or this machine lets no process read another.
         print(refused)
     code = processes[0].wait()
     print(f"rank 0, exit code {code}: {processes[0].stderr.read().strip()}")
@@ -511,49 +612,77 @@ def stalls(events):
 failing_step = None
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_stalls(answer):
     steps = [("step 1", 2, 2), ("step 2", 5, 1), ("step 3", 6.5, 1)]
     later = [("step 10", 13, 1), ("step 9", 10, 1), ("step 11", 16, 1)]
     cases = (
-        (steps, 1.5, "wait from the end of a step, ts + dur, to the beginning of the next one, in seconds"),
-        ([("fetch", 1, 1), *steps, ("save", 9, 1)], 1.5, "only spans whose name begins with step count"),
-        ([steps[1], ("fetch", 1, 1), steps[0], steps[2]], 1.5, "nobody sorted the list: put the steps in order"),
+        (
+            steps,
+            1.5,
+            "wait from the end of a step, ts + dur, to the beginning of the next "
+            "one, in seconds",
+        ),
+        (
+            [("fetch", 1, 1), *steps, ("save", 9, 1)],
+            1.5,
+            "only spans whose name begins with step count",
+        ),
+        (
+            [steps[1], ("fetch", 1, 1), steps[0], steps[2]],
+            1.5,
+            "nobody sorted the list: put the steps in order",
+        ),
         (later, 4, "put the steps in the order of their time, not of their names"),
         (steps[:1], 0, "nothing waits between steps where there are fewer than two"),
         ([], 0, "nothing waits between steps where there are fewer than two"),
     )
     for spans, right, hint in cases:
-        made = [{"name": name, "ts": 1e6 * begin, "dur": 1e6 * took} for name, begin, took in spans]
+        made = [
+            {"name": name, "ts": 1e6 * begin, "dur": 1e6 * took}
+            for name, begin, took in spans
+        ]
         if (found := answer(made)) is None:
             raise NotImplementedError
         names = ", ".join(name for name, *_ in spans)
-        assert abs(found - right) < 1e-6, f"{found} instead of {right} for the spans [{names}]; {hint}"
+        assert abs(found - right) < 1e-6, (
+            f"{found} instead of {right} for the spans [{names}]; {hint}"
+        )
 
 
 free = T4.memory_bytes - CONTEXT - bill.allocated_bytes
 of_share = course.about(
     (6 * 973e6 + 4 * 263e6) * 1060 / 65e12,
-    "add up the blocks' operations and the head's, each weight with its own number; divide by the peak, and not by 100",
+    "add up the blocks' operations and the head's, each weight with its own number; "
+    "divide by the peak, and not by 100",
 )
 of_leak = course.equal(
     free // (3 * MIB) + 1,
-    "free is what the context and the bill leave; is yours the last step that fits, or the first that does not?",
+    "free is what the context and the bill leave; is yours the last step that fits, "
+    "or the first that does not?",
 )
 course.check(1, share_of_the_peak, of_share, "a number from 0 to 1")
-course.check(2, stalls, of_stalls, "a function (events) -> a number of seconds, 0 for fewer than two steps")
+course.check(
+    2,
+    stalls,
+    of_stalls,
+    "a function (events) -> a number of seconds, 0 for fewer than two steps",
+)
 course.check(3, failing_step, of_leak, "the number of a step, a whole number")
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
 #
 # ```python
-# # 11 %, called HFU. (Lesson 15 says 0.31 of the same run: it counts the time for memory traffic as work, too.)
+# # 11 %, called HFU. (Lesson 15 says 0.31 of the same run: it counts the time for memory
+# # traffic as work, too.)
 # share_of_the_peak = (6 * 973e6 + 4 * 263e6) * 1060 / 65e12
 #
 #
 # def stalls(events):
-#     steps = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["name"].startswith("step"))
+#     steps = sorted(
+#         (e["ts"], e["ts"] + e["dur"]) for e in events if e["name"].startswith("step")
+#     )
 #     return sum(later[0] - earlier[1] for earlier, later in zip(steps, steps[1:])) / 1e6
 #
 #

@@ -18,7 +18,7 @@
 # container on a machine that somebody else starts, bills by the minute, and takes away: at the end, at the timeout, or
 # when a process dies. You see a log, and what the command has sent elsewhere.
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import logging
 import os
 import subprocess
@@ -27,7 +27,8 @@ import tempfile
 import threading
 from pathlib import Path
 
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it tells of a package that is not needed
+# on some CPUs it tells of a package that is not needed
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 import torch
 from torch.distributed import HashStore
 
@@ -55,13 +56,19 @@ folder = Path(away.name)
 # middle of the estimate and half an hour. What can either job cost at most? Guess, and guess which part of it is
 # training.
 
+# %% Your guess: dollars that the cheaper job costs at most tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 whole = {}
 for name in FLAVORS:
     job = jobs.prepare("kwanzaa", "me/adapter", flavor=name)
     whole[name] = job
     trains = job.price * job.training_seconds / 3600
-    print(f"{name:13}trains {job.training_seconds / 60:4.1f} min for ${trains:.2f}; ", end="")
+    print(
+        f"{name:13}trains {job.training_seconds / 60:4.1f} min for ${trains:.2f}; ",
+        end="",
+    )
     print(f"ended after {job.timeout / 60:.0f} min: at most ${job.most:.2f}")
 cheapest = min(whole.values(), key=lambda job: job.most)
 assert cheapest.flavor.name == "t4-small"
@@ -69,6 +76,7 @@ a100 = whole["a100-large"]
 print(f"an A100 that trained in no time: ${a100.price / 2:.2f} for the half hour")
 assert a100.most > 3.5 * cheapest.most
 assert a100.price / 2 > 3 * cheapest.most  # whatever the estimate of its speed
+course.reveal(guess, cheapest.most, "USD")
 
 # %% [markdown]
 # The T4's job costs a quarter, and of its $0.30 five cents are training. (A job that ends earlier costs less.) This
@@ -76,22 +84,30 @@ assert a100.price / 2 > 3 * cheapest.most  # whatever the estimate of its speed
 # of the hour decides. And around a long one?
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 EPOCHS = (3, 10, 30, 100, 300, 1000)
 usd = {
-    name: [jobs.prepare("kwanzaa", "me/x", [f"train.epochs={n}"], flavor=name).most for n in EPOCHS]
+    name: [
+        jobs.prepare("kwanzaa", "me/x", [f"train.epochs={n}"], flavor=name).most
+        for n in EPOCHS
+    ]
     for name in ("t4-small", "l4x1", "a100-large")
 }
 longest = [most[-1] for most in usd.values()]
-assert max(longest) < 2 * min(longest)  # so the estimate, whose ranges overlap, cannot tell them apart
+# so the estimate, whose ranges overlap, cannot tell them apart
+assert max(longest) < 2 * min(longest)
 
 
 def by_length(theme: Theme):
     """What a job costs at most, against its epochs."""
     drawn, axes = course.figure(height=3.2)
-    for (name, most), colour, marker in zip(usd.items(), theme.series, "osD", strict=False):
+    for (name, most), colour, marker in zip(
+        usd.items(), theme.series, "osD", strict=False
+    ):
         axes.plot(EPOCHS, most, color=colour, marker=marker, markersize=4, label=name)
-    axes.set(xscale="log", yscale="log", xlabel="epochs of 107 rows", ylabel="USD at most")
+    axes.set(
+        xscale="log", yscale="log", xlabel="epochs of 107 rows", ylabel="USD at most"
+    )
     axes.grid()
     axes.legend()
     return drawn
@@ -99,8 +115,10 @@ def by_length(theme: Theme):
 
 course.show(
     by_length,
-    "Figure 1. What the job can cost, by how long it trains. Short jobs pay for the half hour around the training. In "
-    "long ones all three cost the same within a factor of two, and the estimate cannot tell more: before a long job, "
+    "Figure 1. What the job can cost, by how long it trains. "
+    "Short jobs pay for the half hour around the training. In "
+    "long ones all three cost the same within a factor of two, "
+    "and the estimate cannot tell more: before a long job, "
     "measure a few steps on each card. What the A100 saves in any case is time.",
 )
 
@@ -187,15 +205,36 @@ _ = (folder / "survivor.py").write_text(CODE)
 # After which step will the second life begin?
 
 # %%
-torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-command = [*torchrun, "--max-restarts", "1", str(folder / "survivor.py"), str(folder / "state.pt")]
-done = subprocess.run(command, capture_output=True, encoding="utf-8", env=os.environ | {"OMP_NUM_THREADS": "1"})
+torchrun = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+]
+command = [
+    *torchrun,
+    "--max-restarts",
+    "1",
+    str(folder / "survivor.py"),
+    str(folder / "state.pt"),
+]
+done = subprocess.run(
+    command,
+    capture_output=True,
+    encoding="utf-8",
+    env=os.environ | {"OMP_NUM_THREADS": "1"},
+)
 print(done.stdout)
 assert done.returncode == 0, done.stderr[-2000:]
-assert done.stdout.splitlines() == ["life 0 begins after step 0", "life 1 begins after step 10"]
+assert done.stdout.splitlines() == [
+    "life 0 begins after step 0",
+    "life 1 begins after step 10",
+]
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def two_lives(theme: Theme):
     """Steps of the two processes, the checkpoints, and what is done twice."""
     sketch = course.Sketch(theme, 50, 12)
@@ -207,7 +246,12 @@ def two_lives(theme: Theme):
                 dead = row == 0 and step == 12
                 again = (row, step) == (1, 11)
                 box = (4 + 2.2 * (step - 1), top + 1.7 * rank, 2, 1.4)
-                sketch.tensor(*box, "x" if dead and rank == 1 else str(step), color=1 if again else 0, kept=not dead)
+                sketch.tensor(
+                    *box,
+                    "x" if dead and rank == 1 else str(step),
+                    color=1 if again else 0,
+                    kept=not dead,
+                )
         for step in (5, 10, 15, 20):
             if first <= step <= last:
                 sketch.text(4 + 2.2 * (step - 1) + 1, top + 4.2, "saved", quiet=True)
@@ -217,8 +261,10 @@ def two_lives(theme: Theme):
 
 course.show(
     two_lives,
-    "Figure 2. Two processes, one above the other, and two lives. Process 1 dies in step 12, which process 0 cannot "
-    "end alone. Both begin again after the last saved step; step 11 (in another colour) is done twice.",
+    "Figure 2. Two processes, one above the other, and two lives. "
+    "Process 1 dies in step 12, which process 0 cannot "
+    "end alone. Both begin again after the last saved step; "
+    "step 11 (in another colour) is done twice.",
 )
 
 # %% [markdown]
@@ -267,20 +313,39 @@ def lost(every, save=3, between=7200):
 
 
 best = (2 * 3 * 7200) ** 0.5
-print(f"a step takes {step_seconds:.1f} s; save every {best:.0f} s, that is {best / step_seconds:.0f} steps: ", end="")
-print(f"{lost(best):.1%} lost. Every step: {lost(step_seconds):.0%}. Once an hour: {lost(3600):.0%}")
+print(
+    f"a step takes {step_seconds:.1f} s; save every {best:.0f} s, "
+    f"that is {best / step_seconds:.0f} steps: ",
+    end="",
+)
+print(
+    f"{lost(best):.1%} lost. Every step: {lost(step_seconds):.0%}. "
+    f"Once an hour: {lost(3600):.0%}"
+)
 assert lost(best) < min(lost(best / 2), lost(best * 2))
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input"]
 def young(theme: Theme):
     """Share of the time that is lost, against the interval."""
     drawn, axes = course.figure(height=3.0)
     grid = [8.2 * 2 ** (power / 4) for power in range(36)]
-    for hours, colour, dashes in zip((2, 12, 72), theme.series, ("-", "--", ":"), strict=False):
-        axes.plot(grid, [100 * lost(every, between=3600 * hours) for every in grid], color=colour, linestyle=dashes,
-                  label=f"a machine lost every {hours} h")  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlabel="seconds between checkpoints of 3 s", ylabel="% of the time lost")
+    for hours, colour, dashes in zip(
+        (2, 12, 72), theme.series, ("-", "--", ":"), strict=False
+    ):
+        axes.plot(
+            grid,
+            [100 * lost(every, between=3600 * hours) for every in grid],
+            color=colour,
+            linestyle=dashes,
+            label=f"a machine lost every {hours} h",
+        )
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="seconds between checkpoints of 3 s",
+        ylabel="% of the time lost",
+    )
     axes.grid()
     axes.legend()
     return drawn
@@ -288,7 +353,8 @@ def young(theme: Theme):
 
 course.show(
     young,
-    "Figure 3. To the left writing costs (and less than the rule says: lesson 14), to the right what is done again. "
+    "Figure 3. To the left writing costs (and less than the rule says: lesson 14), "
+    "to the right what is done again. "
     "The valley is wide: with half or twice the best interval a quarter more is lost.",
 )
 
@@ -300,11 +366,25 @@ course.show(
 
 # %%
 seconds_left = whole["t4-small"].training_seconds
-both = Target(shape, t4.device, 2).bill(with_settings(recipe, ["parallel.strategy=ddp"])).seconds * 8 * 2048
+both = (
+    Target(shape, t4.device, 2)
+    .bill(with_settings(recipe, ["parallel.strategy=ddp"]))
+    .seconds
+    * 8
+    * 2048
+)
 saved_share = 1 - both / step_seconds
-print(f"a step on two cards: {both:.1f} s, {saved_share:.0%} less; the run takes {seconds_left:.0f} s on one")
-print(f"with less than {90 / saved_share:.0f} s to go it is not worth a restart of 90 s")
-print(f"a machine that installs for 15 minutes is there after {900 / seconds_left:.1f} times the whole run")
+print(
+    f"a step on two cards: {both:.1f} s, {saved_share:.0%} less; "
+    f"the run takes {seconds_left:.0f} s on one"
+)
+print(
+    f"with less than {90 / saved_share:.0f} s to go it is not worth a restart of 90 s"
+)
+print(
+    "a machine that installs for 15 minutes is there after "
+    f"{900 / seconds_left:.1f} times the whole run"
+)
 assert 90 / saved_share < seconds_left < 900
 
 # %% [markdown]
@@ -346,7 +426,12 @@ for elastic, out in (
     (launch.Elastic(max_restarts=3), None),
     (launch.Elastic(3, "1:2", "node0:29400"), Path("/shared/run")),
 ):
-    print("$", launch.shown(launch.command("kwanzaa", "torchrun", 1, out=out, elastic=elastic)))
+    print(
+        "$",
+        launch.shown(
+            launch.command("kwanzaa", "torchrun", 1, out=out, elastic=elastic)
+        ),
+    )
 
 # %% [markdown]
 # `--resume` is always there: each start looks for a checkpoint, and the first one finds none. The variable is there
@@ -360,7 +445,10 @@ for elastic, out in (
 
 # %%
 short = jobs.prepare("kwanzaa", "me/adapter", timeout="10m", flavor="t4-small")
-print(*(line for line in hub.shown(short) if line.startswith(("training", "timeout"))), sep="\n")
+print(
+    *(line for line in hub.shown(short) if line.startswith(("training", "timeout"))),
+    sep="\n",
+)
 assert not short.finishes
 assert short.time_budget < short.timeout
 
@@ -371,7 +459,9 @@ assert short.time_budget < short.timeout
 # %%
 for flavor in ("t4-small", "a100-large"):
     try:
-        job = jobs.prepare("baseline", "me/model", ["model=llama-3.2-1b"], flavor=flavor)
+        job = jobs.prepare(
+            "baseline", "me/model", ["model=llama-3.2-1b"], flavor=flavor
+        )
         print(f"{flavor}: fits")
     except OutOfMemory as error:
         print(error)
@@ -393,7 +483,8 @@ found = {}
 for life in range(2):
     workers = [
         threading.Thread(
-            target=lambda n: found.setdefault(n, rendezvous.agree(store, n % 2, 2, 20)), args=(2 * life + n,)
+            target=lambda n: found.setdefault(n, rendezvous.agree(store, n % 2, 2, 20)),
+            args=(2 * life + n,),
         )
         for n in range(2)
     ]
@@ -401,7 +492,10 @@ for life in range(2):
         worker.start()
     for worker in workers:
         worker.join()
-print("both agree in each life, and the lives differ:", found[0] == found[1] != found[2] == found[3])
+print(
+    "both agree in each life, and the lives differ:",
+    found[0] == found[1] != found[2] == found[3],
+)
 assert found[0] == found[1] != found[2] == found[3]
 
 # %% [markdown]
@@ -425,9 +519,11 @@ def grow(left, now, then, restart):
 hours_lost = None
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_growing(answer):
-    steps = "left holds left / now steps; how long do these take at then seconds a step?"
+    steps = (
+        "left holds left / now steps; how long do these take at then seconds a step?"
+    )
     cases = (
         ((345, 8.2, 4.1, 0), 172.5, steps),
         ((3600, 2, 1.9, 0), 180, steps),
@@ -442,14 +538,19 @@ def of_growing(answer):
 
 
 of_usd = course.about(
-    0.8 * (2 * 50 + 30) / 60, "the job is paid up to its timeout: which two things were added to make that, in hours?"
+    0.8 * (2 * 50 + 30) / 60,
+    "the job is paid up to its timeout: which two things were added to make that, "
+    "in hours?",
 )
 of_loss = course.about(
     100 * (2 * 3 / 43200) ** 0.5,
-    "add both parts, the writing and the steps done again, at the best interval for 12 hours, in seconds",
+    "add both parts, the writing and the steps done again, "
+    "at the best interval for 12 hours, in seconds",
 )
 course.check(1, most_usd, of_usd, "a number of USD")
-course.check(2, grow, of_growing, "a function (left, now, then, restart) -> a number of seconds")
+course.check(
+    2, grow, of_growing, "a function (left, now, then, restart) -> a number of seconds"
+)
 course.check(3, hours_lost, of_loss, "a number of hours")
 
 # %% [markdown]

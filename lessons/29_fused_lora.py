@@ -19,10 +19,11 @@
 # with a surprise: the T4 has room to spare, so the fastest run is one *without* gradient checkpointing. But then every
 # block keeps all its activations, and longer rows do not fit. This lesson stores fewer.
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: its kernels run in Python, on any processor
+# before anything imports Triton: its kernels run in Python, on any processor
+os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +47,8 @@ from cria_tricks.tricks.fused_lora import Matrix, gated_mlp
 torch.manual_seed(0)
 MIB, KIB = 2**20, 2**10
 fp64, fp32, bf16 = torch.float64, torch.float32, torch.bfloat16
-D, INNER, R, N, S = 64, 160, 4, 96, 0.5  # width, inner width of the MLP, rank, tokens, the adapter's scale
+# width, inner width of the MLP, rank, tokens, the adapter's scale
+D, INNER, R, N, S = 64, 160, 4, 96, 0.5
 
 # %% [markdown]
 # ## 1. The bill
@@ -62,7 +64,8 @@ def saved_per_token(recipe):
     """Bytes that one block saves for one token, by name."""
     one, other = (folds.facts(recipe, shape, T4, tokens) for tokens in (64, 128))
     few, many = (kept(facts.operations) for facts in (one, other))
-    return {name: (many[name] - few[name]) / 64 for name in many}  # what does not grow with tokens cancels
+    # what does not grow with tokens cancels
+    return {name: (many[name] - few[name]) / 64 for name in many}
 
 
 table = saved_per_token(job)
@@ -97,7 +100,8 @@ assert large == 8 * 8192 + 20 * 2048 == 104 * KIB
 
 # %%
 def lora_forward(x, W, A, B):
-    return torch.addmm(x @ W.T, x @ A.T, B.T, alpha=S)  # one operation multiplies, scales and adds
+    # one operation multiplies, scales and adds
+    return torch.addmm(x @ W.T, x @ A.T, B.T, alpha=S)
 
 
 def lora_backward(dy, x, W, A, B):
@@ -143,7 +147,8 @@ class FusedMLP(torch.autograd.Function):
     def backward(ctx, dy):
         x, e, g, *weights = ctx.saved_tensors
         gate, up, down = weights[:3], weights[3:6], weights[6:]
-        dh, *of_down = lora_backward(dy, F.silu(e) * g, *down)  # of_down: the gradients of A and B
+        # of_down: the gradients of A and B
+        dh, *of_down = lora_backward(dy, F.silu(e) * g, *down)
         de, dg = gate_backward(dh, e, g)
         dx, *of_gate = lora_backward(de, x, *gate)
         dx_of_up, *of_up = lora_backward(dg, x, *up)
@@ -161,25 +166,37 @@ def plain_mlp(x, *weights):
     return adapted(F.silu(e) * g, *weights[6:])
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def kept_tensors(theme: Theme):
     """What an MLP with adapters stores: with autograd, and with one function."""
     sketch = course.Sketch(theme, 44, 15)
     names = ("x", "e", "a(e)", "g", "h", "y")
-    for row, (label, saved) in enumerate((("autograd", {"x", "e", "a(e)", "g", "h"}), ("fused", {"x", "e", "g"}))):
+    for row, (label, saved) in enumerate(
+        (("autograd", {"x", "e", "a(e)", "g", "h"}), ("fused", {"x", "e", "g"}))
+    ):
         top = 2 + 7 * row
         sketch.text(0, top + 2, label, align="left")
         for n, name in enumerate(names):
             height = 2 if name in ("x", "y") else 4
             left = 8 + 6 * n
-            sketch.tensor(left, top + 2 - height / 2, 4.2, height, name, color=0, kept=name in saved)
+            sketch.tensor(
+                left,
+                top + 2 - height / 2,
+                4.2,
+                height,
+                name,
+                color=0,
+                kept=name in saved,
+            )
     return sketch.figure
 
 
 course.show(
     kept_tensors,
-    "Figure 1. Tensors of an MLP, in the order of computation: g comes from x, and h from a(e) and g. Filled boxes "
-    "are stored. Fused, a(e) and h are not; the backward pass computes them again from e and g.",
+    "Figure 1. Tensors of an MLP, in the order of computation: g comes from x, "
+    "and h from a(e) and g. Filled boxes "
+    "are stored. Fused, a(e) and h are not; "
+    "the backward pass computes them again from e and g.",
 )
 
 # %% [markdown]
@@ -194,7 +211,10 @@ def weights_of(dtype, D=D, INNER=INNER, R=R):
     made = []
     for d_in, d_out in ((D, INNER), (D, INNER), (INNER, D)):
         made += [torch.randn(d_out, d_in, dtype=dtype) / d_in**0.5]
-        made += [(torch.randn(*size, dtype=dtype) / 8).requires_grad_() for size in ((R, d_in), (d_out, R))]
+        made += [
+            (torch.randn(*size, dtype=dtype) / 8).requires_grad_()
+            for size in ((R, d_in), (d_out, R))
+        ]
     return made
 
 
@@ -208,7 +228,10 @@ print("gradcheck: the gradients are those of finite differences")
 
 # %%
 weights, x = weights_of(fp32), torch.randn(N, D, requires_grad=True)
-predicted = {"autograd": 4 * N * (D + 4 * INNER + 3 * R), "fused": 4 * N * (D + 2 * INNER)}
+predicted = {
+    "autograd": 4 * N * (D + 4 * INNER + 3 * R),
+    "fused": 4 * N * (D + 2 * INNER),
+}
 for name, mlp in (("autograd", plain_mlp), ("fused", FusedMLP.apply)):
     with SavedBytes(besides=weights) as saved:
         alive = mlp(x, *weights)  # this name keeps the graph alive while we count
@@ -226,7 +249,8 @@ def as_matrices(weights, dtype):
     """For the package: W in one dtype, the adapter in fp32 or wider."""
     found = []
     for W, A, B in zip(weights[::3], weights[1::3], weights[2::3], strict=True):
-        W = W.to(bf16).to(dtype)  # numbers that bf16 has, so that the base is the same in both dtypes
+        # numbers that bf16 has, so that the base is the same in both dtypes
+        W = W.to(bf16).to(dtype)
         wide = torch.promote_types(dtype, fp32)
         A, B = (each.detach().to(fp32).to(wide).requires_grad_() for each in (A, B))
         found.append(Matrix(lambda x, W=W: F.linear(x, W), W.to, A, B, S))
@@ -261,7 +285,10 @@ for seed in range(seeds):
     exact = run(pefts, given, as_matrices(drawn, fp64), fp64)
     for name, way in (("peft's", pefts), ("ours", ours)):
         found = run(way, given, as_matrices(drawn, bf16), bf16)
-        gaps = [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+        gaps = [
+            ((a - b).norm() / b.norm()).item()
+            for a, b in zip(found, exact, strict=True)
+        ]
         far[name] += sum(gaps) / len(gaps) / seeds
 print(*(f"{name}: {gap:.2%} from fp64" for name, gap in far.items()), sep="\n")
 assert far["ours"] < far["peft's"]
@@ -280,7 +307,10 @@ counted = {
     for name, way in (("autograd", plain_mlp), ("fused", FusedMLP.apply))
 }
 thin = 2 * N * R * (D + D + INNER)
-print(f"autograd {counted['autograd']:,} operations, fused {counted['fused']:,}: {thin / counted['autograd']:.1%} more")
+print(
+    f"autograd {counted['autograd']:,} operations, fused {counted['fused']:,}: "
+    f"{thin / counted['autograd']:.1%} more"
+)
 assert counted["fused"] - counted["autograd"] == thin
 
 # %% [markdown]
@@ -306,10 +336,13 @@ if triton:
 
     @triton.jit
     def norm_kernel(x_ND, w_D, y_ND, D, EPS: tl.constexpr, BLOCK: tl.constexpr):
-        # x_ND is the address of the first number. A constexpr is a constant, known when the kernel is compiled.
+        # x_ND is the address of the first number. A constexpr is a constant, known when
+        # the kernel is compiled.
         row = tl.program_id(0)  # which program this is, of len(rows)
-        at = tl.arange(0, BLOCK)  # places in the row; BLOCK is a power of two, at least D
-        # Places beyond the row are masked: nothing is read there, and 0 adds nothing to the sum.
+        # places in the row; BLOCK is a power of two, at least D
+        at = tl.arange(0, BLOCK)
+        # Places beyond the row are masked: nothing is read there, and 0 adds nothing to
+        # the sum.
         x = tl.load(x_ND + row * D + at, mask=at < D, other=0.0).to(tl.float32)
         w = tl.load(w_D + at, mask=at < D, other=0.0).to(tl.float32)
         r = tl.rsqrt(tl.sum(x * x, axis=0) / D + EPS)
@@ -317,7 +350,8 @@ if triton:
 
     rows, gain = torch.randn(5, 48), torch.randn(48)
     y = torch.empty_like(rows)
-    norm_kernel[(len(rows),)](rows, gain, y, 48, EPS=1e-5, BLOCK=64)  # in brackets: how many programs
+    # in brackets: how many programs
+    norm_kernel[(len(rows),)](rows, gain, y, 48, EPS=1e-5, BLOCK=64)
     torch.testing.assert_close(y, rms_norm(rows, gain, 1e-5))
     print("the kernel's norm is the package's")
 
@@ -332,7 +366,10 @@ if triton:
 # %%
 if study := results.study("fused"):
     print(study["device"], study["date"][:10])
-    for way, switched_on in {"fused_lora": "fused_lora", "fused": "fused_lora and fused_blocks"}.items():
+    for way, switched_on in {
+        "fused_lora": "fused_lora",
+        "fused": "fused_lora and fused_blocks",
+    }.items():
         pairs = sorted(study[way]["pairs"])
         ratio = f"{study[way]['times_as_fast']:.2f} times as fast as peft"
         print(f"{switched_on:28}{ratio} ({pairs[0]:.2f} to {pairs[-1]:.2f})")
@@ -354,6 +391,9 @@ course.show_bill(job, fused)
 # each of two norms $2D$, because it stores its 16-bit input and not the fp32 copy. The adapters have 11,272,192
 # weights; autocast keeps 16-bit copies of them, and ours does not.
 
+# %% Your guess: MiB that the peak falls tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 per_token_and_block = 4 * shape.inner + 2 * 2 * shape.width + 7 * 2 * job.lora.r
 bytes_saved = 2048 * shape.layers * per_token_and_block + 2 * 11_272_192
@@ -364,7 +404,11 @@ assert saved == bytes_saved
 target = toggles.Target(shape, T4)
 for name, recipe in (("peft's way", job), ("fused", fused)):
     ms, longest = 1000 * target.bill(recipe).seconds, toggles.longest(target, recipe)
-    print(f"{name:10} by estimate {ms:.2f} ms a token on a T4, and rows of up to {longest:,} tokens fit")
+    print(
+        f"{name:10} by estimate {ms:.2f} ms a token on a T4, "
+        f"and rows of up to {longest:,} tokens fit"
+    )
+course.reveal(guess, saved / MIB, "MiB")
 
 # %% [markdown]
 # 104 KiB became 64, and the longest row grew by 59 %. And with checkpointing, where blocks store only their inputs?
@@ -372,7 +416,10 @@ for name, recipe in (("peft's way", job), ("fused", fused)):
 # %%
 checkpointed = course.bill(course.CAPSTONE).peak_bytes
 less = checkpointed - course.bill(with_settings(course.CAPSTONE, switches)).peak_bytes
-print(f"{less / MIB:.1f} MiB less: 16-bit copies of the adapters, and a copy of the final norm's input")
+print(
+    f"{less / MIB:.1f} MiB less: 16-bit copies of the adapters, "
+    "and a copy of the final norm's input"
+)
 assert less == 2 * 11_272_192 + 2 * 2048 * shape.width
 
 # %% [markdown]
@@ -411,7 +458,9 @@ class ReadsTwice(torch.autograd.Function):
         return 2 * dy * ctx.saved_tensors[0]  # the second time
 
 
-y = checkpoint(ReadsTwice.apply, torch.randn(3, requires_grad=True), use_reentrant=False)
+y = checkpoint(
+    ReadsTwice.apply, torch.randn(3, requires_grad=True), use_reentrant=False
+)
 try:
     y.sum().backward()
     raise AssertionError("torch let it read twice")
@@ -442,7 +491,9 @@ class OverItsInput(torch.autograd.Function):
 
 x3 = torch.tensor([3.0], requires_grad=True)
 y = OverItsInput.apply(x3.clone())  # a copy, or x3 itself would be overwritten
-first, second = (torch.autograd.grad(y, x3, retain_graph=True)[0].item() for _ in range(2))
+first, second = (
+    torch.autograd.grad(y, x3, retain_graph=True)[0].item() for _ in range(2)
+)
 print(f"the gradient of x squared at 3: {first:.0f}, and the second time {second:.0f}")
 assert (first, second) == (6, 12)
 
@@ -451,9 +502,15 @@ assert (first, second) == (6, 12)
 # functions store one, so peft computes the adapters, and the plan says so.
 
 # %%
-plan = resolve(with_settings(Recipe(), ["tricks.peft=lora", "tricks.fused_lora=true", "lora.dropout=0.1"]))
+plan = resolve(
+    with_settings(
+        Recipe(), ["tricks.peft=lora", "tricks.fused_lora=true", "lora.dropout=0.1"]
+    )
+)
 print(*plan.warnings, sep="\n")
-assert any("fused_lora has no effect with lora.dropout" in warning for warning in plan.warnings)
+assert any(
+    "fused_lora has no effect with lora.dropout" in warning for warning in plan.warnings
+)
 
 # %% [markdown]
 # ## 7. Exercises
@@ -479,7 +536,7 @@ def in_place(dh, e, g):
     """FILL ME IN: return h, de, dg; make one new tensor."""
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_norm(answer):
     torch.manual_seed(1)
     for size in (1.0, 0.01):
@@ -489,10 +546,16 @@ def of_norm(answer):
         (right,) = torch.autograd.grad(y, x, dy)
         if (found := answer(dy.clone(), x.detach().clone(), w.clone(), 1e-5)) is None:
             raise NotImplementedError
-        assert found.shape == x.shape, f"the shape is {tuple(found.shape)}, and x has {tuple(x.shape)}"
+        assert found.shape == x.shape, (
+            f"the shape is {tuple(found.shape)}, and x has {tuple(x.shape)}"
+        )
         r = torch.rsqrt(x.detach().square().mean(-1, keepdim=True) + 1e-5)
-        assert not torch.allclose(found, dy * w * r), "that takes r for a constant; it depends on x, too"
-        assert torch.allclose(found, right), "not autograd's gradient; check w, the mean, and the power of r"
+        assert not torch.allclose(found, dy * w * r), (
+            "that takes r for a constant; it depends on x, too"
+        )
+        assert torch.allclose(found, right), (
+            "not autograd's gradient; check w, the mean, and the power of r"
+        )
 
 
 def of_in_place(answer):
@@ -509,8 +572,13 @@ def of_in_place(answer):
     assert len(results[0]) == 3, "return three tensors: h, de, dg"
     for (name, its), found in zip(right.items(), results[0], strict=True):
         assert found.shape == its.shape, f"{name} has the shape {tuple(found.shape)}"
-        assert torch.allclose(found, its), f"{name} is wrong; was a tensor written over that is still needed?"
-    assert made < 1.5, f"it makes {made:.0f} new tensors at a time; write over dh, e and g (mul_, addcmul_)"
+        assert torch.allclose(found, its), (
+            f"{name} is wrong; was a tensor written over that is still needed?"
+        )
+    assert made < 1.5, (
+        f"it makes {made:.0f} new tensors at a time; "
+        "write over dh, e and g (mul_, addcmul_)"
+    )
 
 
 course.check(
@@ -518,7 +586,8 @@ course.check(
     mib_saved_for_8b,
     course.about(
         2304,
-        "per token and block: 4 F bytes of the MLP and 2 D of each norm; then times tokens and blocks",
+        "per token and block: 4 F bytes of the MLP and 2 D of each norm; "
+        "then times tokens and blocks",
         mistakes={
             1792: "the two norms save something as well: 2 D bytes each",
             2048: "there are two norms in a block",
@@ -530,8 +599,15 @@ course.check(
     ),
     "a number of MiB",
 )
-course.check(2, norm_backward, of_norm, "a function (dy, x, w, eps) -> the gradient of x, shaped like x")
-course.check(3, in_place, of_in_place, "a function (dh, e, g) -> three tensors of their shape")
+course.check(
+    2,
+    norm_backward,
+    of_norm,
+    "a function (dy, x, w, eps) -> the gradient of x, shaped like x",
+)
+course.check(
+    3, in_place, of_in_place, "a function (dh, e, g) -> three tensors of their shape"
+)
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

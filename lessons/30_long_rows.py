@@ -17,7 +17,7 @@
 # page 1 and page 40 belong together. Unsloth publishes rows of 40,724 tokens for Llama-3.1-8B on a 16 GB card. What
 # does a T4 allow?
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -51,19 +51,34 @@ GIB, MIB, KIB = 2**30, 2**20, 2**10
 # Three parts are large: the weights, the saved inputs of all 32 blocks, and the *open block*, the one that
 # checkpointing is recomputing. Which is the largest at 2,048, 16,384 and 65,536 tokens? Write down your guess.
 
+# %% Your guess: the largest at 65,536 tokens tags=["predict"]
+guess = "no guess"  # @param ["no guess", "weights", "block inputs", "open block"]
 
-# %% tags=["hide-input"]
+
+# %% Helper: the bill in four groups tags=["hide-input"]
 def parts(recipe, tokens):
-    """Return the bytes at the peak of a step with one row of so many tokens, in four groups."""
-    groups = {"weights, states": 0, "block inputs": 0, "open block": 0, "token ids, mask": 0}
-    names = {"saved activations": "block inputs", "open block": "open block", "batch": "token ids, mask"}
+    """Return the bytes at the peak of a step with one row of so many tokens, in four
+    groups."""
+    groups = {
+        "weights, states": 0,
+        "block inputs": 0,
+        "open block": 0,
+        "token ids, mask": 0,
+    }
+    names = {
+        "saved activations": "block inputs",
+        "open block": "open block",
+        "batch": "token ids, mask",
+    }
     for line in folds.estimate(recipe, shape, T4, tokens).peak.lines:
         groups[names.get(line.name.split(":")[0], "weights, states")] += line.bytes
     return groups
 
 
 # %%
-job = with_settings(course.CAPSTONE, ["model=llama-3.1-8b", "tricks.gradient_accumulation=1"])
+job = with_settings(
+    course.CAPSTONE, ["model=llama-3.1-8b", "tricks.gradient_accumulation=1"]
+)
 shape = find_shape(job.model)
 L, D, INNER = shape.layers, shape.width, shape.inner
 LENGTHS = (2048, 16_384, 65_536)
@@ -72,7 +87,12 @@ print(f"{'GiB':18}" + "".join(f"{tokens:>8,}" for tokens in LENGTHS))
 for name in bills[0]:
     print(f"{name:18}" + "".join(f"{bill[name] / GIB:8.2f}" for bill in bills))
 print(f"{'peak':18}" + "".join(f"{sum(bill.values()) / GIB:8.2f}" for bill in bills))
-assert [max(bill, key=bill.get) for bill in bills] == ["weights, states", "weights, states", "open block"]
+assert [max(bill, key=bill.get) for bill in bills] == [
+    "weights, states",
+    "weights, states",
+    "open block",
+]
+course.reveal(guess, max(bills[-1], key=bills[-1].get).partition(",")[0])
 
 # %% [markdown]
 # At 2,048 and 16,384 tokens it is the weights. At 65,536 the *one* open block takes as much as the inputs of all 32
@@ -89,7 +109,10 @@ def growth(recipe):
 for name, size in growth(job).items():
     print(f"{name:18}{size / KIB:8.1f} KiB a token")
 inputs, of_mlp, others = 2 * L * D, 12 * INNER, 22 * D
-print(f"by hand: inputs {inputs / KIB:.0f}, MLP {of_mlp / KIB:.0f}, rest of the open block {others / KIB:.0f}")
+print(
+    f"by hand: inputs {inputs / KIB:.0f}, MLP {of_mlp / KIB:.0f}, "
+    f"rest of the open block {others / KIB:.0f}"
+)
 assert growth(job)["block inputs"] == inputs
 assert abs(growth(job)["open block"] - of_mlp - others) < KIB
 
@@ -107,30 +130,42 @@ assert abs(growth(job)["open block"] - of_mlp - others) < KIB
 # at a time (lesson 12).
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def three_lengths(theme: Theme):
     """The parts of the bill at three lengths, whole, and with both techniques."""
     drawn, axes = course.figure(height=2.9)
-    both = with_settings(job, ["tricks.tiled_mlp=true", "tricks.activation_offload=true"])
+    both = with_settings(
+        job, ["tricks.tiled_mlp=true", "tricks.activation_offload=true"]
+    )
     labels = [f"{tokens:,}" for tokens in LENGTHS] + ["65,536, tiles\nand offload"]
     shown = [*bills, parts(both, 65_536)]
     left = [0.0] * len(shown)
-    for name, color in zip(list(shown[0])[:3], (theme.quiet, *theme.series), strict=False):
+    for name, color in zip(
+        list(shown[0])[:3], (theme.quiet, *theme.series), strict=False
+    ):
         wide = [bill[name] / GIB for bill in shown]
-        axes.barh(range(len(shown)), wide, left=left, color=color, height=0.66, label=name)
+        axes.barh(
+            range(len(shown)), wide, left=left, color=color, height=0.66, label=name
+        )
         left = [start + more for start, more in zip(left, wide, strict=True)]
-    axes.axvline(T4.memory_bytes / GIB, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.axvline(
+        T4.memory_bytes / GIB, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3))
+    )
     axes.text(T4.memory_bytes / GIB, -0.75, " a T4", color=theme.alarm, va="center")
     axes.set_yticks(range(len(shown)), labels)
-    axes.set(xlabel="peak of a step, GiB", ylabel="tokens", ylim=(len(shown) - 0.4, -1.2))
+    axes.set(
+        xlabel="peak of a step, GiB", ylabel="tokens", ylim=(len(shown) - 0.4, -1.2)
+    )
     axes.legend(loc="upper right")
     return drawn
 
 
 course.show(
     three_lengths,
-    "Figure 1. Llama-3.1-8B, by estimate: the weights do not grow with the row, block inputs and the open block grow "
-    "alike. The last bar is the third with tiles and offload. It is still larger than a T4; section 5 finds the rows "
+    "Figure 1. Llama-3.1-8B, by estimate: the weights do not grow with the row, "
+    "block inputs and the open block grow "
+    "alike. The last bar is the third with tiles and offload. "
+    "It is still larger than a T4; section 5 finds the rows "
     "that fit.",
 )
 
@@ -151,7 +186,10 @@ def mlp(x):
 
 
 def new_weights(dtype=torch.float32):
-    drawn = (torch.randn(*size, dtype=torch.float64) / size[1] ** 0.5 for size in ((f, d), (f, d), (d, f)))
+    drawn = (
+        torch.randn(*size, dtype=torch.float64) / size[1] ** 0.5
+        for size in ((f, d), (f, d), (d, f))
+    )
     return [weight.to(dtype).requires_grad_() for weight in drawn]
 
 
@@ -182,7 +220,8 @@ for name, way in (("whole", mlp), ("only cut", only_cut)):
 # %%
 # After `import torch` this cell runs anywhere.
 def through_tiles(mlp, x, dy, tile, weights):
-    """Run each tile again, forward and backward; return the gradients of x and of the weights."""
+    """Run each tile again, forward and backward; return the gradients of x and of the
+    weights."""
     dx, totals = torch.empty_like(x), [torch.zeros_like(weight) for weight in weights]
     for start in range(0, len(x), tile):
         place = slice(start, start + tile)
@@ -191,17 +230,20 @@ def through_tiles(mlp, x, dy, tile, weights):
             y = mlp(piece)
         dx[place], *found = torch.autograd.grad(y, [piece, *weights], dy[place])
         for total, gradient in zip(totals, found, strict=True):
-            total += gradient  # every tile uses the same weights, so their gradients are summed
+            # every tile uses the same weights, so their gradients are summed
+            total += gradient
     return dx, totals
 
 
 class Tiles(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, mlp, tile, keep, *weights):  # only arguments get gradients, so the weights are arguments
+    # only arguments get gradients, so the weights are arguments
+    def forward(ctx, x, mlp, tile, keep, *weights):
         ctx.mlp, ctx.tile, ctx.keep, ctx.weights = mlp, tile, keep, weights
         if keep is None:
             ctx.save_for_backward(x)
-        return torch.cat([mlp(piece) for piece in x.split(tile)])  # autograd records nothing in a Function
+        # autograd records nothing in a Function
+        return torch.cat([mlp(piece) for piece in x.split(tile)])
 
     @staticmethod
     def backward(ctx, dy):
@@ -222,11 +264,16 @@ def naive(x):
 def forward_passes(way):
     """Return how often the MLP runs forward in a step of a checkpointed block."""
     given.clear()
-    checkpoint(lambda x: x + way(F.rms_norm(x, (d,))), x, use_reentrant=False).sum().backward()
+    checkpoint(
+        lambda x: x + way(F.rms_norm(x, (d,))), x, use_reentrant=False
+    ).sum().backward()
     return sum(given) / T
 
 
-print(f"whole: {forward_passes(mlp):.0f} forward passes, tiles: {forward_passes(naive):.0f}")
+print(
+    f"whole: {forward_passes(mlp):.0f} forward passes, tiles: "
+    f"{forward_passes(naive):.0f}"
+)
 assert (forward_passes(mlp), forward_passes(naive)) == (2, 3)
 
 # %% [markdown]
@@ -253,36 +300,49 @@ class Keep(torch.autograd.Function):
 
 def ours(x):
     kept = Keep.apply(x)
-    return Tiles.apply(kept, mlp, TILE, kept.grad_fn, *weights)  # grad_fn is the call of Keep: it holds the saved x
+    # grad_fn is the call of Keep: it holds the saved x
+    return Tiles.apply(kept, mlp, TILE, kept.grad_fn, *weights)
 
 
 print(f"saved before the tiles: {forward_passes(ours):.0f} forward passes")
 assert forward_passes(ours) == 2
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def three_passes(theme: Theme):
-    """When a checkpointed block's MLP runs forward: naive tiles, and tiles behind what they keep."""
+    """When a checkpointed block's MLP runs forward: naive tiles, and tiles behind what
+    they keep."""
     sketch = course.Sketch(theme, 46, 13)
-    for at, words in ((13.5, "forward pass"), (26, "repetition"), (38.5, "tiles, backward")):
+    for at, words in (
+        (13.5, "forward pass"),
+        (26, "repetition"),
+        (38.5, "tiles, backward"),
+    ):
         sketch.text(at, 0.8, words, quiet=True)
     for row, label in enumerate(("naive", "saved before")):
         top = 2.2 + 5.6 * row
         sketch.text(0, top + 1.5, label, align="left")
-        first = 2.8 * row  # naive tiles stand before x, because x is saved when they have run
+        # naive tiles stand before x, because x is saved when they have run
+        first = 2.8 * row
         for n, left in enumerate((8.5, 21, 33.5)):
             if n < 2:
-                sketch.tensor(left + 7.4 * (1 - row), top, 2.2, 3, "x", color=0, kept=n == 1)
+                sketch.tensor(
+                    left + 7.4 * (1 - row), top, 2.2, 3, "x", color=0, kept=n == 1
+                )
             for tile in range(4):
                 if n != 1 or row == 0:
-                    sketch.tensor(left + first + 1.8 * tile, top, 1.4, 3, "", color=1, kept=n == 2)
+                    sketch.tensor(
+                        left + first + 1.8 * tile, top, 1.4, 3, "", color=1, kept=n == 2
+                    )
     return sketch.figure
 
 
 course.show(
     three_passes,
-    "Figure 2. A checkpointed block. Narrow boxes are tiles that run forward; filled boxes are saved, dashed ones are "
-    "not. The naive tiles run in the repetition as well, only because x is saved after them.",
+    "Figure 2. A checkpointed block. Narrow boxes are tiles that run forward; "
+    "filled boxes are saved, dashed ones are "
+    "not. The naive tiles run in the repetition as well, "
+    "only because x is saved after them.",
 )
 
 # %% [markdown]
@@ -330,10 +390,19 @@ with SavedBytes(besides=weights) as saved:
     y = ours(x)
     after_forward = saved.now
     y.sum().backward()
-print(f"saved after the forward pass: {after_forward:,} bytes; at most, in the backward pass: {saved.peak:,}")
+print(
+    f"saved after the forward pass: {after_forward:,} bytes; "
+    f"at most, in the backward pass: {saved.peak:,}"
+)
 assert (after_forward, saved.peak) == (4 * T * d, 4 * (T * d + 4 * TILE * f))
-grows = {name: (peak(way, 2 * T) - peak(way, T)) / 4 / T for name, way in (("whole", mlp), ("tiles", ours))}
-print(f"a token adds {grows['whole'] / f:g} f numbers to the peak; in tiles {grows['tiles'] / d:g} d, its gradient")
+grows = {
+    name: (peak(way, 2 * T) - peak(way, T)) / 4 / T
+    for name, way in (("whole", mlp), ("tiles", ours))
+}
+print(
+    f"a token adds {grows['whole'] / f:g} f numbers to the peak; "
+    f"in tiles {grows['tiles'] / d:g} d, its gradient"
+)
 assert grows == {"whole": 6 * f, "tiles": d}
 
 # %% [markdown]
@@ -349,7 +418,9 @@ for dtype in (torch.float32, torch.float64):
     x, dy = (torch.randn(T, d, dtype=torch.float64).to(dtype) for _ in range(2))
     x.requires_grad_()
     found = [torch.autograd.grad(way(x), [x, *weights], dy) for way in (mlp, ours)]
-    far[dtype] = max(((a - b).norm() / b.norm()).item() for a, b in zip(*found, strict=True))
+    far[dtype] = max(
+        ((a - b).norm() / b.norm()).item() for a, b in zip(*found, strict=True)
+    )
     print(f"{dtype}: gradients differ by {far[dtype]:.1e} of their size")
 assert 0 < far[torch.float64] < far[torch.float32] / 2**20
 
@@ -375,19 +446,29 @@ assert all(map(torch.equal, torch.autograd.grad(loss, [x, *weights]), here))
 
 # %%
 t4 = find_card("t4")
-# In operations and in bytes a second: the share of its rate that a T4 reached in public runs, and NCCL's for PCIe.
+# In operations and in bytes a second: the share of its rate that a T4 reached in public
+# runs, and NCCL's for PCIe.
 rate, link = t4.half_flops * t4.reached.half, t4.link_rate * t4.reached.link
 W = sum(d_in * d_out for d_in, d_out in shape.packable.values())
 compute, copy = 2 * W / rate, 2 * D / link
-print(f"a token and block: computing {1e6 * compute:.1f} us, copying its input {1e6 * copy:.2f} us")
-print(f"they would be equal at a link of {D * rate / W / 1e9:.2f} GB/s; a T4's carries {link / 1e9:.1f}")
+print(
+    f"a token and block: computing {1e6 * compute:.1f} us, "
+    f"copying its input {1e6 * copy:.2f} us"
+)
+print(
+    f"they would be equal at a link of {D * rate / W / 1e9:.2f} GB/s; "
+    f"a T4's carries {link / 1e9:.1f}"
+)
 assert compute > 30 * copy
 
 both = with_settings(job, ["tricks.tiled_mlp=true", "tricks.activation_offload=true"])
 for tokens in LENGTHS:
     step = folds.step(both, shape, t4, tokens)
     share = {part.name: f"{part.seconds / step.seconds:.1%}" for part in step.parts}
-    print(f"{tokens:7,} tokens: {step.seconds:6.1f} s, copies {share['offload']}, attention {share['attention']}")
+    print(
+        f"{tokens:7,} tokens: {step.seconds:6.1f} s, copies {share['offload']}, "
+        f"attention {share['attention']}"
+    )
 
 # %% [markdown]
 # Waiting for the copies costs at most 1 % of a step, by estimate. (`activation_offload=true` waits; `overlapped`
@@ -399,10 +480,16 @@ for tokens in LENGTHS:
 
 # %%
 for tokens in (32_768, 32_769, 65_536):
-    pinned = 1 << (2 * D * tokens - 1).bit_length()  # a block input's bytes, rounded up to a power of two
+    # a block input's bytes, rounded up to a power of two
+    pinned = 1 << (2 * D * tokens - 1).bit_length()
     needed = LIBRARIES + L * pinned  # Python, torch and CUDA take 2.4 GB
-    on_colab, on_kaggle = (verdict(needed, host.memory_bytes) for host in (COLAB, KAGGLE))
-    print(f"{tokens:,} tokens: {needed / 1e9:.1f} GB; Colab: {on_colab}; Kaggle: {on_kaggle}")
+    on_colab, on_kaggle = (
+        verdict(needed, host.memory_bytes) for host in (COLAB, KAGGLE)
+    )
+    print(
+        f"{tokens:,} tokens: {needed / 1e9:.1f} GB; Colab: {on_colab}; "
+        f"Kaggle: {on_kaggle}"
+    )
     assert on_colab == ("fits" if tokens == 32_768 else "does not fit")
     assert on_kaggle == "fits"
 
@@ -435,33 +522,60 @@ WAYS = {
     "tiles": [TILED],
     "offload": [OFFLOAD],
     "both": [TILED, OFFLOAD],
-    "both, fused": [TILED, OFFLOAD, "tricks.fused_lora=true", "tricks.fused_blocks=true"],
+    "both, fused": [
+        TILED,
+        OFFLOAD,
+        "tricks.fused_lora=true",
+        "tricks.fused_blocks=true",
+    ],
 }
 longest = {}
 for name in ("llama-3.2-1b", "llama-3.1-8b", "qwen3-14b"):
     model = toggles.Target(find_shape(name), T4)
     recipe = with_settings(job, [f"model={name}"])
-    longest[name] = [toggles.longest(model, with_settings(recipe, settings)) for settings in WAYS.values()]
+    longest[name] = [
+        toggles.longest(model, with_settings(recipe, settings))
+        for settings in WAYS.values()
+    ]
 print(f"{'longest row':14}" + "".join(f"{way:>13}" for way in WAYS))
 for name, found in longest.items():
     print(f"{name:14}" + "".join(f"{tokens:13,}" for tokens in found))
 wide = with_settings(job, ["lora.r=32", *WAYS["both, fused"]])
-print(f"llama-3.1-8b, both, fused, with adapters of rank 32: {toggles.longest(toggles.Target(shape, T4), wide):,}")
+print(
+    "llama-3.1-8b, both, fused, with adapters of rank 32: "
+    f"{toggles.longest(toggles.Target(shape, T4), wide):,}"
+)
 first, *others, most = longest["llama-3.1-8b"]
-assert [first, *(round(tokens / first, 1) for tokens in others)] == [12_783, 1.2, 1.8, 3.0]
+assert [first, *(round(tokens / first, 1) for tokens in others)] == [
+    12_783,
+    1.2,
+    1.8,
+    3.0,
+]
 assert 4 * first < most < 65_536
 
 # %% [markdown]
 # Together they gain more than the sum, because the length is the room divided by what a token adds:
 
 # %%
-for way, tokens in zip(("neither", "tiles", "offload", "both"), longest["llama-3.1-8b"], strict=False):
+for way, tokens in zip(
+    ("neither", "tiles", "offload", "both"), longest["llama-3.1-8b"], strict=False
+):
     each = sum(growth(with_settings(job, WAYS[way])).values())
     room = each * tokens / GIB
-    print(f"{way:8} {tokens / first:.1f} times; {each / KIB:5.1f} KiB a token x {tokens:,} = {room:.1f} GiB")
+    print(
+        f"{way:8} {tokens / first:.1f} times; "
+        f"{each / KIB:5.1f} KiB a token x {tokens:,} = {room:.1f} GiB"
+    )
     assert 6 < room < 6.4
-growths = [growth(with_settings(job, settings))["open block"] / KIB for settings in ([], [TILED])]
-print(f"tiles remove {growths[0] - growths[1]:.0f} of the MLP's {of_mlp / KIB:.0f} KiB a token")
+growths = [
+    growth(with_settings(job, settings))["open block"] / KIB
+    for settings in ([], [TILED])
+]
+print(
+    f"tiles remove {growths[0] - growths[1]:.0f} of the MLP's "
+    f"{of_mlp / KIB:.0f} KiB a token"
+)
 at_the_peak = folds.estimate(with_settings(job, [TILED]), shape, T4, 65_536).peak.lines
 assert round(growths[0] - growths[1]) == 96
 assert any("second norm" in line.why for line in at_the_peak)
@@ -529,7 +643,7 @@ def by_width(x, gate, up, down, pieces):
 width = None
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 @torch.no_grad()
 def of_width(answer):
     torch.manual_seed(2)
@@ -537,12 +651,21 @@ def of_width(answer):
     right = (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
     for pieces in (1, 4, 5):
         results = []
-        made = peak_bytes(lambda p=pieces, r=results: r.append(answer(x, gate, up, down, p)), [x, gate, up, down])
+        made = peak_bytes(
+            lambda p=pieces, r=results: r.append(answer(x, gate, up, down, p)),
+            [x, gate, up, down],
+        )
         if (found := results[0]) is None:
             raise NotImplementedError
-        assert found.shape == x.shape, f"the shape is {tuple(found.shape)}, and x has {tuple(x.shape)}; are they added?"
+        assert found.shape == x.shape, (
+            f"the shape is {tuple(found.shape)}, and x has {tuple(x.shape)}; "
+            "are they added?"
+        )
         close = torch.allclose(found, right, atol=1e-4)
-        assert close, f"with {pieces} pieces the result is wrong: down has a column for each inner number; add up"
+        assert close, (
+            f"with {pieces} pieces the result is wrong: "
+            "down has a column for each inner number; add up"
+        )
         inner = 4 * 40 * f
         assert made < 5 * inner / pieces + 4 * x.nbytes, (
             f"with {pieces} pieces {made / inner:.1f} f numbers a token are alive"
@@ -554,9 +677,14 @@ course.check(
     pinned_gib,
     course.about(
         8,
-        "an input has 70,000 x 2,048 numbers of 2 bytes; round it up to a power of two, then take all blocks",
+        "an input has 70,000 x 2,048 numbers of 2 bytes; "
+        "round it up to a power of two, then take all blocks",
         mistakes={
-            70_000 * 2048 * 2 * 16 / 2**30: "torch rounds each pinned block up to a power of two",
+            70_000
+            * 2048
+            * 2
+            * 16
+            / 2**30: "torch rounds each pinned block up to a power of two",
             0.5: "that is one block; the model has 16",
             16: "a number has 2 bytes, and the input of each block is kept once",
             8 * 2**30: "that is a number of bytes; give GiB",
@@ -564,7 +692,12 @@ course.check(
     ),
     "a number of GiB",
 )
-course.check(2, by_width, of_width, "a function (x, gate, up, down, pieces) -> the result, shaped like x")
+course.check(
+    2,
+    by_width,
+    of_width,
+    "a function (x, gate, up, down, pieces) -> the result, shaped like x",
+)
 course.check(
     3,
     width,
@@ -573,7 +706,9 @@ course.check(
         "set 2 D / link equal to 2 W / rate, with W = 13 D^2",
         mistakes={
             800e12 / 13 / 50e9: "a number of the input has 2 bytes",
-            200e12 / 13 / 50e9: "a weight costs 2 operations a token: a product and a sum",
+            200e12
+            / 13
+            / 50e9: "a weight costs 2 operations a token: a product and a sum",
             400e12 / 50e9: "W is 13 D^2, not D^2",
         },
     ),
@@ -589,12 +724,14 @@ course.check(
 #
 # def by_width(x, gate, up, down, pieces):
 #     y = torch.zeros_like(x)
-#     for g, u, dn in zip(gate.chunk(pieces), up.chunk(pieces), down.chunk(pieces, dim=1)):
+#     for g, u, dn in zip(
+#         gate.chunk(pieces), up.chunk(pieces), down.chunk(pieces, dim=1)
+#     ):
 #         y += (F.silu(x @ g.T) * (x @ u.T)) @ dn.T
 #     return y
 #
 #
-# width = 400e12 / (13 * 50e9)  # 615: any wider model computes longer than it copies
+# width = 400e12 / (13 * 50e9)  # 615: wider models compute longer than they copy
 # ```
 #
 # </details>

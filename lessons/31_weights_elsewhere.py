@@ -19,7 +19,7 @@
 # So far the job trained 11 million adapter weights, and the 1.24 billion others were frozen. First, all weights
 # learn. Then the frozen weights leave the card.
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import copy
 
 import torch.nn.functional as F
@@ -59,13 +59,25 @@ def refusal(recipe, setting):
 # 3). Weights that learn are stored in fp32, 4 bytes each, and so are their gradients and AdamW's two states. Guess
 # the GiB of weights, gradients and states. Which of them need not stay?
 
+# %% Your guess: GiB of weights, gradients and states tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
-settings = ["tricks.gradient_accumulation=1", "data.max_length=1024", "tricks.attention=sdpa", "tricks.expand_kv=true"]
+settings = [
+    "tricks.gradient_accumulation=1",
+    "data.max_length=1024",
+    "tricks.attention=sdpa",
+    "tricks.expand_kv=true",
+]
 full = with_settings(course.so_far("03_gradient_checkpointing"), settings)
 for line in course.bill(full).lines:
     print(f"{line.name:22}{line.bytes / MIB:8,.0f} MiB")
-print(f"{'peak':22}{course.bill(full).peak_bytes / MIB:8,.0f} MiB; a T4 has {T4.memory_bytes / MIB:,.0f}")
+print(
+    f"{'peak':22}{course.bill(full).peak_bytes / MIB:8,.0f} MiB; "
+    f"a T4 has {T4.memory_bytes / MIB:,.0f}"
+)
 assert f"{course.bill(full).peak_bytes / GIB:.1f}" == "20.4"
+course.reveal(guess, 16 * find_shape(full.model).weights / GIB, "GiB")
 
 # %% [markdown]
 # The peak is at the end of the backward pass, where all gradients exist and no activation is left. The states are the
@@ -84,12 +96,20 @@ ways = {
 }
 for name, recipe in ways.items():
     found = course.bill(recipe)
-    print(f"{name:28}{found.peak_bytes / GIB:5.1f} GiB, with CUDA's own {found.least_bytes / GIB:.1f}: {found.verdict}")
-assert [course.bill(recipe).fits for recipe in ways.values()] == [False, False, False, True]
+    print(
+        f"{name:28}{found.peak_bytes / GIB:5.1f} GiB, "
+        f"with CUDA's own {found.least_bytes / GIB:.1f}: {found.verdict}"
+    )
+assert [course.bill(recipe).fits for recipe in ways.values()] == [
+    False,
+    False,
+    False,
+    True,
+]
 assert f"{found.peak_bytes / GIB:.1f}" == "11.3"
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def four_bills(theme: Theme):
     """The peak of each way, by kind of line."""
     kinds = {
@@ -118,14 +138,21 @@ def four_bills(theme: Theme):
     return drawn
 
 
-course.show(four_bills, "Figure 1. Either change alone leaves the step too large for a T4; both together fit.")
+course.show(
+    four_bills,
+    "Figure 1. Either change alone leaves the step too large for a T4; "
+    "both together fit.",
+)
 
 # %% [markdown]
 # **A surprise.** The gradients take 4.6 GiB. How much does the peak fall when they are freed?
 
 # %%
 llama = find_shape(full.model)
-gain = course.bill(full).peak_bytes - course.bill(ways["steps in the backward pass"]).peak_bytes
+gain = (
+    course.bill(full).peak_bytes
+    - course.bill(ways["steps in the backward pass"]).peak_bytes
+)
 print(f"predicted {4 * llama.weights / GIB:.1f} GiB, by the bill {gain / GIB:.1f}")
 assert gain == 4 * (llama.weights - llama.vocabulary * llama.width)
 
@@ -146,7 +173,13 @@ from torch import nn
 def tiny():
     """Return a model whose embedding is also its head."""
     torch.manual_seed(0)
-    inner = [nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 32)]
+    inner = [
+        nn.Linear(32, 128),
+        nn.Tanh(),
+        nn.Linear(128, 128),
+        nn.Tanh(),
+        nn.Linear(128, 32),
+    ]
     model = nn.Sequential(nn.Embedding(512, 32), *inner, nn.Linear(32, 512, bias=False))
     model[-1].weight = model[0].weight
     return model
@@ -154,7 +187,8 @@ def tiny():
 
 def step_in_backward(model, optimizer):
     def step(weight):
-        optimizer.step()  # no other weight has a gradient now, so it updates this one alone
+        # no other weight has a gradient now, so it updates this one alone
+        optimizer.step()
         weight.grad = None  # frees the gradient
 
     for weight in model.parameters():
@@ -163,7 +197,8 @@ def step_in_backward(model, optimizer):
 
 model, ids = tiny(), torch.arange(9)
 step_in_backward(model, torch.optim.AdamW(model.parameters(), fused=True))
-nn.functional.cross_entropy(model(ids[:-1]), ids[1:]).backward()  # and no optimizer.step()
+# and no optimizer.step()
+nn.functional.cross_entropy(model(ids[:-1]), ids[1:]).backward()
 
 # %% [markdown]
 # **Two slots.** The *host* is the computer around the card, with memory of its own. A frozen weight never changes, so
@@ -196,23 +231,33 @@ class TwoSlots:
     """Fetches the frozen weights of each block from the host, one block ahead."""
 
     def __init__(self, blocks):
-        self.host = [torch.cat([weight.flatten() for weight in block.frozen()]) for block in blocks]
+        self.host = [
+            torch.cat([weight.flatten() for weight in block.frozen()])
+            for block in blocks
+        ]
         self.slots = [torch.empty_like(self.host[0]) for _ in range(2)]
         self.here = [None, None]  # the number of the block in each slot
         self.running, self.fetched = -1, 0
         for number, block in enumerate(blocks):
             begin = 0
-            for weight in block.frozen():  # becomes a view of the slot: no memory of its own
-                weight.data = self.slots[number % 2][begin : begin + weight.numel()].view_as(weight)
+            # becomes a view of the slot: no memory of its own
+            for weight in block.frozen():
+                weight.data = self.slots[number % 2][
+                    begin : begin + weight.numel()
+                ].view_as(weight)
                 begin += weight.numel()
-            block.register_forward_pre_hook(lambda *_, number=number: self.enter(number))
+            block.register_forward_pre_hook(
+                lambda *_, number=number: self.enter(number)
+            )
 
     def enter(self, number):
-        if number != self.running:  # else a backward pass, or the next forward pass, begins with the same block
+        # else a backward pass, or the next forward pass, begins with the same block
+        if number != self.running:
             ahead = number + 1 if number > self.running else number - 1
             self.running = number
             self.fetch(number)  # it is here already, unless it is the very first block
-            # Into the slot of the block that has just run. On a card a second stream copies it while this block runs.
+            # Into the slot of the block that has just run. On a card a second stream
+            # copies it while this block runs.
             self.fetch(ahead)
 
     def fetch(self, number):
@@ -240,7 +285,8 @@ def made(hooked):
 
 
 def train(hooked):
-    """Train for three steps; return the weights and the peak of the last step in bytes."""
+    """Train for three steps; return the weights and the peak of the last step in
+    bytes."""
     model, optimizer = made(hooked)
 
     def one_step():
@@ -258,7 +304,10 @@ def train(hooked):
 (plain, plain_peak), (ours, our_peak) = train(hooked=False), train(hooked=True)
 assert all(map(torch.equal, plain, ours))
 P, tied = sum(weight.numel() for weight in plain), plain[0].numel()
-for name, predicted, peak in (("plain", P + 2 * tied, plain_peak), ("ours", 3 * tied, our_peak)):
+for name, predicted, peak in (
+    ("plain", P + 2 * tied, plain_peak),
+    ("ours", 3 * tied, our_peak),
+):
     print(f"{name:6} predicted {4 * predicted:,} bytes, counted {peak:,}")
     assert peak == 4 * predicted + 8  # the loss and its gradient
 
@@ -276,7 +325,9 @@ def one_pass(blocks, run):
     for block in blocks:
         x = run(block, x)
     loss = x.square().mean()
-    return loss.detach(), *torch.autograd.grad(loss, [block.adapter.weight for block in blocks])
+    return loss.detach(), *torch.autograd.grad(
+        loss, [block.adapter.weight for block in blocks]
+    )
 
 
 def checkpointed(block, x):
@@ -289,14 +340,19 @@ streamed = copy.deepcopy(resident)
 slots = TwoSlots(streamed)
 for _ in range(2):
     before = slots.fetched
-    pairs = zip(one_pass(resident, checkpointed), one_pass(streamed, checkpointed), strict=True)
+    pairs = zip(
+        one_pass(resident, checkpointed), one_pass(streamed, checkpointed), strict=True
+    )
     assert all(torch.equal(one, other) for one, other in pairs)
     print(f"bits equal; {slots.fetched - before} blocks fetched")
 assert slots.fetched - before == 2 * (L - 2)
 
 before = sum(weight.nbytes for block in resident for weight in block.frozen())
 after = sum(slot.nbytes for slot in slots.slots)
-print(f"frozen weights on the card: {before / KIB:,.0f} KiB resident, {after / KIB:,.0f} in two slots")
+print(
+    f"frozen weights on the card: {before / KIB:,.0f} KiB resident, "
+    f"{after / KIB:,.0f} in two slots"
+)
 assert after == before * 2 / L
 
 # %% [markdown]
@@ -308,9 +364,16 @@ assert after == before * 2 / L
 
 # %%
 t4, eight = CARDS["t4"], find_shape("llama-3.1-8b")
-on = ["model=llama-3.1-8b", "tricks.gradient_accumulation=1", "tricks.stream_layers=true"]
+on = [
+    "model=llama-3.1-8b",
+    "tricks.gradient_accumulation=1",
+    "tricks.stream_layers=true",
+]
 bits = {
-    "16-bit": with_settings(course.CAPSTONE, [*on, "tricks.quantization=none", "tricks.double_quantization=false"]),
+    "16-bit": with_settings(
+        course.CAPSTONE,
+        [*on, "tricks.quantization=none", "tricks.double_quantization=false"],
+    ),
     "NF4": with_settings(course.CAPSTONE, on),
 }
 
@@ -325,26 +388,43 @@ def copies_and_work(recipe, tokens):
 for name, recipe in bits.items():
     for tokens in (16, 256, 1024):
         copies, work = copies_and_work(recipe, tokens)
-        print(f"{name:7}{tokens:5,} tokens: copies {copies:.2f} s, all else {work:.2f} s")
+        print(
+            f"{name:7}{tokens:5,} tokens: copies {copies:.2f} s, all else {work:.2f} s"
+        )
         assert (copies > work) == (name == "16-bit" and tokens < 1024)
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 2 tags=["hide-input"]
 def timeline(theme: Theme):
-    """Five blocks of a forward pass: the mean time of a copy, beside the mean time of the work for each copy."""
+    """Five blocks of a forward pass: the mean time of a copy, beside the mean time of
+    the work for each copy."""
     drawn, axes = course.figure(height=3.2)
 
     def bar(row, left, wide, color, block):
-        axes.barh(row, wide, left=left, height=0.8, color=theme.series[color], alpha=0.4, edgecolor=theme.ink)
-        axes.text(left + wide / 2, row, str(block), ha="center", va="center", color=theme.ink)
+        axes.barh(
+            row,
+            wide,
+            left=left,
+            height=0.8,
+            color=theme.series[color],
+            alpha=0.4,
+            edgecolor=theme.ink,
+        )
+        axes.text(
+            left + wide / 2, row, str(block), ha="center", va="center", color=theme.ink
+        )
 
     fetches = folds.work(bits["NF4"], eight, T4).fetched_blocks
     rows = []
     for case, name in enumerate(bits):
-        copies, work = (1000 * seconds / fetches for seconds in copies_and_work(bits[name], 256))
-        here, done = [0.0], [0.0]  # when each block has arrived, and when each has been computed
+        copies, work = (
+            1000 * seconds / fetches for seconds in copies_and_work(bits[name], 256)
+        )
+        # when each block has arrived, and when each has been computed
+        here, done = [0.0], [0.0]
         for block in range(5):
-            # The next block comes into the slot of the one before, when that one is done and the link is free.
+            # The next block comes into the slot of the one before, when that one is
+            # done and the link is free.
             sends = max(done[-1], here[-1])
             bar(3 * case, sends, copies, 0, block + 1)
             begins = max(done[-1], here[block])
@@ -361,8 +441,10 @@ def timeline(theme: Theme):
 
 course.show(
     timeline,
-    "Figure 2. Llama-3.1-8B at 256 tokens on a T4, the first five blocks, by estimate: in 16 bits the card waits for "
-    "each block; in NF4 each block arrives in time. Each copy and each block's work has its mean time.",
+    "Figure 2. Llama-3.1-8B at 256 tokens on a T4, the first five blocks, "
+    "by estimate: in 16 bits the card waits for "
+    "each block; in NF4 each block arrives in time. "
+    "Each copy and each block's work has its mean time.",
 )
 
 # %% [markdown]
@@ -372,10 +454,19 @@ course.show(
 
 # %%
 copies_16, copies_nf4 = (copies_and_work(recipe, 16)[0] for recipe in bits.values())
-enough = next(tokens for tokens in range(1, 4096) if copies_16 < copies_and_work(bits["16-bit"], tokens)[1])
+enough = next(
+    tokens
+    for tokens in range(1, 4096)
+    if copies_16 < copies_and_work(bits["16-bit"], tokens)[1]
+)
 print(f"16-bit: the work hides all copies from {enough} tokens on")
-parts = {part.name: part.seconds for part in folds.step(bits["NF4"], eight, t4, 16).parts}
-print(f"NF4: all unpacking takes {parts['unpacking']:.2f} s, all copies {copies_nf4:.2f} s")
+parts = {
+    part.name: part.seconds for part in folds.step(bits["NF4"], eight, t4, 16).parts
+}
+print(
+    f"NF4: all unpacking takes {parts['unpacking']:.2f} s, "
+    f"all copies {copies_nf4:.2f} s"
+)
 assert parts["unpacking"] > copies_nf4
 
 # %% [markdown]
@@ -389,13 +480,24 @@ assert parts["unpacking"] > copies_nf4
 # %%
 both = ways["both"]
 print(diff(resolve(full, T4), resolve(both, T4)))
-print(diff(resolve(course.CAPSTONE, T4), resolve(with_settings(course.CAPSTONE, ["tricks.stream_layers=true"]), T4)))
+print(
+    diff(
+        resolve(course.CAPSTONE, T4),
+        resolve(with_settings(course.CAPSTONE, ["tricks.stream_layers=true"]), T4),
+    )
+)
 
-# %% tags=["hide-input"]
+# %% Print the bills of four runs tags=["hide-input"]
 for model, tokens in (("llama-3.1-8b", 256), ("qwen3-14b", 2048)):
     for stream in ("false", "true", "file"):
-        words = [f"model={model}", f"data.max_length={tokens}", f"tricks.stream_layers={stream}"]
-        recipe = with_settings(course.CAPSTONE, ["tricks.gradient_accumulation=1", *words])
+        words = [
+            f"model={model}",
+            f"data.max_length={tokens}",
+            f"tricks.stream_layers={stream}",
+        ]
+        recipe = with_settings(
+            course.CAPSTONE, ["tricks.gradient_accumulation=1", *words]
+        )
         needed = course.bill(recipe).needed_bytes / GIB
         host = host_bill(Target(find_shape(model), T4), recipe, COLAB)
         said = f"host {host.peak.bytes / 1e9:4.1f} GB ({host.verdict} in Colab)"
@@ -404,7 +506,8 @@ for model, tokens in (("llama-3.1-8b", 256), ("qwen3-14b", 2048)):
 for recipe in (recipes.full_1b(T4), recipes.big_14b(T4)):
     found = course.bill(recipe)
     print(
-        f"{recipe.name:7} peak {found.peak_bytes / GIB:4.1f} GiB, card {found.needed_bytes / GIB:4.1f}: {found.verdict}"
+        f"{recipe.name:7} peak {found.peak_bytes / GIB:4.1f} GiB, "
+        f"card {found.needed_bytes / GIB:4.1f}: {found.verdict}"
     )
 assert course.bill(recipes.full_1b(T4)).peak_bytes == course.bill(both).peak_bytes
 
@@ -422,8 +525,13 @@ assert course.bill(recipes.full_1b(T4)).peak_bytes == course.bill(both).peak_byt
 
 # %%
 for model in ("llama-3.2-1b", "llama-3.1-8b"):
-    low, high = ((4 + 8 + gradient) * find_shape(model).weights / 1e9 for gradient in (2, 4))
-    print(f"{model}: {low:.0f} to {high:.0f} GB; Colab's host has {COLAB.memory_bytes / 1e9:.1f}")
+    low, high = (
+        (4 + 8 + gradient) * find_shape(model).weights / 1e9 for gradient in (2, 4)
+    )
+    print(
+        f"{model}: {low:.0f} to {high:.0f} GB; "
+        f"Colab's host has {COLAB.memory_bytes / 1e9:.1f}"
+    )
     assert low > COLAB.memory_bytes / 1e9
 
 # %% [markdown]
@@ -471,7 +579,8 @@ print(refusal(both, "train.max_grad_norm=1"))
 # %%
 for hooked in (False, True):
     model, optimizer = made(hooked)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)  # 8 times this is too large even for fp32
+    # 8 times this is too large even for fp32
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     scaler.scale(8 * F.cross_entropy(model(ids[:-1]), ids[1:])).backward()
     scaler.step(optimizer)  # leaves the step out, if a gradient is not finite
     finite = all(bool(weight.isfinite().all()) for weight in model.parameters())
@@ -489,8 +598,15 @@ for hooked in (False, True):
 # %%
 loss, *right = one_pass(resident, lambda block, x: block(x))
 same_loss, *found = one_pass(streamed, lambda block, x: block(x))
-wrong = [number for number, pair in enumerate(zip(right, found, strict=True)) if not torch.equal(*pair)]
-print(f"loss equal: {torch.equal(loss, same_loss)}; wrong gradients in blocks {wrong} of {L}")
+wrong = [
+    number
+    for number, pair in enumerate(zip(right, found, strict=True))
+    if not torch.equal(*pair)
+]
+print(
+    f"loss equal: {torch.equal(loss, same_loss)}; "
+    f"wrong gradients in blocks {wrong} of {L}"
+)
 assert wrong
 print(refusal(bits["NF4"], "tricks.gradient_checkpointing=false"))
 
@@ -517,9 +633,14 @@ def tokens_to_hide(flops, link, size):
     """FILL ME IN."""
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_careful(answer):
-    cases = {"short": [0.3, 0.4], "long": [6.0, 8.0], "infinite": [float("inf"), 1.0], "nan": [float("nan"), 1.0]}
+    cases = {
+        "short": [0.3, 0.4],
+        "long": [6.0, 8.0],
+        "infinite": [float("inf"), 1.0],
+        "nan": [float("nan"), 1.0],
+    }
     for name, numbers in cases.items():
         weight = nn.Parameter(torch.zeros(2))
         optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -530,14 +651,24 @@ def of_careful(answer):
         steps = {"short": [-0.3, -0.4], "long": [-1.2, -1.6]}
         right = torch.tensor(steps.get(name, [0.0, 0.0]))
         if name in steps:
-            assert not torch.equal(weight, torch.zeros(2)), "a finite gradient, and the weight took no step"
+            assert not torch.equal(weight, torch.zeros(2)), (
+                "a finite gradient, and the weight took no step"
+            )
         hints = {
-            "short": "a norm of 0.5 is below the limit of 2: leave such a gradient as it is",
-            "long": "a gradient of norm 10 must become one of norm 2, in the same direction",
+            "short": "a norm of 0.5 is below the limit of 2: "
+            "leave such a gradient as it is",
+            "long": "a gradient of norm 10 must become one of norm 2, "
+            "in the same direction",
         }
-        hint = hints.get(name, "a gradient that is not finite reached the weight; look at its norm before the step")
+        hint = hints.get(
+            name,
+            "a gradient that is not finite reached the weight; "
+            "look at its norm before the step",
+        )
         assert torch.allclose(weight, right, atol=1e-5), hint
-        assert weight.grad is None, "the gradient is still there: free it, after a step and without one"
+        assert weight.grad is None, (
+            "the gradient is still there: free it, after a step and without one"
+        )
 
 
 def of_tokens(answer):
@@ -546,12 +677,22 @@ def of_tokens(answer):
             raise NotImplementedError
         course.about(
             size * flops / (3 * link),
-            "seconds of copies, 2 x size / link, are equal to seconds of products, 3 x 2 x tokens / flops",
+            "seconds of copies, 2 x size / link, are equal to seconds of products, "
+            "3 x 2 x tokens / flops",
             mistakes={
-                size * flops / (2 * link): "a block is fetched twice, and computed three times",
-                size * flops / (6 * link): "a block is fetched twice: forward and backward",
-                size * flops / link: "three passes, and each takes 2 operations a weight and token",
-                2 * size * flops / (3 * link): "a product is two operations a weight: multiply and add",
+                size
+                * flops
+                / (2 * link): "a block is fetched twice, and computed three times",
+                size
+                * flops
+                / (6 * link): "a block is fetched twice: forward and backward",
+                size
+                * flops
+                / link: "three passes, and each takes 2 operations a weight and token",
+                2
+                * size
+                * flops
+                / (3 * link): "a product is two operations a weight: multiply and add",
                 2 * flops / (3 * link): "a weight has size bytes, not always 2",
             },
         )(found)
@@ -566,15 +707,20 @@ course.check(
         mistakes={
             640: "two blocks are in the slots already, whenever a pass begins",
             304: "the backward pass fetches blocks, too",
-            320: "the backward pass fetches blocks, too, and two are in the slots when a pass begins",
+            320: "the backward pass fetches blocks, too, "
+            "and two are in the slots when a pass begins",
             76: "that is one micro-batch, and each of them fetches again",
         },
         within=0,
     ),
     "a whole number",
 )
-course.check(2, careful, of_careful, "a function (optimizer, limit) -> a function of one weight")
-course.check(3, tokens_to_hide, of_tokens, "a function (flops, link, size) -> a number of tokens")
+course.check(
+    2, careful, of_careful, "a function (optimizer, limit) -> a function of one weight"
+)
+course.check(
+    3, tokens_to_hide, of_tokens, "a function (flops, link, size) -> a number of tokens"
+)
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

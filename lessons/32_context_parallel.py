@@ -18,7 +18,7 @@
 # gives a process whole rows, and here *one row* is too long. (Tensor parallelism divides what is wide inside a block,
 # but not what lies between blocks.) So cut the row itself.
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import json
 import logging
 import tempfile
@@ -26,7 +26,8 @@ import warnings
 from pathlib import Path
 
 warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it tells of a package that is not needed
+# on some CPUs it tells of a package that is not needed
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -48,7 +49,8 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.run.run import train
 
-ranks = Ranks(4)  # four processes, joined by gloo as in lesson 20; they end with this notebook
+# four processes, joined by gloo as in lesson 20; they end with this notebook
+ranks = Ranks(4)
 ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
 ranks.run(quiet_libraries)
 quiet_libraries()
@@ -62,11 +64,16 @@ GIB, MIB = 2**30, 2**20
 # adapter. Every tensor with a dimension of tokens is divided. How much longer is the longest row on four T4s than on
 # one: less than four times, four times, or more? Write your guess down, then run.
 
+# %% Your guess: times as long on four T4s tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
 alone = with_settings(
-    course.CAPSTONE, ["model=llama-3.1-8b", "tricks.gradient_accumulation=1", "tricks.tiled_mlp=true"]
+    course.CAPSTONE,
+    ["model=llama-3.1-8b", "tricks.gradient_accumulation=1", "tricks.tiled_mlp=true"],
 )
-job = with_settings(alone, ["tricks.expand_kv=false"])  # the ring repeats key heads itself, after they have travelled
+# the ring repeats key heads itself, after they have travelled
+job = with_settings(alone, ["tricks.expand_kv=false"])
 shape = find_shape(job.model)
 
 
@@ -90,9 +97,16 @@ def longest(N):
 
 rows = {N: longest(N) for N in (1, 2, 4, 8)}
 for N, tokens in rows.items():
-    print(f"{N} T4: rows of {tokens:9,} tokens, {tokens / rows[1]:.1f} times as long as on one")
+    print(
+        f"{N} T4: rows of {tokens:9,} tokens, {tokens / rows[1]:.1f} times as "
+        "long as on one"
+    )
 assert 4 < rows[4] / rows[1] < 4.3
-assert all(any("second norm" in line.why for line in bill(N, rows[N]).lines) for N in rows)  # at the peak
+# at the peak
+assert all(
+    any("second norm" in line.why for line in bill(N, rows[N]).lines) for N in rows
+)
+course.reveal(guess, rows[4] / rows[1], "times")
 
 # %% [markdown]
 # A little more than four times. All that the weights leave of a card is for its tokens. And a process saves keys and
@@ -101,16 +115,26 @@ assert all(any("second norm" in line.why for line in bill(N, rows[N]).lines) for
 # the second norm.
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def by_length(theme: Theme):
-    """The peak of a process against the length of the row, for one to eight processes."""
+    """The peak of a process against the length of the row, for one to eight
+    processes."""
     drawn, axes = course.figure(height=2.9)
     lengths = [2048 * 2**power for power in range(9)]
     for N, color in zip((1, 2, 4, 8), (theme.quiet, *theme.series), strict=False):
         peaks = [bill(N, tokens).peak_bytes / GIB for tokens in lengths]
-        axes.plot(lengths, peaks, color=color, marker="o", markersize=3, label=f"N = {N}")
-    axes.axhline(T4.memory_bytes / GIB, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3)))
-    axes.set(xscale="log", yscale="log", xlabel="tokens of a row", ylabel="peak of a process, GiB")
+        axes.plot(
+            lengths, peaks, color=color, marker="o", markersize=3, label=f"N = {N}"
+        )
+    axes.axhline(
+        T4.memory_bytes / GIB, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3))
+    )
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="tokens of a row",
+        ylabel="peak of a process, GiB",
+    )
     axes.grid()
     axes.legend()
     return drawn
@@ -118,8 +142,10 @@ def by_length(theme: Theme):
 
 course.show(
     by_length,
-    "Figure 1. Estimated for Llama-3.1-8B; the dashed line is a T4. For short rows the weights are nearly all of the "
-    "peak, and more processes gain nothing. For long rows twice the processes train on rows twice as long.",
+    "Figure 1. Estimated for Llama-3.1-8B; the dashed line is a T4. "
+    "For short rows the weights are nearly all of the "
+    "peak, and more processes gain nothing. "
+    "For long rows twice the processes train on rows twice as long.",
 )
 
 # %% [markdown]
@@ -135,15 +161,19 @@ course.show(
 
 # %%
 def scores(q, k, causal):
-    """Scaled scores of one chunk's queries and another's keys; a chunk with itself is causal."""
+    """Scaled scores of one chunk's queries and another's keys; a chunk with itself is
+    causal."""
     found = q @ k.mT / q.shape[-1] ** 0.5
     if causal:
-        found = found.masked_fill(torch.ones(found.shape[-2:]).triu(1).bool(), -torch.inf)
+        found = found.masked_fill(
+            torch.ones(found.shape[-2:]).triu(1).bool(), -torch.inf
+        )
     return found
 
 
 def attend(q, k, v, causal):
-    """Attention over the given keys only, and the log-sum-exp of each query's scores."""
+    """Attention over the given keys only, and the log-sum-exp of each query's
+    scores."""
     found = scores(q, k, causal)
     lse = found.logsumexp(-1, keepdim=True)
     return (found - lse).exp() @ v, lse
@@ -207,7 +237,8 @@ def pass_on(x):
 
 
 def pairs(owner, C):
-    """Yield where two chunks of C tokens lie, one of our queries and one of the owner's keys; and if they are one."""
+    """Yield where two chunks of C tokens lie, one of our queries and one of the owner's
+    keys; and if they are one."""
     rank, N = dist.get_rank(), dist.get_world_size()
     for i, query in enumerate(zigzag(rank, N)):
         for j, key in enumerate(zigzag(owner, N)):
@@ -239,13 +270,20 @@ def forward(q, k, v):
 # %%
 def backward(q, k, v, out, lse, dout):
     rank, N = dist.get_rank(), dist.get_world_size()
-    dq, kv, dkv = torch.zeros_like(q), torch.stack([k, v]), torch.zeros(2, *k.shape, dtype=k.dtype)
-    inner = (dout * out).sum(-1, keepdim=True)  # what the softmax's gradient subtracts, the same for all keys
+    dq, kv, dkv = (
+        torch.zeros_like(q),
+        torch.stack([k, v]),
+        torch.zeros(2, *k.shape, dtype=k.dtype),
+    )
+    # what the softmax's gradient subtracts, the same for all keys
+    inner = (dout * out).sum(-1, keepdim=True)
     for turn in range(N):
         for mine, its, causal in pairs((rank - turn) % N, q.shape[2] // 2):
             key, value = kv[its]
             weights = (scores(q[mine], key, causal) - lse[mine]).exp()
-            dscores = weights * (dout[mine] @ value.mT - inner[mine]) / q.shape[-1] ** 0.5
+            dscores = (
+                weights * (dout[mine] @ value.mT - inner[mine]) / q.shape[-1] ** 0.5
+            )
             dq[mine] += dscores @ key
             dkv[its] += torch.stack([dscores.mT @ q[mine], weights.mT @ dout[mine]])
         dkv = pass_on(dkv)
@@ -264,7 +302,10 @@ def backward(q, k, v, out, lse, dout):
 # %%
 def own(x):
     chunks = x.chunk(2 * dist.get_world_size(), dim=2)
-    return torch.cat([chunks[number] for number in zigzag(dist.get_rank(), dist.get_world_size())], dim=2)
+    return torch.cat(
+        [chunks[number] for number in zigzag(dist.get_rank(), dist.get_world_size())],
+        dim=2,
+    )
 
 
 def trial():
@@ -285,7 +326,10 @@ def trial():
 
 
 for rank, (error, there, back) in enumerate(ranks.run(trial)):
-    print(f"rank {rank}: off by {error:.0e}; sent {there:.0f} times its keys and values forward, {back:.0f} times back")
+    print(
+        f"rank {rank}: off by {error:.0e}; "
+        f"sent {there:.0f} times its keys and values forward, {back:.0f} times back"
+    )
     assert error < 1e-13
     assert (there, back) == (3, 7)
 
@@ -308,11 +352,19 @@ for tokens in (4096, 32_768, 262_144):
     calls = context.traffic(recipe, shape, 4)
     seconds = compute_seconds(recipe, shape, A100, "context", 4)
     shares[tokens] = [
-        step_seconds(seconds, calls, LINKS[name]).communication / seconds for name in ("nvlink_a100", "pcie4")
+        step_seconds(seconds, calls, LINKS[name]).communication / seconds
+        for name in ("nvlink_a100", "pcie4")
     ]
     sent = sum(call.sent for call in calls) / GIB
-    print(f"{tokens:8,} tokens: {sent:6.1f} GiB sent, computing {seconds:7.1f} s;", end=" ")
-    print("sending takes {:.1%} of that over NVLink, {:.1%} over PCIe".format(*shares[tokens]))
+    print(
+        f"{tokens:8,} tokens: {sent:6.1f} GiB sent, computing {seconds:7.1f} s;",
+        end=" ",
+    )
+    print(
+        "sending takes {:.1%} of that over NVLink, {:.1%} over PCIe".format(
+            *shares[tokens]
+        )
+    )
 nvlink, pcie = zip(*shares.values(), strict=True)
 assert all(sorted(link, reverse=True) == list(link) for link in (nvlink, pcie))
 assert all(a < b for a, b in zip(nvlink, pcie, strict=True))
@@ -327,22 +379,40 @@ assert all(a < b for a, b in zip(nvlink, pcie, strict=True))
 # Set `parallel.strategy=context`. Every process reads the same rows and cuts them. The labels are shifted *before* the
 # cut, and positions are cut with the tokens. Here rows of odd lengths are trained by four processes, and by one:
 
-# %% tags=["hide-input"]
+# %% Train in four processes tags=["hide-input"]
 place = tempfile.mkdtemp()
 texts = ["one two three " * many for many in (3, 5, 8, 4)]
-Path(place, "few.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+Path(place, "few.jsonl").write_text(
+    "".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8"
+)
 
 
 def tiny(name, *settings):
     """Each step's loss and gradient norm, and the evaluation loss after them."""
-    few = ["train.max_steps=2", "train.learning_rate=0.01", "data.max_length=61", "train.batch_size=2"]
-    few += ["model=random:tiny", "tricks.peft=lora", "lora.r=2", "tricks.chunked_loss=true", "tricks.attention=sdpa"]
+    few = [
+        "train.max_steps=2",
+        "train.learning_rate=0.01",
+        "data.max_length=61",
+        "train.batch_size=2",
+    ]
+    few += [
+        "model=random:tiny",
+        "tricks.peft=lora",
+        "lora.r=2",
+        "tricks.chunked_loss=true",
+        "tricks.attention=sdpa",
+    ]
     few += [f"data.{use}={place}/few.jsonl" for use in ("train", "eval")]
     recipe = with_settings(Recipe(name="short"), [*few, *settings])
     aside = Aside()
     aside.quiet = True
     report = train(recipe, f"{place}/{name}", console=aside)
-    found = [entry[key] for entry in report["history"] for key in ("loss", "grad_norm") if key in entry]
+    found = [
+        entry[key]
+        for entry in report["history"]
+        for key in ("loss", "grad_norm")
+        if key in entry
+    ]
     return [*found, report["eval_loss_after"]]
 
 
@@ -370,10 +440,18 @@ def labels_left(shift_first):
     ids = torch.arange(64)[None]
     labels = F.pad(ids[:, 1:], (0, 1), value=-100) if shift_first else ids
     chunks = labels.chunk(8, dim=1)
-    return sum((chunk if shift_first else chunk[:, 1:]).ne(-100).sum().item() for chunk in chunks)
+    return sum(
+        (chunk if shift_first else chunk[:, 1:]).ne(-100).sum().item()
+        for chunk in chunks
+    )
 
 
-print("labels, shifted first:", labels_left(True), "and shifted in each chunk:", labels_left(False))
+print(
+    "labels, shifted first:",
+    labels_left(True),
+    "and shifted in each chunk:",
+    labels_left(False),
+)
 assert (labels_left(True), labels_left(False)) == (63, 56)
 
 # %% [markdown]
@@ -386,7 +464,12 @@ assert (labels_left(True), labels_left(False)) == (63, 56)
 # %%
 ids = torch.arange(100, 164)[None]
 for rank in (0, 3):
-    print(f"rank {rank}:", context.cut({"input_ids": ids, "labels": ids}, rank, 4)["position_ids"][0].tolist())
+    print(
+        f"rank {rank}:",
+        context.cut({"input_ids": ids, "labels": ids}, rank, 4)["position_ids"][
+            0
+        ].tolist(),
+    )
 assert context.cut({"input_ids": ids, "labels": ids}, 0, 4)["position_ids"][0, 8] == 56
 
 # %% [markdown]
@@ -405,9 +488,19 @@ assert merge(torch.zeros(1, 1), nothing, torch.zeros(1, 1), nothing)[0].isnan()
 # **What cannot come along** is refused, in one line each:
 
 # %%
-for setting in ("tricks.attention=eager", "tricks.peft=prompt_tuning", "tricks.keep_attention=true"):
+for setting in (
+    "tricks.attention=eager",
+    "tricks.peft=prompt_tuning",
+    "tricks.keep_attention=true",
+):
     wanted = with_settings(
-        Recipe(), ["tricks.attention=sdpa", "tricks.peft=lora", "parallel.strategy=context", setting]
+        Recipe(),
+        [
+            "tricks.attention=sdpa",
+            "tricks.peft=lora",
+            "parallel.strategy=context",
+            setting,
+        ],
     )
     if "keep" in setting:
         wanted = with_settings(wanted, ["tricks.gradient_checkpointing=true"])
@@ -440,33 +533,55 @@ def over_parts(q, parts):
 tokens_to_hide = None
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_over_parts(answer):
     torch.manual_seed(1)
     q = 8 * torch.randn(4, 1, 16)
     k, v = 8 * torch.randn(4, 50, 16), torch.randn(4, 50, 16)
     for sizes in ([50], [20, 30], [7, 1, 42]):
-        found = answer(q.clone(), list(zip(k.split(sizes, 1), v.split(sizes, 1), strict=True)))
+        found = answer(
+            q.clone(), list(zip(k.split(sizes, 1), v.split(sizes, 1), strict=True))
+        )
         if found is None:
             raise NotImplementedError
         right = torch.softmax(q @ k.mT / 4, -1) @ v
-        assert found.shape == right.shape, f"shape {tuple(found.shape)}, not {tuple(right.shape)}"
-        assert found.isfinite().all(), "not finite: exp of large scores overflows, so keep to the log-sum-exp"
-        hint = "weight each part by its share of the whole sum, which its log-sum-exp tells"
-        assert torch.allclose(found, right, atol=1e-3), f"wrong with {len(sizes)} parts: {hint}"
+        assert found.shape == right.shape, (
+            f"shape {tuple(found.shape)}, not {tuple(right.shape)}"
+        )
+        assert found.isfinite().all(), (
+            "not finite: exp of large scores overflows, so keep to the log-sum-exp"
+        )
+        hint = (
+            "weight each part by its share of the whole sum, "
+            "which its log-sum-exp tells"
+        )
+        assert torch.allclose(found, right, atol=1e-3), (
+            f"wrong with {len(sizes)} parts: {hint}"
+        )
 
 
 course.check(
     1,
     mib_sent,
-    course.about(7 * 32 * 2 * 8192 * 8 * 128 * 2 / MIB, "its own tokens, keys and values, 2 bytes, 7 turns, 32 blocks"),
+    course.about(
+        7 * 32 * 2 * 8192 * 8 * 128 * 2 / MIB,
+        "its own tokens, keys and values, 2 bytes, 7 turns, 32 blocks",
+    ),
     "a number of MiB",
 )
-course.check(2, over_parts, of_over_parts, "a function (q, parts) -> attention over all keys, (heads, 1, D)")
+course.check(
+    2,
+    over_parts,
+    of_over_parts,
+    "a function (q, parts) -> attention over all keys, (heads, 1, D)",
+)
 course.check(
     3,
     tokens_to_hide,
-    course.about(3 * 2 * 8 * 2 / 10e9 * 100e12 / (2 * 32), "set both times equal: D and 1 / N cancel, and one T"),
+    course.about(
+        3 * 2 * 8 * 2 / 10e9 * 100e12 / (2 * 32),
+        "set both times equal: D and 1 / N cancel, and one T",
+    ),
     "a number of tokens",
 )
 

@@ -18,7 +18,7 @@
 # of cards, and with words that a single card never needs: MFU, expert parallelism, zero bubble. This lesson explains
 # them with the counts that you know.
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import math
 
 import torch.distributed.pipelining as pipelining
@@ -43,9 +43,18 @@ from cria_tricks.tricks import folds
 # Two public runs with checkpointing: QLoRA of Llama-3.2-1B on a T4 at 1,060 tokens a second, and LoRA of Llama-2-7B on
 # an A100 at 2,954. Both cards were busy all the time. Guess the two MFUs.
 
+# %% Your guess: MFU of the T4, in per cent tags=["predict"]
+guess = 0  # @param {type:"number"}
+
 # %%
-usual = "tricks.expand_kv=false tricks.lean_preparation=false train.batch_size=4 tricks.gradient_checkpointing=true"
-of_a100 = "tricks.quantization=none tricks.double_quantization=false tricks.chunked_loss=false lora.r=8"
+usual = (
+    "tricks.expand_kv=false tricks.lean_preparation=false train.batch_size=4 "
+    "tricks.gradient_checkpointing=true"
+)
+of_a100 = (
+    "tricks.quantization=none tricks.double_quantization=false "
+    "tricks.chunked_loss=false lora.r=8"
+)
 of_a100 += " tricks.attention=flash_attention_2 lora.target_modules=q_proj,v_proj"
 mfu = {}
 for model, name, tokens, speed, words in (
@@ -57,10 +66,15 @@ for model, name, tokens, speed, words in (
     work = folds.work(recipe, find_shape(model), card.device, tokens)
     needed, done = model_flops(work), hardware_flops(work)
     mfu[name] = needed * speed / card.half_flops
-    print(f"{model} on {name}: {needed / 1e9:.2f} billion operations a token needed, {done / 1e9:.2f} done;", end=" ")
+    print(
+        f"{model} on {name}: {needed / 1e9:.2f} billion operations a token needed, "
+        f"{done / 1e9:.2f} done;",
+        end=" ",
+    )
     print(f"MFU {mfu[name]:.1%}, HFU {done * speed / card.half_flops:.1%}")
     assert needed < done
 assert mfu["t4"] < 0.1 < 0.2 < mfu["a100"] < 0.3
+course.reveal(guess, 100 * mfu["t4"], "%")
 
 # %% [markdown]
 # Less than a tenth, and a quarter. Lesson 15 has higher shares for the same runs, because it compares each part of a
@@ -77,7 +91,11 @@ assert mfu["t4"] < 0.1 < 0.2 < mfu["a100"] < 0.3
 # %%
 shape, card, N = find_shape("llama-3.1-8b"), CARDS["a100"], 8
 RATE = card.half_flops * card.reached.half
-P, L, D = sum(d_in * d_out for d_in, d_out in shape.linears.values()), shape.layers, shape.width
+P, L, D = (
+    sum(d_in * d_out for d_in, d_out in shape.linears.values()),
+    shape.layers,
+    shape.width,
+)
 Q, KV = shape.query_width, shape.kv_width
 
 
@@ -87,33 +105,47 @@ def data(n, rate):
 
 
 def sharded(n, rate):
-    """n tokens for each card; 16-bit weights are gathered for both passes, fp32 gradients are scattered."""
+    """n tokens for each card; 16-bit weights are gathered for both passes, fp32
+    gradients are scattered."""
     return 6 * n * L * P / RATE, (N - 1) / N * (2 + 2 + 4) * L * P / rate
 
 
 def tensor(n, rate):
-    """All cards share n tokens; a block sums its output twice on the way forward, and twice on the way back."""
+    """All cards share n tokens; a block sums its output twice on the way forward, and
+    twice on the way back."""
     return 6 * n * L * P / N / RATE, 4 * L * 2 * (N - 1) / N * 2 * n * D / rate
 
 
 def pipe(n, rate):
-    """n tokens pass a stage of L / N blocks: hidden states go on, their gradients come back."""
+    """n tokens pass a stage of L / N blocks: hidden states go on, their gradients come
+    back."""
     return 6 * n * L * P / N / RATE, 2 * 2 * n * D / rate
 
 
 def context(n, rate):
-    """Attention of a row of n tokens, n / N a card; keys and values go around, then again with their gradients."""
+    """Attention of a row of n tokens, n / N a card; keys and values go around, then
+    again with their gradients."""
     return L * 6 * n * n * Q / N / RATE, 3 * L * (N - 1) * 2 * 2 * n / N * KV / rate
 
 
-WAYS = {"data": data, "sharded": sharded, "tensor": tensor, "pipeline": pipe, "context": context}
+WAYS = {
+    "data": data,
+    "sharded": sharded,
+    "tensor": tensor,
+    "pipeline": pipe,
+    "context": context,
+}
 for name in ("nvlink_a100", "hdr", "10gbe"):
     ratio = {}
     for way, f in WAYS.items():
         computing, sending = f(1, LINKS[name].rate)
         ratio[way] = computing / sending
     least = {way: math.ceil(1 / ratio[way]) for way in ("data", "sharded", "context")}
-    print(f"{LINKS[name].name:18}", *(f"{way} from {n:,} tokens;" for way, n in least.items()), end=" ")
+    print(
+        f"{LINKS[name].name:18}",
+        *(f"{way} from {n:,} tokens;" for way, n in least.items()),
+        end=" ",
+    )
     print(*(f"{way} {ratio[way]:.1f} times" for way in ("tensor", "pipeline")))
 
 # %% [markdown]
@@ -124,15 +156,22 @@ for name in ("nvlink_a100", "hdr", "10gbe"):
 # Ethernet.
 
 # %%
-for name, ways in {"nvlink_a100": ("tensor", "pipeline"), "10gbe": ("pipeline",)}.items():
-    assert all(WAYS[way](1, LINKS[name].rate)[0] > WAYS[way](1, LINKS[name].rate)[1] for way in ways)
-assert tensor(1, LINKS["hdr"].rate)[0] < tensor(1, LINKS["hdr"].rate)[1]  # not over InfiniBand
+for name, ways in {
+    "nvlink_a100": ("tensor", "pipeline"),
+    "10gbe": ("pipeline",),
+}.items():
+    assert all(
+        WAYS[way](1, LINKS[name].rate)[0] > WAYS[way](1, LINKS[name].rate)[1]
+        for way in ways
+    )
+# not over InfiniBand
+assert tensor(1, LINKS["hdr"].rate)[0] < tensor(1, LINKS["hdr"].rate)[1]
 for way in (tensor, pipe):
     (computing, sending), (longer, more) = way(1, 1e9), way(10**4, 1e9)
     assert math.isclose(computing / sending, longer / more)
 
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 def by_tokens(theme: Theme):
     """Computing over sending, against tokens, on NVLink and on InfiniBand."""
     drawn, axes = course.figure(height=3.4)
@@ -141,16 +180,29 @@ def by_tokens(theme: Theme):
         for name, style in (("nvlink_a100", "-"), ("hdr", ":")):
             found = [f(n, LINKS[name].rate) for n in many]
             label = way if style == "-" else None
-            axes.plot(many, [one / other for one, other in found], style, color=colour, label=label)
+            axes.plot(
+                many,
+                [one / other for one, other in found],
+                style,
+                color=colour,
+                label=label,
+            )
     axes.axhline(1, color=theme.ink, linewidth=0.8)
-    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="computing / sending", ylim=(0.05, 3000))
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="tokens",
+        ylabel="computing / sending",
+        ylim=(0.05, 3000),
+    )
     axes.legend()
     return drawn
 
 
 course.show(
     by_tokens,
-    "Figure 1. Llama-3.1-8B on eight A100s, all weights trained: above 1 a card computes longer than it sends. Lines: "
+    "Figure 1. Llama-3.1-8B on eight A100s, all weights trained: "
+    "above 1 a card computes longer than it sends. Lines: "
     "NVLink; dotted: InfiniBand HDR. Data and sharded lie on each other.",
 )
 
@@ -178,8 +230,13 @@ def waiting(stages, k, F, B, W, split):
                 "B": ends.get(("F", s, done["B"]) if last else ("B", s + 1, done["B"])),
                 "W": ends.get(("B", s, done["W"])),
             }
-            # At most as many micro-batches are under way as there are stages from here on.
-            allowed = {"F": done["F"] < k and done["F"] - done["B"] < stages - s, "B": True, "W": True}
+            # At most as many micro-batches are under way as there are stages from here
+            # on.
+            allowed = {
+                "F": done["F"] < k and done["F"] - done["B"] < stages - s,
+                "B": True,
+                "W": True,
+            }
             for order, kind in enumerate("BFW"):
                 if allowed[kind] and before[kind] is not None:
                     ready.append((max(free[s], before[kind]), order, s, kind))
@@ -191,7 +248,10 @@ def waiting(stages, k, F, B, W, split):
 
 for stages, k in ((4, 8), (4, 16), (8, 32)):
     plain, zero = (waiting(stages, k, 1, 1, 1, split) for split in (False, True))
-    print(f"{stages} stages, {k} micro-batches: 1F1B waits {plain:.0f}, zero bubble {zero:.0f}")
+    print(
+        f"{stages} stages, {k} micro-batches: 1F1B waits {plain:.0f}, "
+        f"zero bubble {zero:.0f}"
+    )
     assert (plain, zero) == ((stages - 1) * 3, stages - 1)
 
 # %% [markdown]
@@ -201,17 +261,29 @@ for stages, k in ((4, 8), (4, 16), (8, 32)):
 # MFU's operations, against PaLM's formula, $6 N + 12 L H Q T$ for each token.
 
 # %%
-full = with_settings(Recipe(), ["model=llama-3.1-8b", "tricks.precision=bf16", "tricks.gradient_accumulation=8"])
+full = with_settings(
+    Recipe(),
+    ["model=llama-3.1-8b", "tricks.precision=bf16", "tricks.gradient_accumulation=8"],
+)
 parts = {part.name: part.flops for part in folds.step(full, shape, card).parts}
 n = 8 * full.train.batch_size * full.data.max_length
 assert parts["blocks forward"] + parts["blocks backward"] == 6 * n * L * P
 one_link = 1e9
 [gradients] = ddp.traffic(full, shape, N)
-assert math.isclose(gradients.sent / shape.weights, data(1, one_link)[1] * one_link / (L * P))
-sent = sum(call.sent for call in pipeline.traffic(full, shape, N, stage=1) if call.kind == "send")
+assert math.isclose(
+    gradients.sent / shape.weights, data(1, one_link)[1] * one_link / (L * P)
+)
+sent = sum(
+    call.sent
+    for call in pipeline.traffic(full, shape, N, stage=1)
+    if call.kind == "send"
+)
 stream = folds.work(full, shape, card.device).hidden_itemsize
-assert math.isclose(sent, pipe(n, one_link)[1] * one_link * stream / 2)  # we send 16 bits, the package what is there
-eager = folds.work(with_settings(full, ["tricks.attention=eager"]), shape, card.device, 512)
+# we send 16 bits, the package what is there
+assert math.isclose(sent, pipe(n, one_link)[1] * one_link * stream / 2)
+eager = folds.work(
+    with_settings(full, ["tricks.attention=eager"]), shape, card.device, 512
+)
 palm = 6 * (L * P + D * shape.vocabulary) + 12 * L * Q * 512
 assert math.isclose(model_flops(eager), palm)
 print(f"{6 * n * L * P:,} operations and {gradients.sent:,.0f} bytes: as counted")
@@ -228,14 +300,23 @@ print(f"{6 * n * L * P:,} operations and {gradients.sent:,.0f} bytes: as counted
 
 # %%
 def experts(width, rate):
-    """Computing over sending of one expert's MLP, all weights trained, 16-bit numbers on the way."""
+    """Computing over sending of one expert's MLP, all weights trained, 16-bit numbers
+    on the way."""
     return (6 * 3 * width / RATE) / (4 * (N - 1) / N * 2 / rate)
 
 
 ratios = {}
-for model, width in (("Mixtral 8x7B", find_shape("mixtral-8x7b").inner), ("DeepSeek-V3", 2048)):
-    ratios[model] = [experts(width, LINKS[name].rate) for name in ("nvlink_a100", "hdr")]
-    print(f"{model:13} NVLink {ratios[model][0]:5.1f} times, InfiniBand HDR {ratios[model][1]:4.2f}")
+for model, width in (
+    ("Mixtral 8x7B", find_shape("mixtral-8x7b").inner),
+    ("DeepSeek-V3", 2048),
+):
+    ratios[model] = [
+        experts(width, LINKS[name].rate) for name in ("nvlink_a100", "hdr")
+    ]
+    print(
+        f"{model:13} NVLink {ratios[model][0]:5.1f} times, "
+        f"InfiniBand HDR {ratios[model][1]:4.2f}"
+    )
 assert ratios["DeepSeek-V3"][1] < 1 < ratios["Mixtral 8x7B"][1]
 
 # %% [markdown]
@@ -256,8 +337,14 @@ assert ratios["DeepSeek-V3"][1] < 1 < ratios["Mixtral 8x7B"][1]
 # zero-bubble schedules, which torchtitan runs, and torchtitan has expert parallelism.
 
 # %%
-for schedule in ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"):
-    print(f"{schedule:32}{'in this torch' if hasattr(pipelining.schedules, schedule) else 'not in this torch'}")
+for schedule in (
+    "Schedule1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleZBVZeroBubble",
+    "ScheduleDualPipeV",
+):
+    there = hasattr(pipelining.schedules, schedule)
+    print(f"{schedule:32}{'in this torch' if there else 'not in this torch'}")
 
 # %% [markdown]
 # ## 6. Where it breaks
@@ -268,7 +355,10 @@ for schedule in ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZe
 # %%
 for W in (1, 0.5, 16 * (1 / 2048 + 1 / 2048)):
     plain, zero = (waiting(4, 16, 1, 1, W, split) for split in (False, True))
-    print(f"W = {W:.3f}: 1F1B waits {plain:.2f}, zero bubble {zero:.2f}: {zero / plain:.0%} of it")
+    print(
+        f"W = {W:.3f}: 1F1B waits {plain:.2f}, zero bubble {zero:.2f}: "
+        f"{zero / plain:.0%} of it"
+    )
 assert zero > 0.9 * plain
 
 # %% [markdown]
@@ -303,22 +393,47 @@ def least_tokens(flops, sent, rate, link):
 least_width = None
 
 
-# %% tags=["hide-input"]
+# %% Check the exercises tags=["hide-input"]
 def of_tokens(answer):
-    for flops, sent, rate, link in ((6e9, 8e9, 1e14, 1e10), (10, 100, 5, 2), (4, 7, 1, 3), (1, 1, 1, 1)):
+    for flops, sent, rate, link in (
+        (6e9, 8e9, 1e14, 1e10),
+        (10, 100, 5, 2),
+        (4, 7, 1, 3),
+        (1, 1, 1, 1),
+    ):
         if (found := answer(flops, sent, rate, link)) is None:
             raise NotImplementedError
         case = f"flops={flops:g}, sent={sent:g}, rate={rate:g}, link={link:g}"
         enough = found * flops / rate >= sent / link * (1 - 1e-9)
         assert enough, f"{found} for {case}: computing is shorter than sending"
-        assert (found - 1) * flops / rate < sent / link, f"{found} for {case}: fewer tokens are enough"
+        assert (found - 1) * flops / rate < sent / link, (
+            f"{found} for {case}: fewer tokens are enough"
+        )
 
 
 hint = "6 operations a weight and token; divide by the peak of all eight cards"
-course.check(1, share_of_the_peak, course.about(6 * 6.74e9 * 20000 / (8 * 312e12), hint), "a number from 0 to 1")
-course.check(2, least_tokens, of_tokens, "a function (flops, sent, rate, link) -> a whole number of tokens")
-hint = "set experts(width, rate) to 1, and take the rate that collectives reach on the link"
-course.check(3, least_width, course.about(1 / experts(1, LINKS["hdr"].rate), hint), "a number, the width of an expert")
+course.check(
+    1,
+    share_of_the_peak,
+    course.about(6 * 6.74e9 * 20000 / (8 * 312e12), hint),
+    "a number from 0 to 1",
+)
+course.check(
+    2,
+    least_tokens,
+    of_tokens,
+    "a function (flops, sent, rate, link) -> a whole number of tokens",
+)
+hint = (
+    "set experts(width, rate) to 1, and take the rate that collectives "
+    "reach on the link"
+)
+course.check(
+    3,
+    least_width,
+    course.about(1 / experts(1, LINKS["hdr"].rate), hint),
+    "a number, the width of an expert",
+)
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

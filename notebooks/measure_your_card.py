@@ -41,7 +41,7 @@ VERSION = "short"  # @param ["short", "full"]
 DRIVE = False  # @param {type:"boolean"}
 FOLDER = "cria-bench"  # @param {type:"string"}
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import re
 import sys
 from pathlib import Path

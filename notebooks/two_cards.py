@@ -36,7 +36,7 @@ else:
 # The next cell installs the package. Kaggle shows uploaded files as a data set, so if you upload the wheel, write its
 # path into `WHEEL`: `/kaggle/input/NAME/FILE.whl`.
 
-# %% tags=["hide-input"]
+# %% Imports and settings tags=["hide-input"]
 import importlib.util
 import logging
 import subprocess

@@ -165,6 +165,16 @@ def installed(wheel) -> Path:
 
 
 @pytest.fixture(scope="session")
+def warm():
+    """A process that has imported the libraries, for the tests that fork processes from it (``tests/warm.py``)."""
+    from tests.warm import Server
+
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
 def real_data() -> Path:
     """The real Kwanzaa files, which are not ours to ship; tests of them run where a copy lies beside the checkout."""
     folder = Path(os.environ.get("CRIA_KWANZAA", Path(__file__).parents[2] / "shared" / "data" / "kwanzaa"))

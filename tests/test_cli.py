@@ -24,6 +24,7 @@ from cria_tricks.hardware.cards import PRICES_DATE
 from cria_tricks.load import adapter_files
 from cria_tricks.recipe import Recipe
 from tests.parallel import steps
+from tests.warm import start
 
 ROWS = Path(cria_tricks.__file__).parent / "data" / "nguzo_saba_eval.jsonl"
 KEYS = {
@@ -225,15 +226,14 @@ def test_a_bad_recipe_is_refused_before_the_heavy_libraries_are_imported(argumen
     assert done.stdout == "2 False\n"
 
 
-def test_a_signal_saves_and_resume_goes_on(run_cria, tmp_path):
+def test_a_signal_saves_and_resume_goes_on(run_cria, tmp_path, warm):
     """The real command, interrupted by Ctrl-C, resumed, and told to go by the system; its end needs no new process."""
     rows = steps.write_rows(tmp_path / "rows.jsonl", 3)  # short ones; a step still takes longer than a signal
     settings = ["--set", f"data.train={rows}", "--set", f"data.eval={rows}", "--set", "train.max_steps=20"]
     words = ["train", "baseline", *QUICK, *settings, "--out", tmp_path / "run", "--json", "--resume"]
-    command = [sys.executable, "-m", "cria_tricks", *words]
     step = 0
     for number in (signal.SIGINT, signal.SIGTERM):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             began = ""
             for line in process.stderr:
                 began += line
@@ -353,7 +353,7 @@ def test_explain(run_cria):
 
 
 GROUPS = {
-    "Before you train": ("plan", "hardware", "data"),
+    "Before you train": ("plan", "hardware", "film", "data"),
     "Train": ("prepare", "train", "launch"),
     "After training": ("chat", "eval", "card", "verify", "merge", "export", "publish", "compare"),
     "Learn the techniques": ("tricks", "explain"),
@@ -458,11 +458,10 @@ def test_a_path_with_brackets_is_no_markup(run_cria, few_rows, tmp_path):
     assert f"adapter: {out / 'adapter'}" in stdout
 
 
-def test_ctrl_c_saves_even_when_the_reader_of_its_words_has_left(few_rows, tmp_path):
+def test_ctrl_c_saves_even_when_the_reader_of_its_words_has_left(few_rows, tmp_path, warm):
     """``cria train ... 2>&1 | tee log``: the same Ctrl-C ends tee."""
-    command = [sys.executable, "-m", "cria_tricks", "train", "baseline", *QUICK, *few_rows]
-    command += ["--out", tmp_path / "run", "--set", "train.max_steps=400"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    words = ["train", "baseline", *QUICK, *few_rows, "--out", tmp_path / "run", "--set", "train.max_steps=400"]
+    with start(*words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         for line in process.stderr:
             if "step    2/" in line:
                 process.stderr.close()

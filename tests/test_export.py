@@ -31,6 +31,7 @@ from cria_tricks.adapter.merge import merge
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data.contract_prompt import CONTRACT
 from cria_tricks.data.tokens import DATE
+from cria_tricks.models import gguf_reader
 from cria_tricks.recipe import Recipe
 from cria_tricks.settings import Data
 from tests.helpers import prepare
@@ -158,6 +159,22 @@ def tensors(found: dict[str, Any], kind: str) -> dict[str, Any]:
 
 def field(found: dict[str, Any], name: str, kind: str = "f16") -> Any:
     return gguf.GGUFReader(Path(found["folder"]) / f"model-{kind}.gguf").fields[name].contents()
+
+
+def test_our_reader_reads_what_ggufs_own_reads_and_once(exported):
+    file = Path(exported["llama3"]["folder"]) / "model-q8_0.gguf"
+    theirs = gguf.GGUFReader(file)
+    with gguf_reader.read_once():
+        ours = gguf.GGUFReader(str(file))
+        assert gguf.GGUFReader(file) is ours
+        assert gguf.GGUFReader(file.with_name("model-f16.gguf")) is not ours
+    assert type(gguf.GGUFReader(file)) is type(theirs), "nobody else gets ours"
+    assert {name: one.contents() for name, one in ours.fields.items()} == {
+        name: one.contents() for name, one in theirs.fields.items()
+    }
+    for one, other in zip(ours.tensors, theirs.tensors, strict=True):
+        assert (one.name, one.tensor_type, *one.shape) == (other.name, other.tensor_type, *other.shape)
+        assert np.array_equal(one.data, other.data)
 
 
 def test_rows_of_queries_and_keys_stand_in_pairs(exported, folders):

@@ -69,5 +69,6 @@ def test_every_lesson_is_told_once_with_its_page_and_its_notebook():
 
 
 def test_the_number_of_the_home_page_is_that_of_the_ladder():
-    first, *_, last = ladder.rungs()
-    assert f"\n{first.peak / 2**30:.1f} GiB → {last.peak / 2**30:.1f} GiB\n" in HOME
+    first, *_, last = (bill.peak_bytes / 2**30 for bill in ladder.bills().values())
+    assert f"\n{first:.1f} GiB → {last:.1f} GiB\n" in HOME
+    assert f"With it: {last:.1f} GiB; with none: {first:.1f} GiB." in README

@@ -98,7 +98,7 @@ def test_answers_come_by_the_training_batch_and_leave_the_random_state(tiny_mode
 
 def test_ctrl_c_ends_an_answer_and_the_resumed_run_answers_there_again(tiny_model, rows, tmp_path, monkeypatch):
     sets = (*SETS, *KINDS["dropout"])
-    options = {"eval_rows": rows[:2], "samples": asked(200)}
+    options = {"eval_rows": rows[:2], "samples": asked(40)}
     whole, loaded = train(tiny_model, rows, tmp_path / "whole", *sets, **options)
     honest = samples.answer_batch
     lengths = []
@@ -113,7 +113,7 @@ def test_ctrl_c_ends_an_answer_and_the_resumed_run_answers_there_again(tiny_mode
     monkeypatch.setattr(samples, "answer_batch", interrupted)
     with pytest.raises(Interrupted, match="interrupted after step 2"):
         train(tiny_model, rows, tmp_path / "run", *sets, **options)
-    assert lengths[2:] == [1, 1], "not the 200 tokens that were allowed"
+    assert lengths[2:] == [1, 1], "not the 40 tokens that were allowed"
     monkeypatch.setattr(samples, "answer_batch", honest)
     resumed, again = train(tiny_model, rows, tmp_path / "run", *sets, resume=True, **options)
     assert curves(resumed) == curves(whole)

@@ -70,15 +70,8 @@ def losses(settings: list[str], model: Path, folder: Path) -> torch.Tensor:
     return torch.tensor([entry["loss"] for entry in run.training], dtype=torch.float64)
 
 
-def measure(model: Path, folder: Path) -> dict[str, Any]:
-    """Train with each toggle, and with as many together as can be.
-
-    Returns:
-        ``plain``, the losses without a toggle; ``cases``, by name: the largest and the mean difference of a step's loss
-        from that, and what the technique claims.
-    """
-    overlapped_offload.SMALL = 0  # so that inputs as small as these travel
-    plain = losses([ALL_AT_ONCE], model, folder / "plain")
+def every_run() -> dict[str, list[str]]:
+    """The settings of each run: every exact toggle alone, and as many together as can be."""
     alone = exact_toggles()
     # Accumulation is another window, steps in the backward pass know no window, the copies of an offload either overlap
     # or do not, and streamed blocks are not compiled.
@@ -90,6 +83,18 @@ def measure(model: Path, folder: Path) -> dict[str, Any]:
     for left_out in (("fused", "tiled"), ("compile",)):  # torch.compile changes blocks itself and refuses ours
         others = [setting for setting in together if not any(word in setting for word in left_out)]
         runs[f"all but {' and '.join(left_out)}"] = [ONE_BY_ONE, "tricks.gradient_accumulation=8", *others]
+    return runs
+
+
+def measure(model: Path, folder: Path, runs: dict[str, list[str]]) -> dict[str, Any]:
+    """Train once without a toggle, and once for each of these runs.
+
+    Returns:
+        ``plain``, the losses without a toggle; ``cases``, by name: the largest and the mean difference of a step's loss
+        from that, and what the technique claims.
+    """
+    overlapped_offload.SMALL = 0  # so that inputs as small as these travel
+    plain = losses([ALL_AT_ONCE], model, folder / "plain")
     claims = {switch: trick.CLAIM for trick in TRICKS for switch in trick.SWITCHES}
     cases = {}
     for name, settings in runs.items():
@@ -104,6 +109,6 @@ if __name__ == "__main__":
     from benchmarks import common, plot
 
     with tempfile.TemporaryDirectory() as name:
-        found = measure(tiny_llama(Path(name) / "model"), Path(name))
+        found = measure(tiny_llama(Path(name) / "model"), Path(name), every_run())
     print(f"-> {common.write('trajectories', stamp() | found)}")
     plot.main()

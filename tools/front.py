@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from cria_tricks.bench.tables import table
-from tools import ladder, notebooks
+from tools import films, notebooks
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
@@ -84,12 +84,15 @@ def links(page: Path) -> str:
 
 
 def picture(page: Path) -> str:
-    """The ladder, in the mode of the page."""
-    folder = (ladder.FOLDER.relative_to(page.parent) / "ladder").as_posix()
-    kind = "" if page.name == "README.md" else ' class="ladder"'
+    """A step as a film: on the site with its switches, in README as a picture that moves."""
+    if page.name != "README.md":
+        return films.element("home", "assets/films")
+    folder = (films.FOLDER.relative_to(page.parent) / "moving").as_posix()
+    says = re.search("<title>(.+)</title>", (films.FOLDER / "moving-light.svg").read_text(encoding="utf-8"))
+    assert says
     return (
-        f'<picture{kind}><source media="(prefers-color-scheme: dark)" srcset="{folder}-dark.svg">'
-        f'<img width="520" alt="{ladder.says()}" src="{folder}-light.svg"></picture>'
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{folder}-dark.svg">'
+        f'<img width="640" alt="{says[1]}" src="{folder}-light.svg"></picture>'
     )
 
 

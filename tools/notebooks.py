@@ -26,8 +26,10 @@ BRANCH = "main"
 BEFORE_INSTALL = "before-install"
 """The tag of cells that need nothing installed, such as a look for the GPU."""
 
-FOLDED = "# @title Code\n"
-"""With this line Colab folds a cell's code."""
+FOLDED = "hide-input"
+"""The tag of cells whose code is folded; such a cell has a title, which says what is inside: ``# %% Draw figure 2``."""
+PREDICT = "predict"
+"""The tag of a form cell that takes the reader's guess; ``course.reveal`` further down says how far off it was."""
 
 BADGE = "https://colab.research.google.com/assets/colab-badge.svg"
 KAGGLE_BADGE = "https://kaggle.com/static/images/open-in-kaggle.svg"
@@ -126,9 +128,12 @@ def make(script: Path) -> str:
     for cell in book.cells:
         if cell.cell_type == "markdown":
             cell.source = _absolute(cell.source)
-        elif "hide-input" in cell.metadata.get("tags", []):  # figures and checks, which hold answers
-            cell.source = FOLDED + cell.source
+        elif FOLDED in cell.metadata.get("tags", []):  # figures and checks, which hold answers
+            cell.source = title_line(cell) + cell.source
             cell.metadata |= {"cellView": "form", "jupyter": {"source_hidden": True}}
+        elif PREDICT in cell.metadata.get("tags", []):  # its form must be seen, in Jupyter as code
+            cell.source = title_line(cell) + cell.source
+            cell.metadata |= {"cellView": "form"}
     for number, cell in enumerate(book.cells):  # jupytext's and nbformat's own are random
         cell["id"] = f"{script.stem.replace('_', '-')[:50]}-{number:03d}"
     needs = {key: book.metadata[key] for key in ("accelerator",) if key in book.metadata}
@@ -143,6 +148,11 @@ def make(script: Path) -> str:
     book.nbformat, book.nbformat_minor = 4, 5
     nbformat.validate(book)
     return nbformat.writes(book, version=nbformat.NO_CONVERT) + "\n"
+
+
+def title_line(cell: nbformat.NotebookNode) -> str:
+    """The line with which Colab folds a cell's code and shows its title instead."""
+    return f"# @title {cell.metadata['title']}\n"
 
 
 def stale() -> list[str]:

@@ -4,13 +4,14 @@
 them, so that any site engine can take them; MkDocs, whose theme Material ends in 2027, calls this file as a hook.
 """
 
+import base64
 import hashlib
 import html
 import itertools
+import json
 import re
-import shutil
-import subprocess
 import sys
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,27 @@ from benchmarks.plot import with_blocks
 from cria_tricks import recipes
 from cria_tricks.bench import style
 from cria_tricks.bill.bill import Bill
-from cria_tricks.course import DARK, LIGHT
+from cria_tricks.course import DARK, LIGHT, NO_GUESS, PREDICTION
 from cria_tricks.hardware import T4
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles
 from cria_tricks.settings import Tricks
-from tools import fit, heat, notebooks, techniques
-from tools.executed import KEPT, LessonError, execute, key, plain
+from tools import browser_python, film_places, heat, notebooks, techniques
+from tools.executed import LessonError, execute, key, plain
+from tools.fit import page as fit_page
 
 ROOT = notebooks.ROOT
 PAGES = ROOT / "docs" / "lessons"
+COLUMNS = 88
+"""The width of code and of what it prints; a page shows so many columns without scrolling."""
 STAMP = "sources.txt"
 """The file of a built site that holds the hash of what it was made of."""
-MADE_HERE = (PAGES, fit.HERE)
+MADE_HERE = (PAGES, browser_python.HERE)
+
+
+HEADING = re.compile("^## ", re.M)
+ANSWERS, ASKS = "answers", "asks"
+"""Where in a cell's metadata is which guess it answers, and what a form asks: its answer, which comes later."""
 
 
 class ForTheSite(Preprocessor):
@@ -52,22 +61,31 @@ class ForTheSite(Preprocessor):
         tags = cell.metadata.get("tags", [])
         if cell.cell_type == "markdown":
             cell.source = _markdown(cell.source)
+        elif _asks(cell):
+            cell = nbformat.v4.new_markdown_cell(_field(cell, self.stem))
         elif cell.cell_type == "code":
             parts = [part for output in cell.outputs if (part := self._output(output, resources))]
-            code = _fence(cell.source.removeprefix(notebooks.FOLDED), "python")
-            if "hide-input" in tags:
-                code = f'<details class="code" markdown="1"><summary>Code</summary>\n\n{code}\n\n</details>'
-            cell = nbformat.v4.new_markdown_cell("\n\n".join([code, *parts]))
+            if notebooks.FOLDED in tags:
+                code = _fence(cell.source.removeprefix(notebooks.title_line(cell)), "python")
+                title = html.escape(cell.metadata["title"])
+                code = f'<details class="code" markdown="1"><summary>{title}</summary>\n\n{code}\n\n</details>'
+            else:
+                code = _fence(cell.source, "python")
+            cell = nbformat.v4.new_markdown_cell("\n\n".join([code, *parts]), metadata=cell.metadata)
+        if place := cell.metadata.get(ANSWERS):
+            cell.source = f'<div class="answer" data-of="{place}" markdown="1">\n\n{cell.source}\n\n</div>'
         return cell, resources
 
     def _output(self, output: Any, resources: Any) -> str:
         if output.output_type == "stream":
-            text = plain(output.text)
+            text = _narrow(plain(output.text))
             return _fence(text, f"{{ .text .no-copy .output .{output.name} }}") if text.strip() else ""
         if output.output_type == "error":
             raise LessonError(f"lessons/{self.stem}.py: {output.ename}: {output.evalue}")
         if output.output_type == "execute_result":
             raise LessonError(f"lessons/{self.stem}.py: a cell's last line has a value nobody asked for: {output.data}")
+        if PREDICTION in output.data:
+            return _fence(output.data["text/plain"], "{ .text .no-copy .output .stdout }")
         return self._figure(output.data, resources)
 
     def _figure(self, data: Any, resources: Any) -> str:
@@ -83,6 +101,7 @@ def page(lesson: Path, book: nbformat.NotebookNode) -> tuple[str, dict[str, byte
     """A lesson's page, and the files beside it."""
     resources: dict[str, Any] = {}
     book.cells = [cell for cell in book.cells[1:] if cell.source != notebooks.INSTALL]  # nor the badge
+    join_predictions(book.cells, lesson.stem)
     book, resources = ForTheSite(lesson.stem).preprocess(book, resources)
     text, resources = MarkdownExporter().from_notebook_node(book, resources)
     preset = techniques.preset(lesson.stem)
@@ -91,14 +110,68 @@ def page(lesson: Path, book: nbformat.NotebookNode) -> tuple[str, dict[str, byte
         f'<a href="{notebooks.REPOSITORY}/blob/{notebooks.BRANCH}/lessons/{lesson.name}">Source</a> '
         f'<a href="../fit.html{preset and "#"}{preset}">Will it fit?</a> <a href="../glossary.html">Glossary</a></p>'
     )
-    text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    text = film_places.with_films(lesson.stem, re.sub(r"\n{3,}", "\n\n", text).strip() + "\n")
     return re.sub(r"\A(# .*\n)", lambda title: f"{title[1]}\n{bar}\n\n", text, count=1), resources.get("outputs", {})
+
+
+def join_predictions(cells: list[Any], stem: str) -> None:
+    """Give each form that takes a guess its answer, and note which cells the page hides until the reader has guessed.
+
+    The cell that answers is hidden, and with it what is said of the answer: a text between the form and this cell, and
+    the text behind it, up to a heading.
+    """
+    asked = [number for number, cell in enumerate(cells) if _asks(cell)]
+    answers = [(number, data) for number, cell in enumerate(cells) for data in _answers(cell)]
+    if len(asked) != len(answers) or any(form > answer for form, (answer, _) in zip(asked, answers, strict=True)):
+        raise LessonError(f"lessons/{stem}.py: {len(asked)} guesses and {len(answers)} answers, or not in this order")
+    # From the last to the first, because a text that is cut in two moves the cells behind it.
+    for count, (form, (answer, data)) in reversed([*enumerate(zip(asked, answers, strict=True), 1)]):
+        cells[form].metadata[ASKS] = {"number": count, **data}
+        between = cells[form + 1 : answer]
+        near = all(cell.cell_type == "markdown" and not HEADING.search(cell.source) for cell in between)
+        for cell in [*(between if near else []), cells[answer], *_said_of(cells, answer)]:
+            cell.metadata[ANSWERS] = f"guess-{count}"
+
+
+def _said_of(cells: list[Any], answer: int) -> list[Any]:
+    """The text behind an answer, cut off before its first heading; none where this text asks for the next guess."""
+    after = cells[answer + 1 : answer + 3]
+    if not after or after[0].cell_type != "markdown" or any(map(_asks, after)):
+        return []
+    if heading := HEADING.search(after[0].source):
+        says, rest = after[0].source[: heading.start()].strip(), after[0].source[heading.start() :]
+        both = [nbformat.v4.new_markdown_cell(text) for text in (says, rest)] if says else after[:1]
+        cells[answer + 1 : answer + 2] = both
+        return both[:1] if says else []
+    return after[:1]
+
+
+def _asks(cell: Any) -> bool:
+    """Whether a cell is a form that takes a guess."""
+    return notebooks.PREDICT in cell.metadata.get("tags", [])
+
+
+def _answers(cell: Any) -> list[dict[str, Any]]:
+    """What the calls of ``course.reveal`` in a cell hand over."""
+    return [output.data[PREDICTION] for output in cell.get("outputs", ()) if PREDICTION in output.get("data", {})]
+
+
+def _field(cell: Any, stem: str) -> str:
+    """The place of a field for a guess; docs/assets/predictions.js fills it, and without it there is nothing to see."""
+    asks = dict(cell.metadata[ASKS])
+    number = asks.pop("number")
+    if choices := re.search(r"# @param (\[.*\])", cell.source):
+        asks["choices"] = [choice for choice in json.loads(choices[1]) if choice != NO_GUESS]
+    packed = base64.b64encode(json.dumps(asks).encode()).decode()  # so that nobody reads the answer by accident
+    label = html.escape(cell.metadata["title"])
+    key = f'id="guess-{number}" data-key="{stem}-{number}"'
+    return f'<div class="predict" {key} data-label="{label}" data-of="{packed}" hidden></div>'
 
 
 def build() -> None:
     """Execute what has changed, two at a time, and write all pages."""
     fill_map()
-    tabulate()
+    film_places.fill_guide()
     lessons = notebooks.lessons()
     with ThreadPoolExecutor(2) as pool:
         books = list(pool.map(execute, lessons))
@@ -160,17 +233,6 @@ def fill_map() -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def tabulate() -> None:
-    """Write the tables of "Will it fit?", unless they are there and nothing has changed since."""
-    kept = KEPT.parent / "fit" / key(Path(fit.__file__).read_text(encoding="utf-8") + str(fit.MODELS))
-    if kept.exists() and (fit.HERE / "index.js").exists():
-        return
-    subprocess.run([sys.executable, "-m", "tools.fit"], cwd=ROOT, check=True)
-    shutil.rmtree(kept.parent, ignore_errors=True)
-    kept.parent.mkdir(parents=True)
-    kept.touch()
-
-
 def on_config(config: Any) -> Any:
     """MkDocs: the addresses, which stand in pyproject.toml alone."""
     urls = notebooks.PROJECT["urls"]
@@ -184,10 +246,19 @@ def on_pre_build(config: Any) -> None:
     """MkDocs: the lessons' pages, before it looks for pages."""
     from mkdocs.exceptions import PluginError
 
+    missing = browser_python.put()
+    if missing:
+        print(f"site: {missing}", file=sys.stderr)
+    config.extra["no_python"] = missing
     try:
         build()
     except LessonError as error:
         raise PluginError(str(error)) from None
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """MkDocs: the form of "Will it fit?", with its first answer."""
+    return fit_page.put_in(html, config.extra["no_python"]) if page.file.src_uri == "fit.md" else html
 
 
 def on_post_build(config: Any) -> None:
@@ -213,6 +284,20 @@ def _markdown(source: str) -> str:
     )
     source = re.sub(re.escape(notebooks.SITE) + r"([\w/]+)\.html", r"../\1.md", source)
     return source.replace("<details>", '<details markdown="1">')
+
+
+def _narrow(text: str) -> str:
+    """Break what a cell printed where a line is wider than the page; tables and commands stay as they are."""
+    lines = []
+    for line in text.splitlines():
+        indent = re.match(" *", line)[0] + "    "  # type: ignore[index]
+        keep = len(line) <= COLUMNS or re.match(
+            r"\s*(\||\$|cria |torchrun |hf |uv |pip |python |import |from |\w+ = )", line
+        )
+        lines += [line] if keep else textwrap.wrap(
+            line, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )  # fmt: skip
+    return "\n".join(lines)
 
 
 def _fence(text: str, kind: str) -> str:

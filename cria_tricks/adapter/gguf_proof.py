@@ -26,7 +26,7 @@ from transformers import GenerationConfig
 
 from cria_tricks.adapter import gguf_layout, gguf_tokens
 from cria_tricks.common.errors import BadInput
-from cria_tricks.models import pretrained
+from cria_tricks.models import gguf_reader, pretrained
 
 NOISE = 1e-4
 """How much two fp32 runs with equal weights may differ, as a share of the largest logit; 2^-24 is one rounding."""
@@ -89,8 +89,9 @@ def prove(file: Path, kind: str, of: Original) -> dict[str, Any]:
     Raises:
         BadInput: naming what does not hold.
     """
-    reader = gguf.GGUFReader(file)
-    model, tokenizer = pretrained.gguf(file, file.name)
+    with gguf_reader.read_once():
+        reader = gguf.GGUFReader(file)
+        model, tokenizer = pretrained.gguf(file, file.name)
     _divide_frequencies(model, reader)
     found = _compare_tensors(file, reader, model, of)
     found["tokens"] = _compare_tokens(file, reader, tokenizer, of)

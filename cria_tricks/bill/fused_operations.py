@@ -10,7 +10,6 @@ from dataclasses import replace
 from cria_tricks.bill.block_operations import walk
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.formula import largest
 from cria_tricks.bill.operation import GATED, TILED, NormBytes, Operation
 from cria_tricks.bill.product_operations import product_of
 
@@ -44,7 +43,7 @@ def with_adapter(memory: StepFacts, base: Operation, source: str, x: int) -> Ope
     input_name = source if x == a else f"{source} in 16 bits"
     # The adapter is added in place, by a product of its own where the result is wider.
     added = size.made * (o + a * (o != a))
-    forward = largest(base.forward, added + thin + casts)
+    forward = max(base.forward, added + thin + casts)
     # The gradient of the result is cast to what products multiply, and that of the input to what the input was.
     narrow = size.made * a * (o != a)
     backward = base.backward + narrow + thin + casts + size.given * min(a, x) * (x != a)
@@ -54,7 +53,7 @@ def with_adapter(memory: StepFacts, base: Operation, source: str, x: int) -> Ope
         # A CPU has no product of 16-bit numbers that gives fp32, so one of its factors is cast. The gradient of the
         # input is there already if this is not the first matrix that multiplies it.
         sums = size.given * x * (base.name in ("k_proj", "v_proj", "up_proj"))
-        backward = largest(backward, size.made * o + narrow + thin + sums + FP32 * largest(size.given, size.made))
+        backward = max(backward, size.made * o + narrow + thin + sums + FP32 * max(size.given, size.made))
     kept = {**base.keeps, input_name: size.given * a}
     return replace(base, keeps=kept, pins={}, forward=forward, backward=backward, learns=weights * FP32)
 
@@ -130,7 +129,7 @@ def _mlp_together(memory: StepFacts, found: list[Operation]) -> list[Operation]:
             down,
             keeps={},
             forward=(down.forward + alive) * runs,
-            backward=largest(through_down, through_activation),
+            backward=max(through_down, through_activation),
             reads=saved,
             fetched=input_bytes + 2 * inner,
         ),

@@ -2,7 +2,6 @@
 
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.formula import largest
 from cria_tricks.bill.lines import Line
 
 
@@ -87,7 +86,7 @@ def _log_softmax(memory: StepFacts) -> tuple[Line, ...]:
     head = shape.embedding_weights * a * (a < FP32 and (a != memory.other_weight_itemsize or memory.trains_head))
     logits = n * shape.vocabulary * (2 * FP32 + a * (a < FP32))
     if memory.offloads_the_end and not memory.trains_head:  # the copy goes to the host before the fp32 logits are made
-        head, logits = 0, largest(logits, head + n * shape.vocabulary * a)
+        head, logits = 0, max(logits, head + n * shape.vocabulary * a)
     return (
         Line("final norm", _final_norm(memory), "its input and output"),
         Line("16-bit copy of the head", head, "by autocast"),
@@ -117,7 +116,7 @@ def head_gradient(memory: StepFacts) -> tuple[Line, ...]:
     opened = weights * a + logits * a + given * (1 + bool(memory.learning_blocks))
     # In 16 bits there are two candidates: the product, beside the head's copy; and the cast, with the gradient twice.
     if a < FP32:
-        opened = largest(opened + weights * a, weights * (a + FP32) + given)
+        opened = max(opened + weights * a, weights * (a + FP32) + given)
     mine = memory.stream_tokens
     kept = mine * shape.width * (FP32 + memory.hidden_itemsize * memory.trains_all) + mine * FP32
     if memory.offloads_the_end or not memory.learning_blocks:

@@ -39,8 +39,7 @@ def moments(memory: StepFacts, *, every_point: bool = False) -> list[Moment]:
 
     Args:
         memory: the facts of the step.
-        every_point: whether to return all points of a block, and not only the deepest. Formulas need all of them,
-            because the deepest point may depend on the numbers.
+        every_point: whether to return all points of a block, and not only the deepest.
     """
     gradients = _gradients(memory)
     over = _fixed(memory, masked=memory.checkpointed)  # after the forward pass only repeated blocks need the mask

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.formula import largest
 from cria_tricks.bill.operation import GATED, Operation, Product
 
 
@@ -72,7 +71,7 @@ def _backward(memory: StepFacts, name: str, size: Product, unpacked: int) -> int
         # bytes. While it is cast to fp32, both exist, and the saved 16-bit weight, freed by then, stands for the 16-bit
         # one. By then the result's gradient has been freed, and so has an input that no other product reads.
         own = size.given * a * (x != a or name in ("o_proj", "down_proj"))
-        found = largest(found - size.weight * (FP32 - a), found - of_result - own)
+        found = max(found - size.weight * (FP32 - a), found - of_result - own)
     return found
 
 
@@ -120,14 +119,14 @@ def adapted(memory: StepFacts, base: Operation, source: str, x: int) -> Operatio
     dropped = 0
     if memory.dropout:  # after A x the input after dropout is gone, in the dtype that the adapter takes
         dropped = raised // 2 if x < memory.adapter_input_itemsize else raised
-    forward = largest(product, size.made * o + raised - masked_away, size.made * o + raised - dropped + beside - sent)
+    forward = max(product, size.made * o + raised - masked_away, size.made * o + raised - dropped + beside - sent)
     # The backward pass has three, too: through the adapter; through the base, when what the adapter saved is freed; and
     # the sum of their two gradients for the input.
     # The saved input of A, if nothing else holds it, and dropout's mask.
     gone = size.given * a * (not shared or source == GATED) + masked
     of_input = size.given * x
     through_adapter = size.made * o + of_input + raised + _gathered(memory, name, size)
-    backward = largest(through_adapter, base.backward + of_input - gone, 3 * of_input - gone)
+    backward = max(through_adapter, base.backward + of_input - gone, 3 * of_input - gone)
     found = replace(base, keeps=keeps, forward=forward, backward=backward, learns=thin * FP32)
     if not memory.dora:
         return found
@@ -198,13 +197,13 @@ def _with_magnitudes(memory: StepFacts, lora: Operation, inside: _Inside) -> Ope
     scaled = size.made * FP32 * (3 - 2 * inside.ends)
     then += beside - inside.sent - whole * (wide == a)  # which is the W of the norms
     scaled -= whole * (wide != a) * memory.keeps_nothing
-    forward = largest(lora.forward, first, then + inside.copied * memory.dropout, then + scaled)
+    forward = max(lora.forward, first, then + inside.copied * memory.dropout, then + scaled)
     # Backward, the larger of two moments. First four fp32 tensors: the gradients of the result, of its two parts, and
     # of the magnitudes; a gradient in the result's dtype waits for the base, and so does the one that up_proj (or
     # k_proj and v_proj) gave for the shared input. Then LoRA's own backward pass: W x has been freed, and the gradient
     # of B A x has taken the place of B A x.
     shares = size.given * x * (name in ("q_proj", "k_proj", "gate_proj"))
-    backward = largest(lora.backward - own, size.made * FP32 * 4 + size.made * o * (o < FP32) + shares)
+    backward = max(lora.backward - own, size.made * FP32 * 4 + size.made * o * (o < FP32) + shares)
     return replace(lora, keeps=keeps, forward=forward, backward=backward)
 
 
@@ -226,8 +225,8 @@ def _norms(memory: StepFacts, name: str, x: int) -> tuple[int, int]:
     # Offload sends to the host what autograd holds. But what a repeated block saves stays on the device.
     on_device = not memory.offloaded or memory.checkpointed
     cast = identity * a * (a < FP32)
-    made = largest(cast + thin * a, cast * on_device + (thin + weight) * a)
+    made = max(cast + thin * a, cast * on_device + (thin + weight) * a)
     stays = (identity + thin) * a * on_device + weight * x
     if memory.quantised or x != a:  # W is a copy
         stays += weight * x
-    return largest(identity * FP32 + made, stays + 2 * weight * x), stays
+    return max(identity * FP32 + made, stays + 2 * weight * x), stays

@@ -24,6 +24,7 @@ from cria_tricks.processes.exit import leave, unforeseen
 # Each registers its commands, in the order of ``cria --help``.
 # isort: off
 from cria_tricks.cli import plan  # noqa: F401
+from cria_tricks.cli import film  # noqa: F401
 from cria_tricks.cli import data  # noqa: F401
 from cria_tricks.cli import train  # noqa: F401
 from cria_tricks.cli import adapters  # noqa: F401

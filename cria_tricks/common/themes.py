@@ -15,7 +15,7 @@ class Theme(NamedTuple):
         grid: grid lines.
         series: lines and points; they can be told apart with any kind of colour vision.
         alarm: limits.
-        parts: one colour for each of :data:`PARTS`; ``docs/assets/course.css`` has the same for "Will it fit?".
+        parts: one colour for each of :data:`PARTS`; ``docs/assets/fit.css`` has the same for "Will it fit?".
     """
 
     ink: str

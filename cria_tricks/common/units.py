@@ -32,8 +32,6 @@ def human(count: int | float) -> str:
 def duration(seconds: float) -> str:
     """Return a time as text, in the unit that suits it: s, min, h and min, days, or years.
 
-    ``docs/assets/fit.js`` formats times in the same way, and a test compares the two.
-
     Args:
         seconds: the time [s], 0 or more.
 
@@ -60,8 +58,6 @@ def duration(seconds: float) -> str:
 
 def between(low: float, high: float) -> str:
     """Return a range of times as text; the unit stands once where both ends share it.
-
-    ``docs/assets/fit.js`` formats ranges in the same way, and a test compares the two.
 
     Args:
         low: the low end [s].
@@ -95,8 +91,6 @@ def money_between(low: float, high: float) -> str:
 
 def money(usd: float) -> str:
     """Return an amount of US dollars as text: rounded to cents below $100, and to whole dollars from there on.
-
-    ``docs/assets/fit.js`` formats money in the same way, and a test compares the two.
 
     Args:
         usd: the amount [USD], 0 or more.
@@ -141,5 +135,5 @@ def _short(number: float, unit: str) -> str:
 
 
 def _rounded(number: float) -> int:
-    """Round half up, as JavaScript's Math.round does; Python's round would turn 0.5 into 0, the even neighbour."""
+    """Round half up; Python's round would turn 0.5 into 0, the even neighbour."""
     return math.floor(number + 0.5)

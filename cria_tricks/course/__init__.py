@@ -1,9 +1,10 @@
-"""What the lessons share: the course's job with its memory bill so far, figures, and the checks of exercises."""
+"""What the lessons share: the course's job with its memory bill, figures, predictions, and the checks of exercises."""
 
 from cria_tricks.course.drawing import DARK, LIGHT, Sketch, figure, show, staircase
 from cria_tricks.course.exercises import CHECKS, about, check, equal
 from cria_tricks.course.job import CAPSTONE, LESSON_OF, bill, show_bill, so_far
 from cria_tricks.course.measured import on_a_gpu
+from cria_tricks.course.predictions import NO_GUESS, PREDICTION, reveal, trend
 
 __all__ = [
     "CAPSTONE",
@@ -11,6 +12,8 @@ __all__ = [
     "DARK",
     "LESSON_OF",
     "LIGHT",
+    "NO_GUESS",
+    "PREDICTION",
     "Sketch",
     "about",
     "bill",
@@ -18,8 +21,10 @@ __all__ = [
     "equal",
     "figure",
     "on_a_gpu",
+    "reveal",
     "show",
     "show_bill",
     "so_far",
     "staircase",
+    "trend",
 ]

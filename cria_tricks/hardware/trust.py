@@ -27,9 +27,6 @@ FITS = (
 MARGIN = 0.05
 """The share of a GPU's memory that should stay free: other programs, the driver and the desktop take some."""
 
-HOST = "the host's memory is not checked here, and offloaded activations wait there; cria plan checks it"
-"""The sentence of the page "Will it fit?" where activations are offloaded."""
-
 TIGHT = (
     f"the tensors fit, but with what PyTorch's allocator may keep besides less than {MARGIN:.0%} of the memory would "
     "stay free, so the run may be slow or run out of memory"

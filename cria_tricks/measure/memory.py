@@ -61,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
         """Count tensors, and the scales of those that bitsandbytes has quantised."""
         for tensor in tensors:
             self.track(tensor)
-            for extra in _quantization_tensors(tensor):
+            for extra in quantization_tensors(tensor):
                 self.track(extra)
 
     def _free(self, key: int) -> None:
@@ -229,7 +229,7 @@ def every_tensor(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     yield from model.buffers()
 
 
-def _quantization_tensors(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+def quantization_tensors(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensors that belong to a bitsandbytes weight, such as its scales; they are not parameters."""
     state = getattr(parameter, "quant_state", None)
     while state is not None:  # double quantization nests a second state

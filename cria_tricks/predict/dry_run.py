@@ -8,7 +8,6 @@ because torch without CUDA cannot pretend anything else. Where a GPU would run a
 
 import contextlib
 import functools
-import unittest.mock
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,18 +16,15 @@ import torch
 from accelerate.utils.operations import convert_outputs_to_fp32
 from bitsandbytes.optim import AdamW, GlobalOptimManager
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from transformers import Trainer, __version__, masking_utils
+from transformers import Trainer
 
-from cria_tricks.common.errors import BadInput
 from cria_tricks.load import losses
 from cria_tricks.load.model import blocks_of, quiet_libraries
 from cria_tricks.measure.memory import LiveBytes, every_tensor
 from cria_tricks.predict.cuda_on_cpu import kernels_of
-from cria_tricks.predict.fake_model import fake_model
+from cria_tricks.predict.fake_model import fake_model, flash_attention_2, known_values, refuse_data_dependent_shapes
 from cria_tricks.step_plan import Plan
 from cria_tricks.trainer.shared import CONTEXTS
-from cria_tricks.tricks import packing
 from cria_tricks.tricks.layer_by_layer import one_pass
 from cria_tricks.tricks.optimizer_in_backward import StepInBackward
 
@@ -67,41 +63,61 @@ def dry_run(plan: Plan, config: Any, rows: int, tokens: int, trained: int | None
         BadInput: if the model is no decoder, if it does not fit the plan, or if the shapes of its activations depend
             on the values of tensors.
     """
-    with fake_training(plan, config, LiveBytes()) as training:
-        live = training.live
+    live = LiveBytes()
+    peaks: dict[str, int] = {}
+    with fake_training(plan, config, live) as training:
         weights_bytes = live.live
-        # An earlier step, only to allocate the optimizer states.
-        for weight in training.trainable:
-            weight.grad = torch.empty_like(weight)
-        training.optimizer.step()
-        # `live` has seen the states when they were allocated, but not the tables of 8-bit AdamW, which its constructor
-        # made before `live` was active. Nothing is counted twice.
-        live.track_all(tensors_of(training.optimizer))
-        # With gradient accumulation the measured micro-batch is the last of its window. There the gradients of the
-        # earlier micro-batches exist, so they stay.
-        if plan.training["gradient_accumulation_steps"] == 1 or training.in_one_pass:
-            training.optimizer.zero_grad()
-        moments: dict[str, int] = {}
+        parts = later_step(training, rows, tokens, trained)
+        part = next(parts, None)
+        while part:
+            live.peak = live.live  # the peak of a part is at least what is alive when it begins
+            following = next(parts, None)
+            peaks[part] = live.peak
+            part = following
+    return DryRun({part: peaks[part] for part in MOMENTS if part in peaks}, weights_bytes)
 
-        def record_peak(moment: str) -> None:
-            moments[moment] = live.peak
-            live.peak = live.live  # the peak of the next moment is at least what is alive now
 
-        window = fake_window(plan, rows, tokens, trained)
-        live.peak = live.live  # forget the peaks of the preparation
-        if training.in_one_pass:
-            training.one_pass(window)
-            record_peak("forward and backward pass")
-        else:
-            loss = training.forward(window[-1])
-            record_peak("forward pass")
-            loss.backward()
-            del loss
-            record_peak("backward pass")
-        training.clip_and_step()
-        record_peak("optimizer step")
-        del window  # not earlier, because transformers holds the window in the optimizer step, too
-    return DryRun(moments, weights_bytes)
+FORWARD, BACKWARD, BOTH, OPTIMIZER = "forward pass", "backward pass", "forward and backward pass", "optimizer step"
+MOMENTS = (FORWARD, BACKWARD, BOTH, OPTIMIZER)
+"""The parts of :func:`later_step` that are the step itself."""
+
+
+def later_step(training: "FakeTraining", rows: int, tokens: int, trained: int | None = None) -> Iterator[str]:
+    """Run an optimizer step after a first one, part by part.
+
+    The arguments are those of :func:`dry_run`.
+
+    Yields:
+        The name of each part before it runs: ``"gradients"`` and ``"optimizer states"`` of the first step, ``"batch"``,
+        and then :data:`MOMENTS`.
+    """
+    # An earlier step, only to allocate the optimizer states.
+    yield "gradients"
+    for weight in training.trainable:
+        weight.grad = torch.empty_like(weight)
+    yield "optimizer states"
+    training.optimizer.step()
+    # `live` has seen the states when they were allocated, but not the tables of 8-bit AdamW, which its constructor
+    # made before `live` was active. Nothing is counted twice.
+    training.live.track_all(tensors_of(training.optimizer))
+    # With gradient accumulation the measured micro-batch is the last of its window. There the gradients of the
+    # earlier micro-batches exist, so they stay.
+    if training.plan.training["gradient_accumulation_steps"] == 1 or training.in_one_pass:
+        training.optimizer.zero_grad()
+    yield "batch"
+    window = fake_window(training.plan, rows, tokens, trained)
+    if training.in_one_pass:
+        yield BOTH
+        training.one_pass(window)
+    else:
+        yield FORWARD
+        loss = training.forward(window[-1])
+        yield BACKWARD
+        loss.backward()
+        del loss
+    yield OPTIMIZER
+    training.clip_and_step()
+    del window  # not earlier, because transformers holds the window in the optimizer step, too
 
 
 @dataclass(frozen=True)
@@ -178,12 +194,12 @@ def fake_training(plan: Plan, config: Any, live: LiveBytes) -> Iterator[FakeTrai
     # The optimizer is made before ``fake`` is entered, because bitsandbytes reads numbers while it makes its tables,
     # and fake tensors have none.
     with (
-        _refuse_data_dependent_shapes(config.model_type),
+        refuse_data_dependent_shapes(config.model_type),
         _optimizer(plan, model) as optimizer,
         fake,
         live,
         kernels_of(plan.device),
-        _known_values(plan),
+        known_values(plan),
     ):
         in_backward: StepInBackward | None = None
         if plan.optimizer.get("in_backward"):
@@ -204,7 +220,7 @@ def fake_window(plan: Plan, rows: int, tokens: int, trained: int | None = None) 
     # Packed rows have positions instead of a mask. But the dry run counts flash_attention_2 by running sdpa, and sdpa
     # would make a mask from the positions, which flash_attention_2 does not. So there the batch has an attention mask
     # instead: it has as many bytes as the positions, and is ignored.
-    if plan.collator and not _flash_attention_2(plan):
+    if plan.collator and not flash_attention_2(plan):
         mask_or_positions = "position_ids"
     names = ("input_ids", mask_or_positions, "labels")
     window: list[dict[str, Any]] = []
@@ -221,74 +237,6 @@ def tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield the tensors of the optimizer states."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if torch.is_tensor(value))
-
-
-@contextlib.contextmanager
-def _refuse_data_dependent_shapes(kind: str) -> Iterator[None]:
-    """Turn the error of a shape that depends on tensor values into one line.
-
-    In transformers 5.16, for example, the router of a mixture of experts decides how many tokens each expert gets.
-
-    Args:
-        kind: the model type, for the message.
-
-    Raises:
-        BadInput: if code inside the context asks a fake tensor for its values.
-    """
-    try:
-        yield
-    except DataDependentOutputException:
-        raise BadInput(
-            f"--dry-run: in transformers {__version__} shapes inside a {kind} model depend on numbers, and a dry run "
-            "has none; leave --dry-run out, or take a newer transformers"
-        ) from None
-
-
-@contextlib.contextmanager
-def _known_values(plan: Plan) -> Iterator[None]:
-    """Answer two questions about the values of tensors, because fake tensors have no values.
-
-    - Does the batch need an attention mask? A single row has no padding, so it needs none. Several rows usually differ
-      in length and have padding, so they need one, except with flash_attention_2, which takes no such mask.
-    - How long are the documents of a packed row? One document is taken to fill the row. Several short ones would save
-      as many bytes for the backward pass.
-    """
-    patch = unittest.mock.patch.object
-    needs_no_mask = masking_utils._ignore_causal_mask_sdpa
-
-    def without_values(padding_mask: torch.Tensor | None, *sizes: Any) -> bool:
-        if _flash_attention_2(plan):  # needs no mask for a sliding window either, so leave out its size, the last one
-            return needs_no_mask(None, *sizes[:4])
-        if padding_mask is None or len(padding_mask) == 1:
-            return needs_no_mask(None, *sizes)  # None: there is no padding
-        return needs_no_mask(padding_mask, *sizes)
-
-    def one_document_a_row(begins_BT: torch.Tensor) -> "_Lengths":
-        rows, tokens = begins_BT.shape
-        return _Lengths([tokens] * rows)
-
-    with (
-        patch(packing, "document_lengths", one_document_a_row),
-        patch(masking_utils, "_ignore_causal_mask_sdpa", without_values),
-    ):
-        yield
-
-
-class _Lengths(list[int]):
-    """A list of document lengths in place of a tensor: it has the three tensor methods that the callers use."""
-
-    def cpu(self) -> "_Lengths":
-        return self
-
-    def dim(self) -> int:
-        return 1
-
-    def tolist(self) -> list[int]:
-        return self
-
-
-def _flash_attention_2(plan: Plan) -> bool:
-    return plan.model.get("attn_implementation") == "flash_attention_2"
 
 
 def _loss(plan: Plan, model: Any) -> Callable[[dict[str, Any]], torch.Tensor]:

@@ -203,15 +203,22 @@ def replay(events: Sequence[Event], settings: Settings = DEFAULT, limit: float =
     """
     allocator = CachingAllocator(settings, limit)
     unused, moment = 0, ""
-    for event, reserved_before in _steps(events, allocator):
+    for event, reserved_before in steps(events, allocator):
         if allocator.peak_reserved > reserved_before:
             unused = allocator.reserved - allocator.allocated
             moment = event.moment
     return Replay(allocator.peak_allocated, allocator.peak_reserved, unused, moment)
 
 
-def _steps(events: Sequence[Event], allocator: CachingAllocator) -> Iterator[tuple[Event, int]]:
-    """Carry out one event after the other, each given with the largest reserved bytes before it."""
+def steps(events: Sequence[Event], allocator: CachingAllocator) -> Iterator[tuple[Event, int]]:
+    """Carry out one event after the other with the allocator's model.
+
+    Yields:
+        Each event after it was carried out, and the largest reserved bytes before it.
+
+    Raises:
+        OutOfMemory: if the allocator's limit is too little.
+    """
     blocks: dict[int, Block] = {}
     for event in events:
         before = allocator.peak_reserved

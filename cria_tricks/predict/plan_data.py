@@ -43,13 +43,7 @@ def answer(
         rows: the number of training rows, for ``prices``; ``None`` for no prices.
         host: the machine around the card; ``None`` if it is not known.
     """
-    found: dict[str, Any] = bill(target, recipe, dry=dry, lengths=lengths)
-    found["answers"] = _answers(target, recipe, lengths, rows)
-    on_host = host_bill(target, recipe, host, rows or 0)
-    if on_host:
-        found["host"] = _host(on_host)
-        found["warnings"] += _host_doubts(on_host)
-        found["fits"] = found["fits"] and on_host.verdict != "does not fit"
+    found = run_bill(target, recipe, lengths, dry=dry, rows=rows, host=host)
     found |= comparisons(target, recipe)
     if advise:
         found["front"] = front(target, recipe)
@@ -57,6 +51,29 @@ def answer(
         found["longest"] = toggles.longest(target, recipe)
     if rows is not None:
         found["prices"] = prices(target, recipe, rows, lengths)
+    return found
+
+
+def run_bill(
+    target: Target,
+    recipe: Recipe,
+    lengths: Lengths,
+    *,
+    dry: bool = False,
+    rows: int | None = None,
+    host: Host | None = None,
+) -> dict[str, Any]:
+    """Estimate the memory on the card and on the host, the time of a step, and the time of answers.
+
+    The arguments are those of :func:`answer`, whose comparisons and prices are left out here.
+    """
+    found: dict[str, Any] = bill(target, recipe, dry=dry, lengths=lengths)
+    found["answers"] = _answers(target, recipe, lengths, rows)
+    on_host = host_bill(target, recipe, host, rows or 0)
+    if on_host:
+        found["host"] = _host(on_host)
+        found["warnings"] += _host_doubts(on_host)
+        found["fits"] = found["fits"] and on_host.verdict != "does not fit"
     return found
 
 

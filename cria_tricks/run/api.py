@@ -4,7 +4,7 @@ Each function takes a recipe in any of three forms: a ``Recipe``, the name of on
 ``.toml`` file. The heavy libraries are imported when a function is called, not before.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from cria_tricks.bill.bill import Bill
     from cria_tricks.data.lengths import Lengths
     from cria_tricks.predict.toggles import Target
+    from cria_tricks.report.film_answer import FilmAnswer
 
 
 HERE = "here"
@@ -146,6 +147,48 @@ def plan(
     rows = (found_lengths.rows or None) if rows is None else rows
     asked = {"dry": dry_run, "advise": advise, "longest": longest, "host": host, "rows": rows}
     return _answered(target, wanted, found_lengths, asked, fitted, model_settings.warning(shape.name, needed))
+
+
+def film(
+    recipe: Recipe | str | Path,
+    *,
+    gpu: str | Device | None = None,
+    model: str | None = None,
+    settings: Iterable[str] = (),
+    shorter: float = 0.0,
+    say: Callable[[str], None] = lambda part: None,
+) -> "FilmAnswer":
+    """Record an optimizer step on tensors without data, as a film: every tensor with its birth and its death.
+
+    It takes some ten seconds, and no weight is loaded. All rows are taken as ``data.max_length`` tokens long.
+
+    Args:
+        recipe: a recipe, the name of one, or the path of a ``.toml`` file.
+        gpu: one card, as for :func:`plan`.
+        model: as for :func:`plan`.
+        settings: changes of the recipe, written as for ``--set``.
+        shorter: run a step of rows of this length before it, as a share of ``data.max_length``; it shows what the
+            allocator keeps of an earlier step.
+        say: is told the name of each part of the step when it begins.
+
+    Raises:
+        BadInput: as :func:`plan`, for several cards, and for a model that a dry run cannot run.
+
+    Examples:
+        >>> film("kwanzaa", gpu="t4").write("film.html")  # doctest: +SKIP
+    """
+    changes = [f"model={model}", *_several(settings)] if model else _several(settings)
+    device, cards = _device(gpu, 1)
+    if cards > 1:
+        raise BadInput(f"--gpu {gpu}: a film is of one card")
+    wanted, shape, device = _wanted(recipe, changes, device)
+    if model:
+        wanted = with_settings(wanted, model_settings.needed(wanted, shape, changes))
+    # It imports numpy and torch, which takes seconds; errors in names were raised above.
+    with importing():
+        from cria_tricks.predict.toggles import Target
+        from cria_tricks.report import film_answer
+    return film_answer.answer(Target(shape, device), wanted, shorter, say)
 
 
 def _searched(

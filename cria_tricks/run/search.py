@@ -121,14 +121,13 @@ def search(target: Target, recipe: Recipe, aim: str, lengths: Lengths, may_chang
     chosen = found[0]
     runner_up = next((one for one in found if wanted.order(one)[0] != wanted.order(chosen)[0]), None)
     safer = None
-    limit = SAFER * target.device.memory_bytes
-    if aim == "fastest" and chosen.memory.needed_bytes > limit:
+    if aim == "fastest" and chosen.memory.needed_bytes > (limit := SAFER * target.device.memory_bytes):
         safer = next(iter(replace(wanted, limit=limit).choices(candidates)), None)
     return Found(aim, chosen, runner_up, safer, len(candidates))
 
 
 def smaller(
-    target: Target, recipe: Recipe, lengths: Lengths, limit: float, allowed: Callable[[Recipe], bool]
+    target: Target, recipe: Recipe, lengths: Lengths, limit: float, allowed: Callable[[Recipe], bool], aim: str = ""
 ) -> Choice | None:
     """Find the set with which a run goes on with less memory: the fastest, or the nearest where no speed is known.
 
@@ -138,12 +137,13 @@ def smaller(
         lengths: the lengths of the rows.
         limit: what the set may need at most [bytes].
         allowed: whether the run can go on with a set.
+        aim: one of :data:`AIMS`, or :data:`NEAREST`; when left out, as above.
 
     Returns:
         The choice; ``None`` if no set needs so little.
     """
     limit = min(limit, (1 - MARGIN) * target.device.memory_bytes)
-    wanted = Wanted(target, recipe, "fastest" if target.card else NEAREST, lengths, limit)
+    wanted = Wanted(target, recipe, aim or ("fastest" if target.card else NEAREST), lengths, limit)
     return next(iter(wanted.choices(filter(allowed, _candidates(target, recipe, EXACT, ())))), None)
 
 

@@ -15,6 +15,7 @@ Ours     one autograd.Function in plain operations, with the loss in fp32: the r
 Shapes: N trained tokens, D hidden width, V vocabulary, C = 256 tokens per chunk.
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -22,7 +23,6 @@ import torch
 from cria_tricks.bill import loss
 from cria_tricks.bill.constants import FP32, TOKENS_PER_CHUNK
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.formula import at_most, chunks, largest
 from cria_tricks.bill.lines import Line
 from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
@@ -158,7 +158,7 @@ def chunk_by_chunk(memory: StepFacts) -> dict[str, tuple[Line, ...]]:
     shape = memory.shape
     n = memory.all_tokens
     a = memory.compute_itemsize  # bytes of an element in products
-    logits = at_most(TOKENS_PER_CHUNK, memory.trained_tokens) * shape.vocabulary
+    logits = min(TOKENS_PER_CHUNK, memory.trained_tokens) * shape.vocabulary
     normed = n * shape.width * memory.hidden_itemsize
     norm = normed
     if not memory.offloads_the_end:
@@ -179,7 +179,7 @@ def chunk_by_chunk(memory: StepFacts) -> dict[str, tuple[Line, ...]]:
     needs = memory.norm_bytes(of_stream, memory.hidden_itemsize)
     alone = needs.saved + needs.backward + needs.apart - of_stream * memory.hidden_itemsize
     if memory.in_pieces:  # or the gradient of all hidden states, beside the piece that is cut from it
-        alone = largest(alone, needs.saved + normed + of_stream * memory.hidden_itemsize)
+        alone = max(alone, needs.saved + normed + of_stream * memory.hidden_itemsize)
     around_norm = Line("final norm", alone, "its input, its results and gradients")
     return {"loss": at_the_loss, "last norm": (around_norm,)}
 
@@ -192,10 +192,11 @@ def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
     """Count logits of trained tokens only. Each chunk reads the whole head twice, and autograd saves no logits."""
     if not recipe.tricks.chunked_loss:
         return work
+    chunks = math.ceil(int(work.trained_tokens) / TOKENS_PER_CHUNK)  # trained tokens are a share of all, so a float
     return replace(
         work,
         logit_positions=work.trained_tokens,
         logit_bytes=LOGIT_BYTES,
         logit_saved_bytes=0,
-        head_reads=2 * chunks(work.trained_tokens, TOKENS_PER_CHUNK) or 2,
+        head_reads=2 * max(chunks, 1),
     )

@@ -18,7 +18,6 @@ from dataclasses import replace
 import torch
 
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.formula import largest
 from cria_tricks.bill.operation import Product, ProductBytes, stored_as_multiplied
 from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
@@ -133,7 +132,7 @@ def cuda_product_bytes(product: Product) -> ProductBytes:
     quantising = given * (2 * cast + 2 + 1)
     # Then the input's codes (1), the sums in int32 (4), these in fp16 (2), and in the result's dtype, if it is a cast.
     multiplying = given + product.made * (4 + 2 + product.made_itemsize * cast)
-    return ProductBytes(largest(quantising, multiplying), _in_input_dtype(product), _pinned(product))
+    return ProductBytes(max(quantising, multiplying), _in_input_dtype(product), _pinned(product))
 
 
 def cpu_product_bytes(product: Product) -> ProductBytes:

@@ -5,7 +5,9 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -17,6 +19,7 @@ from tests.drills.dump import SAVED, STEPS, Dump, make, record
 from tests.drills.fuzz import Fuzz, check
 from tests.drills.signals import Signals
 from tests.parallel.steps import write_rows
+from tests.warm import start
 
 # fp32, because the recipe's own precision differs between processors.
 TINY = (
@@ -40,7 +43,17 @@ def finish_here(monkeypatch, run_cria):
     monkeypatch.setattr(Drill, "_finish", finish)
 
 
-def test_three_kills_end_bit_identical(tmp_path, finish_here):
+@pytest.fixture
+def start_warm(monkeypatch, warm):
+    """Fork the runs that are killed from a process that has imported the libraries; the drills start them anew."""
+
+    def started(self: Drill, out: Path, stderr: IO[str]):
+        return start(*self._command(out, resume=True)[3:], stdout=subprocess.DEVNULL, stderr=stderr)
+
+    monkeypatch.setattr(Drill, "_start", started)
+
+
+def test_three_kills_end_bit_identical(tmp_path, finish_here, start_warm):
     rows = write_rows(tmp_path / "rows.jsonl", 8)
     given = (*TINY, f"data.train={rows}", f"data.eval={rows}")
     settings = ["smoke", *(part for setting in given for part in ("--set", setting))]
@@ -51,12 +64,19 @@ def test_three_kills_end_bit_identical(tmp_path, finish_here):
     assert max(drill.lost) <= 2
 
 
-def test_signals_end_in_one_line_and_the_resumed_run_is_bit_identical(tmp_path, run_cria):
-    """What no signal disturbs goes through in this process, which has imported the libraries."""
+def test_signals_end_in_one_line_and_the_resumed_run_is_bit_identical(tmp_path, run_cria, monkeypatch, warm):
+    """What no signal disturbs goes through in this process, which has imported the libraries; only the one that is
+    pressed in its first imports is a new process."""
     drill = Signals(tmp_path)
     assert run_cria(*drill.words("whole"))[0] == 0
     assert drill.press("run", signal.SIGINT, lambda: True, [0, 0, 0]) == 130  # in the first imports
     assert not (tmp_path / "run").exists()
+
+    def started(self: Signals, name: str):
+        with (self.folder / f"{name}.log").open("w") as log:
+            return start(*self.words(name), stdout=subprocess.DEVNULL, stderr=log)
+
+    monkeypatch.setattr(Signals, "_started", started)
     assert drill.press("run", signal.SIGHUP, drill.said_by("run", "step    1/"), [0]) == 130
     assert drill.ends == {"nothing was written": 1, "go on with --resume": 1}
     code, _, stderr = run_cria(*drill.words("run"))

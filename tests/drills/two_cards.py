@@ -20,9 +20,14 @@ BOOK = notebooks.NOTEBOOKS / "two_cards.ipynb"
 NUMBER = r"([\d,.]+)"
 
 
-def executed() -> str:
-    """Run the notebook, and return everything that it printed."""
+def executed(first: str = "") -> str:
+    """Run the notebook, and return everything that it printed.
+
+    Args:
+        first: code that its kernel runs before.
+    """
     book = nbformat.read(BOOK, as_version=4)
+    book.cells.insert(0, nbformat.v4.new_code_cell(first))
     quiet = {
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",

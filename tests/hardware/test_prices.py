@@ -19,7 +19,7 @@ from cria_tricks.predict.selection_guide import MACHINES
 from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import with_settings
 from cria_tricks.tricks.folds import estimate
-from tools import fit
+from tools.fit import answers, fields
 
 ROOT = Path(__file__).parents[2]
 LLAMA = find_shape("llama-3.2-1b")
@@ -57,10 +57,10 @@ def by_launch(flavor):
 
 
 def by_page(flavor):
-    """Hours of ``cria plan``, to which a test in a browser holds the page, at the price that the page is given."""
-    price = next(machine["price"] for machine in fit.machines() if machine["name"] == flavor.name)
-    minutes, _ = by_plan(flavor)
-    return minutes, minutes / 60 * price
+    """What the page "Will it fit?" shows."""
+    choice = fields.default() | fields.of_recipe(recipes.capstone(CARDS[flavor.card].device)) | {"card": flavor.card}
+    price = next(price for price in answers.answer(choice)["prices"] if price["flavor"] == flavor.name)
+    return price["minutes"], price["cost"]
 
 
 @pytest.mark.parametrize("name", SINGLE)

@@ -4,13 +4,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
 
-import psutil
 import pytest
 
 from cria_tricks import recipes
@@ -20,6 +18,7 @@ from cria_tricks.launch.torchrun import Elastic
 from cria_tricks.processes import numbers, rendezvous
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
+from tests import warm
 from tests.parallel import steps
 from tests.sweeps import sample
 
@@ -131,20 +130,20 @@ def test_a_killed_worker_comes_back_and_the_run_is_the_uninterrupted_one(two, tm
         "tricks.gradient_accumulation=2", "tricks.peft=lora", "train.save_steps=2", f"parallel.strategy={strategy}",
     ]  # fmt: skip
     (tmp_path / "short.toml").write_text(with_settings(Recipe(name="short"), settings).to_toml())
-    command = [sys.executable, "-m", "cria_tricks", "launch", "short.toml", "--on", "torchrun", "--nproc", "2"]
+    command = ["launch", "short.toml", "--on", "torchrun", "--nproc", "2"]
     [straight, _] = two.run(steps.train, settings, tmp_path / "straight")
     log = tmp_path / "log"
     with log.open("w") as file:
-        started = subprocess.Popen(
-            [*command, "--max-restarts", "1", "--out", "run"], cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT,
+        started = warm.start(
+            *command, "--max-restarts", "1", "--out", "run", cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT,
             env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
     deadline = time.monotonic() + 600
     while "step    3/8" not in log.read_text():
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.02)
-    workers = [p for p in psutil.Process(started.pid).children() if "train" in p.cmdline()]
-    workers[1].send_signal(signal.SIGKILL)
+    _, second = warm.workers(started)
+    second.send_signal(signal.SIGKILL)
     assert started.wait(timeout=600) == 0, log.read_text()
     said = log.read_text()
     assert said.count("error: another process of this run died") == 1

@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from cria_tricks.common.errors import BadInput
@@ -17,6 +16,7 @@ from cria_tricks.hardware import T4
 from cria_tricks.hardware.device import pretend
 from cria_tricks.launch import torchrun as launch
 from cria_tricks.measure import monitor
+from tests import warm
 from tests.parallel import steps
 
 # fp32, because the recipe's own precision differs between processors.
@@ -95,16 +95,16 @@ def test_an_unknown_launcher_is_refused():
         words("smoke", "mpi")
 
 
-def start(tmp_path: Path, *more: str) -> tuple[subprocess.Popen, Path, list[str]]:
+def start(tmp_path: Path, *more: str) -> tuple[warm.Child | subprocess.Popen[str], Path, list[str]]:
     """Start a run of two processes, in the folder ``run``; its output and its settings."""
     log = tmp_path / "log"
     rows = steps.write_rows(tmp_path / "rows.jsonl", 8)
     settings = [*TINY, f"data.train={rows}", f"data.eval={rows}", *more]
     words = ["launch", "smoke", "--on", "torchrun", "--nproc", "2", "--out", "run"]
-    command = [sys.executable, "-m", "cria_tricks", *words, *(part for one in settings for part in ("--set", one))]
+    words += [part for one in settings for part in ("--set", one)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with log.open("w") as file:
-        started = subprocess.Popen(command, cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        started = warm.start(*words, cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT, env=environment)
     return started, log, settings
 
 
@@ -121,7 +121,7 @@ def test_a_killed_worker_ends_all_in_one_line_and_the_run_goes_on(two, tmp_path,
     """It goes on in processes that are there already; ``test_elastic.py`` starts new ones by the command."""
     started, log, settings = start(tmp_path, "parallel.strategy=fsdp", "train.max_steps=6")
     until(log, "step    3/")
-    workers = [p for p in psutil.Process(started.pid).children() if "train" in p.cmdline()]
+    workers = warm.workers(started)
     assert len(workers) == 2
     workers[1].send_signal(signal.SIGKILL)
     assert started.wait(timeout=600) == 1

@@ -26,7 +26,7 @@ from cria_tricks.bill.lines import Line
 from cria_tricks.bill.moments import moments
 from cria_tricks.common.errors import BadInput
 from cria_tricks.load.stages import cut, find_blocks
-from cria_tricks.measure.memory import LiveBytes, _quantization_tensors
+from cria_tricks.measure.memory import LiveBytes, quantization_tensors
 from cria_tricks.models.shape import Shape, find_shape, shape_of
 from cria_tricks.parallel.pipeline import one_forward_one_backward
 from cria_tricks.predict.per_process import STRATEGIES as ESTIMATED
@@ -71,7 +71,7 @@ def state(folder: Path, strategy: str, data: int, settings: tuple[str, ...]) -> 
     _, total, optimizer, micro_batch = made(folder, strategy, data, settings)
     micro_batch(8, True)
     optimizer.step()
-    scales = [tensor for module in total.modules() for tensor in _quantization_tensors(module)]  # of 4-bit weights
+    scales = [tensor for module in total.modules() for tensor in quantization_tensors(module)]  # of 4-bit weights
     gradients = [p.grad for p in total.parameters() if p.requires_grad]
     return held([*total.parameters(), *scales]), held(gradients), held(moments_of(optimizer))
 

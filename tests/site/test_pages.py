@@ -1,7 +1,9 @@
 """A lesson becomes a page: what it prints and draws, links as they are on the site; and nothing when a cell fails."""
 
+import re
 from types import SimpleNamespace
 
+import nbformat
 import pytest
 
 from tests.site.conftest import wrong_with
@@ -19,7 +21,7 @@ from cria_tricks import course
 
 print("here:", Path.cwd() / "a", "```")
 
-# %% tags=["hide-input"]
+# %% Draw figure 1 tags=["hide-input"]
 course.show(lambda theme: course.figure()[0], "Figure 1. Nothing, in two colours.")
 """
 
@@ -39,7 +41,7 @@ def test_a_page(lesson):
     assert text.startswith('# 1. A lesson\n\n<p class="bar"><a href=')
     assert "[the bill](00_the_bill.md#3-prove-it), see [the map](../map.md)" in text
     assert "```` { .text .no-copy .output .stdout }\nhere: a ```\n````" in text, "where it ran is in it"
-    assert '<details class="code" markdown="1"><summary>Code</summary>' in text
+    assert '<details class="code" markdown="1"><summary>Draw figure 1</summary>' in text
     assert list(files) == ["01_one-1-light.svg", "01_one-1-dark.svg"]
     assert files["01_one-1-light.svg"] != files["01_one-1-dark.svg"]
     assert 'src="01_one-1-light.svg"' in text
@@ -47,6 +49,20 @@ def test_a_page(lesson):
     assert notebooks.INSTALL.splitlines()[0] not in text
     assert next(executed.KEPT.iterdir()).name.startswith("01_one-")
     assert pages.page(lesson, executed.execute(lesson)) == (text, files), "what was kept gives another page"
+
+
+def test_what_a_cell_printed_is_no_wider_than_a_page():
+    long, table, command = "  " + "a word " * 30, "| a |" * 30, "$ cria plan " + "--set a=b " * 20
+    output = nbformat.v4.new_output("stream", text="\n".join([long, table, command, "short"]))
+    cells = [nbformat.v4.new_markdown_cell("badge"), nbformat.v4.new_code_cell("print()", outputs=[output])]
+    text, _ = pages.page(notebooks.LESSONS / "01_one.py", nbformat.v4.new_notebook(cells=cells))
+    printed = text.partition("stdout }\n")[2].splitlines()
+    first, second, third, *rest = printed
+    assert all(len(line) <= pages.COLUMNS for line in (first, second, third))
+    assert re.match("  a word", first)
+    assert re.match("      \\w", second), "it goes on further to the right"
+    assert re.match("      \\w", third)
+    assert rest[:3] == [table, command, "short"], "these would be broken by it"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,278 @@
+"""``cria film``: the dry run's bytes at every moment, tensors that a count by hand finds, files that stand alone."""
+
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+from transformers import AutoConfig
+
+from cria_tricks.hardware import T4
+from cria_tricks.measure.memory import LiveBytes
+from cria_tricks.models.catalogue import CONFIGS
+from cria_tricks.predict import film as filming
+from cria_tricks.predict.dry_run import dry_run, fake_training, later_step
+from cria_tricks.predict.film import LINES, SAVED, Film, film
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.report import film_data, film_picture
+from cria_tricks.report.film_answer import FilmAnswer
+from cria_tricks.resolve import resolve
+from tools import film_places, films
+
+BLOCKS, TOKENS = 2, 48
+CONFIG = {**CONFIGS["smollm2"], "num_hidden_layers": BLOCKS}
+D, V, F = CONFIG["hidden_size"], CONFIG["vocab_size"], CONFIG["intermediate_size"]
+SETS = {
+    "plain": "",
+    "accumulation": "gradient_accumulation=2",
+    "checkpointing": "gradient_checkpointing=true",
+    "in_backward": "gradient_checkpointing=true optimizer_in_backward=clip",
+    "capstone": "peft=lora quantization=nf4 double_quantization=true precision=fp16 lean_preparation=true "
+    "attention=sdpa gradient_checkpointing=true optimizer=adamw_8bit expand_kv=true chunked_loss=true "
+    "gradient_accumulation=2",
+    "offload": "peft=lora activation_offload=true gradient_checkpointing=true attention=sdpa",
+}
+
+
+def plan_of(name: str):
+    return resolve(with_settings(Recipe(), [f"tricks.{word}" for word in SETS[name].split()]), T4)
+
+
+_made: dict[str, Film] = {}
+
+
+def filmed(name: str) -> Film:
+    if name not in _made:
+        _made[name] = film(plan_of(name), AutoConfig.for_model(**CONFIG), 1, TOKENS)
+    return _made[name]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_each_part_has_the_dry_runs_peak_to_the_byte(name):
+    dry = dry_run(plan_of(name), AutoConfig.for_model(**CONFIG), 1, TOKENS)
+    assert {part: peak for part, (_, peak) in filmed(name).peaks().items()} == dry.moments
+
+
+class Heard(LiveBytes):
+    """Count live bytes, and keep the count after each allocation and each release."""
+
+    def __init__(self):
+        super().__init__()
+        self.heard: list[int] = []
+
+    def track(self, tensor):
+        before = len(self._known)
+        super().track(tensor)
+        if len(self._known) > before:
+            self.heard.append(self.live)
+
+    def _free(self, key):
+        super()._free(key)
+        self.heard.append(self.live)
+
+
+@pytest.mark.parametrize("name", ["plain", "in_backward"])
+def test_the_lines_sum_to_the_live_bytes_at_every_moment(name):
+    live = Heard()
+    with fake_training(plan_of(name), AutoConfig.for_model(**CONFIG), live) as training:
+        for part in later_step(training, 1, TOKENS):
+            if part == "forward pass":
+                live.heard = [live.live]
+        heard = list(live.heard)
+    shown = filmed(name)
+    lines = shown.bytes()
+    assert [sum(values) for values in zip(*lines.values(), strict=True)] == shown.totals()
+    # What an operation needs inside is no tensor, so only the film has a moment for it.
+    inside = {
+        moment for shot in shown.shots if shot.how == "inside an operation" for moment in (shot.birth, shot.death)
+    }
+    assert [total for moment, total in enumerate(shown.totals()) if moment not in inside] == heard
+
+
+def largest(name: str, part: str = ""):
+    shown = filmed(name)
+    peaks = shown.peaks()
+    part = part or max(peaks, key=lambda one: peaks[one][1])
+    return shown, peaks[part][0]
+
+
+def test_without_the_chunked_loss_logits_are_as_large_as_by_hand():
+    shown, moment = largest("offload", "forward pass")
+    logits = [shot for shot in shown.alive(moment) if shot.line == "logits"]
+    assert {shot.bytes for shot in logits} <= {4 * TOKENS * V, 4 * (TOKENS - 1) * V}
+    assert len(logits) >= 2, "the logits, and what the loss makes of them"
+    made = [shot for shot in shown.shots if shot.module == "lm_head" and shot.line == "logits" and shot.how == "mm"]
+    assert [(shot.bytes, shot.shape[-1], shot.dtype) for shot in made] == [(4 * TOKENS * V, V, "float32")]
+    chunked, moment = largest("capstone", "forward pass")
+    # Of the 47 tokens that are trained, in one chunk.
+    assert {shot.bytes for shot in chunked.alive(moment) if shot.line == "logits"} <= {4 * (TOKENS - 1) * V}
+
+
+def test_without_checkpointing_each_mlp_keeps_its_activations():
+    for name, blocks in (("plain", BLOCKS), ("checkpointing", 0)):
+        shown = filmed(name)
+        end = next(part.end for part in shown.parts if part.name == "forward pass") - 1
+        saved = [shot for shot in shown.alive(end) if shot.line == SAVED and ".mlp" in shot.module]
+        wide = [shot for shot in saved if shot.bytes == 4 * TOKENS * F]
+        # Of gate, up, the activation of the gate, and the product of both: what down_proj gets.
+        assert len(wide) == 4 * blocks
+        assert {shot.module for shot in wide} == {
+            f"layers.{block}.mlp{part}" for block in range(blocks) for part in ("", ".gate_proj", ".up_proj", ".act_fn")
+        }
+
+
+def test_full_fine_tuning_has_two_states_and_a_gradient_of_each_weight():
+    shown, _ = largest("plain")
+    end = shown.parts[-1].first  # after the backward pass
+    there = shown.alive(end)
+    embedding = 4 * V * D
+    four = {(shot.module, shot.how) for shot in there if shot.bytes == embedding}
+    assert four == {("embed_tokens.weight", how) for how in ("weight", "exp_avg", "exp_avg_sq", "gradient")}
+    weights = sum(shot.bytes for shot in there if shot.how == "weight")
+    lines = {line: values[end] for line, values in shown.bytes().items()}
+    assert lines["gradients"] == weights
+    assert 2 * weights <= lines["optimizer states"] <= 2 * weights + 8 * len(there), "and a step of 4 bytes each"
+    never = filmed("in_backward")
+    waiting = never.bytes()["gradients"]
+    assert max(waiting) <= 3 * embedding, "a gradient is gone before the next one comes"
+    assert waiting[never.parts[-1].first] == 0
+
+
+def test_makers_are_named_in_both_passes():
+    shots = filmed("checkpointing").shots
+    hows = {(shot.module, shot.how) for shot in shots}
+    assert ("layers.1.mlp.down_proj", "mm") in hows
+    assert ("layers.1.mlp.down_proj", "mm, once more") in hows or ("layers.1.mlp.act_fn", "silu, once more") in hows
+    assert ("layers.1.mlp.down_proj", "mm, backward") in hows
+    assert not [shot for shot in shots if not shot.module]
+
+
+def test_the_allocator_reserves_at_least_what_is_allocated():
+    shown = filmed("capstone")
+    assert len(shown.reserved) == shown.moments
+    assert all(kept >= total for kept, total in zip(shown.reserved, shown.totals(), strict=True))
+    assert shown.fits
+    small = filming._reserved([filming.Event(0, 2**30, "", "")], filming.Settings(), 2**20)
+    assert small == ([2**30], False)
+
+
+@pytest.fixture(scope="module")
+def data():
+    about = {"model": "smollm2", "card": "Tesla T4", "rows": 1, "tokens": TOKENS}
+    return json.loads(film_data.as_text(film_data.as_data(filmed("capstone"), about)))
+
+
+def test_the_data_keeps_the_peaks_and_names_the_largest_tensors(data):
+    shown = filmed("capstone")
+    kept, _ = film_data._kept(shown)
+    assert film_picture.totals(data) == [shown.totals()[moment] for moment in kept]
+    assert FilmAnswer(data).peaks() == {part: peak for part, (_, peak) in shown.peaks().items()}
+    for number in range(0, len(kept), 7):
+        named: list[int] = []
+        for family, count in film_data.alive(data, number):
+            named += [family[1]] * count
+        there = [shot.bytes for shot in shown.alive(kept[number])]
+        assert sorted(named, reverse=True)[: film_data.LARGEST] == there[: film_data.LARGEST]
+
+
+def test_packed_numbers_are_the_numbers():
+    for values in ([], [0, 0], [512, 512, 512, 1024, 0], [7], [0, 4096, 4096, 4096, 4097], [2**40, 0]):
+        assert film_data.unpacked(json.loads(json.dumps(film_data.packed(values))), len(values)) == values
+
+
+def test_a_picture_is_readable_alone_and_a_page_needs_no_other_file(data, tmp_path):
+    FilmAnswer(data).write(tmp_path / "film.svg")
+    picture = (tmp_path / "film.svg").read_text()
+    root = ElementTree.fromstring(picture)
+    words = " ".join(root.itertext())
+    assert "peak" in words
+    assert all(part[0] in words for part in data["parts"][:2])
+    FilmAnswer(data).write(tmp_path / "film.html")
+    page = (tmp_path / "film.html").read_text()
+    assert not re.findall(r"(?:src|href)=", page.split("<script>")[0])
+    assert 'data-films="film"' in page
+    FilmAnswer(data).write(tmp_path / "film.gif")
+    assert (tmp_path / "film.gif").read_bytes()[:6] in (b"GIF87a", b"GIF89a")
+    assert "animation" in film_picture.svg(data, "dark", moving=True)
+    ElementTree.fromstring(film_picture.svg(data, "dark", moving=True))
+
+
+def test_the_command_says_the_peak_and_writes_nothing(run_cria, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = ("baseline", "--model", "random:tiny", "--gpu", "t4", "--set", "data.max_length=64")
+    code, stdout, stderr = run_cria("film", *small)
+    assert code == 0, stderr
+    assert stdout.startswith("The peak of a step is ")
+    assert "recording: backward pass" in stderr
+    assert not list(tmp_path.iterdir())
+    code, stdout, _ = run_cria("film", *small, "--json", "--out", "film.svg")
+    found = json.loads(stdout)
+    assert code == 0
+    assert found["peak_bytes"] == max(found["peaks"].values())
+    assert len(found["largest"]) >= 5
+    assert (tmp_path / "film.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["kwanzaa", "--out", "film.png"], "must end with .html, .svg or .gif"),
+        (["kwanzaa", "--gpu", "t4x2"], "a film is of one card"),
+        (["kwanza", "--gpu", "t4"], "unknown recipe"),
+        (["kwanzaa", "--gpu", "t5"], "t5"),
+        (
+            [
+                "baseline",
+                "--model",
+                "random:tiny",
+                "--gpu",
+                "t4",
+                "--set",
+                "data.max_length=16",
+                "--out",
+                "file/film.svg",
+            ],
+            "file",
+        ),
+    ],
+)
+def test_a_wrong_question_is_one_line(arguments, said, run_cria, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("kept")
+    code, stdout, stderr = run_cria("film", *arguments)
+    errors = [line for line in stderr.splitlines() if not line.startswith("recording: ")]
+    assert (code, stdout) == (2, "")
+    assert len(errors) == 1
+    assert said in errors[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+# The films of the site
+
+
+@pytest.mark.parametrize("name", ["full_in_backward", "full_waiting"])
+def test_a_committed_film_is_what_the_package_films_now(name):
+    assert films.made(*films.films()[name]) == films.read(name)
+
+
+def test_committed_films_are_all_there_and_small():
+    sizes = {path.name: path.stat().st_size for path in films.FOLDER.iterdir()}
+    scripts = {name.removesuffix(".js"): size for name, size in sizes.items() if name.endswith(".js")}
+    assert set(scripts) == {*films.films(), "index"}
+    assert {film for one in films.SETS.values() for film in one.films} == set(films.films())
+    assert max(scripts.values()) <= 60_000
+    assert sum(sizes.values()) <= 1_200_000
+    for name, text in {"index.js": films.index(), **films.pictures()}.items():
+        assert (films.FOLDER / name).read_text(encoding="utf-8") == text, "run: python -m tools.films --draw"
+
+
+def test_each_lesson_with_a_film_has_its_heading():
+    for stem, places in film_places.PLACES.items():
+        text = (films.ROOT / "lessons" / f"{stem}.py").read_text(encoding="utf-8")
+        for heading, name in places.items():
+            assert text.count(f"\n# {heading}\n") == 1
+            assert name in films.SETS
+    with pytest.raises(ValueError, match="once"):
+        film_places.with_films("00_the_bill", "# no such heading\n")
+    assert set(LINES) == set(film_picture.colours("light"))

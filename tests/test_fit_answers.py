@@ -1,0 +1,258 @@
+"""The answers of the page "Will it fit?": those of ``cria plan --json``, in the words of the commands."""
+
+import json
+import re
+import shlex
+import subprocess
+
+import pytest
+
+from cria_tricks import recipes
+from cria_tricks.common.errors import BadInput, OutOfMemory
+from cria_tricks.data.lengths import Lengths
+from cria_tricks.hardware import T4
+from cria_tricks.models.catalogue import CATALOGUE, CONFIGS
+from cria_tricks.models.shape import find_shape, shape_of
+from cria_tricks.predict import plan_data, toggles
+from cria_tricks.predict.toggles import Target
+from cria_tricks.run import api
+from cria_tricks.settings import Tricks
+from tests.fit_choices import MANY, PASTED, choices, differences, pasted, planned, reduced
+from tests.sweeps import ALL, sample
+from tools import browser_python
+from tools.fit import answers, bridge, fields, page, show
+
+
+def asked(job, **given):
+    """What the page gets."""
+    return json.loads(bridge.call(job, json.dumps(given)))
+
+
+def test_random_choices_and_pasted_configs_get_the_answer_of_cria_plan(tmp_path):
+    """500 choices and 20 configs under CRIA_ALL=1; here some of them."""
+    verdicts, refused, every = set(), 0, [*sample(choices(), 24), *sample(pasted(), 4)]
+    for choice in every:
+        found = asked("answer", choice=reduced(choice))
+        plan = planned(choice, tmp_path)
+        found = found if "refused" in found else found["data"]
+        assert differences(found, plan) == [], (choice, found, plan)
+        verdicts.add(plan.get("verdict"))
+        refused += "refused" in plan
+    assert verdicts == {"fits", "tight", "does not fit", None} or not ALL
+    assert refused < len(every) / 2, "most choices were refused, so little was compared"
+
+
+def test_the_command_says_the_same_as_the_page(tmp_path):
+    for choice in sample(choices(), 8, seed=1):
+        found = asked("answer", choice=choice)
+        if "refused" in found:
+            continue
+        words = shlex.split(found["commands"]["plan"])
+        assert words[:5] == ["cria", "plan", "kwanzaa", "--model", choice["model"]]
+        settings = [words[place + 1] for place, word in enumerate(words) if word == "--set"]
+        plan = api.plan("kwanzaa", model=choice["model"], gpu=choice["card"], settings=settings,
+                        rows=int(choice["rows"]), rows_full=True)  # fmt: skip
+        assert (plan.needed_bytes, plan.seconds_per_step) == (
+            found["data"]["needed_bytes"],
+            pytest.approx(found["data"]["seconds_per_step"]) if plan.seconds_per_step else None,
+        )
+
+
+def test_a_mean_length_changes_time_and_not_memory():
+    full = asked("answer", choice=fields.default())["data"]
+    half = asked("answer", choice=fields.default() | {"mean": "1024"})["data"]
+    assert half["needed_bytes"] == full["needed_bytes"]
+    recipe = recipes.capstone(T4)
+    by_hand = plan_data.bill(Target(find_shape(recipe.model), T4), recipe, lengths=Lengths(2048, 1024))
+    assert half["seconds_per_step"] == pytest.approx(by_hand["seconds_per_step"])
+    assert half["seconds_per_step"] == pytest.approx(full["seconds_per_step"] / 2)
+    assert "is more than the sequence length" in asked("answer", choice=fields.default() | {"mean": "2049"})["refused"]
+
+
+def test_what_a_switch_would_change_is_what_the_commands_say():
+    choice = fields.default()
+    found = asked("beside", choice=choice)
+    target = Target(find_shape(choice["model"]), T4)
+    recipe = recipes.capstone(T4)
+    assert found["longest"] == toggles.longest(target, recipe)
+    for change in toggles.suggestions(target, recipe):
+        name, _, value = change.set.removeprefix("tricks.").partition("=")
+        there = found["switches"][name][value]
+        assert (there["saved_bytes"], there["slowdown"]) == (change.saved_bytes, pytest.approx(change.slowdown))
+    for change in toggles.removed(target, recipe):
+        name = change.set.partition("=")[0]
+        if name in fields.SWITCHES:
+            off = fields.as_text(getattr(Tricks(), name))
+            assert found["switches"][name][off]["saved_bytes"] == -change.saved_bytes
+    bf16 = found["switches"]["precision"]["bf16"]["refused"]
+    assert "bf16" in bf16
+    assert asked("answer", choice=choice | {"precision": "bf16"})["refused"] == bf16
+
+
+def test_a_refused_choice_says_at_which_field_and_what_would_mend_it():
+    choice = fields.default() | {"peft": "none"}
+    found = asked("answer", choice=choice)
+    assert {"peft"} <= set(found["at"]) <= set(fields.BY_NAME)
+    mended = asked("beside", choice=choice)["switches"]
+    ways = [(name, value) for name, values in mended.items() for value, one in values.items() if one.get("mends")]
+    assert ("peft", "lora") in ways
+    for name, value in ways:
+        assert "refused" not in asked("answer", choice=choice | {name: value})
+
+
+def test_make_it_fit_changes_little_and_make_it_fast_searches():
+    choice = fields.default() | {"gradient_checkpointing": "false", "chunked_loss": "false", "batch": "4"}
+    before = asked("answer", choice=choice)["data"]
+    assert before["verdict"] == "does not fit"
+    found = asked("search", choice=choice, aim="fit")
+    after = asked("answer", choice=choice | found["changes"])["data"]
+    assert after["verdict"] == "fits"
+    assert 1 <= len(found["changes"]) <= 2
+    fast = asked("search", choice=fields.default(), aim="fastest")
+    plan = api.plan(recipes.capstone(T4), gpu="t4", rows_full=True, fit="fastest")
+    assert fast["set"] == list(plan.fit.chosen.set)
+    nothing = asked("search", choice=choice | {"model": "llama-3.1-70b"}, aim="fit")["refused"]
+    with pytest.raises(OutOfMemory) as error:
+        api.plan("kwanzaa", gpu="t4", model="llama-3.1-70b", rows_full=True, fit="smallest",
+                 settings=["train.batch_size=4"])  # fmt: skip
+    assert nothing == str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": "config.json", "config": "{"}, "config.json cannot be read as JSON"),
+        ({"model": "config.json", "config": "[]"}, "is no JSON object"),
+        ({"model": "config.json", "config": ""}, "paste the text of a config.json"),
+        ({"model": "config.json", "config": '{"model_type": "llama", "hidden_size": 64}'}, "has no num_hidden_layers"),
+        ({"model": "config.json", "config": '{"model_type": "bert"}'}, "model_type 'bert' is no decoder"),
+        ({"model": "numbers", "kv_heads": "5"}, "32 heads cannot share 5 key heads"),
+        ({"model": "numbers", "layers": "0"}, "Layers (num_hidden_layers): 0 is no whole number from 1 to 1,000"),
+        ({"card": "h900"}, "unknown card h900"),
+        ({"epochs": "0"}, "train.epochs"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_name(change, words):
+    assert words in asked("answer", choice=fields.default() | change)["refused"]
+
+
+def test_bare_numbers_are_a_llama():
+    found = asked("answer", choice=fields.default() | {"model": "numbers"})["data"]
+    assert found["needed_bytes"] == asked("answer", choice=fields.default())["data"]["needed_bytes"]
+
+
+def test_a_link_keeps_all_of_a_config_that_is_read():
+    for name in CATALOGUE:
+        config = {field: value for field, value in CONFIGS[name].items() if field in answers.READ}
+        assert shape_of(config, name) == find_shape(name)
+
+
+def test_every_switch_of_the_package_is_on_the_page():
+    assert set(fields.SWITCHES) | {"gradient_accumulation"} == set(Tricks.model_fields)
+    for name in fields.SWITCHES:
+        for value in fields.BY_NAME[name].values:
+            assert fields.as_text(getattr(Tricks(), name)) in fields.BY_NAME[name].values
+            assert answers.asked(fields.default() | {name: value})
+
+
+def test_a_tight_run_and_long_rows_are_said():
+    tight = asked("answer", choice=fields.default() | {"tokens": "8192", "batch": "7"})
+    assert tight["data"]["verdict"] == "tight"
+    assert 'class="tight">It is tight.</strong> At least ' in tight["html"]["verdict"]
+    far = asked("answer", choice=fields.default() | {"tokens": "999999"})
+    assert far["html"]["verdict"].endswith("Rows are longer than the model&#x27;s context.")
+    assert "longer than the model&#x27;s context of 131072" in far["html"]["rest"]
+
+
+def test_two_choices_stand_beside_each_other():
+    other = fields.default() | {"model": "llama-3.2-3b"}
+    found = asked("answer", choice=other, pinned=fields.default())
+    one, two = (asked("answer", choice=choice)["data"]["needed_bytes"] for choice in (fields.default(), other))
+    assert found["html"]["bar"].count('class="stack"') == 2
+    assert f"<td>{show.change(two - one)}</td>" in found["html"]["rest"]
+    assert show.change(one - two).startswith("−")
+
+
+def test_experts_have_a_line_of_their_own():
+    found = asked("answer", choice=fields.default() | {"model": "mixtral-8x7b", "card": "a100", "targets": "all"})
+    lines = {line["name"]: line["bytes"] for line in show.lines(found["data"])}
+    shape = find_shape("mixtral-8x7b")
+    assert lines["weights: experts"] == 2 * shape.layers * shape.experts * 3 * shape.width * shape.inner
+    assert sum(lines.values()) == found["data"]["needed_bytes"]
+
+
+def test_a_name_cannot_become_markup():
+    found = asked("answer", choice=fields.default() | {"model": "config.json", "config": "<img src=x>"})
+    assert "<img" not in json.dumps(found.get("html", {}))
+    html = page.whole()
+    data = re.search(r'<script type="application/json" id="fit-data">(.*?)</script>', html, re.S)[1]
+    assert json.loads(data)["default"] == fields.default()
+    assert "<" not in data
+
+
+def test_the_page_shows_its_first_answer_without_a_script():
+    html = page.whole()
+    found = asked("answer", choice=fields.default())
+    assert found["html"]["verdict"] in html
+    assert found["html"]["bar"] in html
+    for name in fields.BY_NAME:
+        assert f'id="fit-{name}"' in html
+
+
+def test_without_npm_the_site_has_one_answer_and_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(browser_python, "HERE", tmp_path / "python")
+    (tmp_path / "python").mkdir()
+    with monkeypatch.context() as without:
+        without.setattr(browser_python.shutil, "which", lambda name: None)
+        missing = browser_python.put()
+    assert "install npm" in missing
+    assert not (tmp_path / "python").exists(), "files of another package would answer"
+    html = page.put_in(page.PLACE, missing)
+    assert json.dumps(missing) in html
+    assert asked("answer", choice=fields.default())["html"]["verdict"] in html
+
+
+def test_a_download_that_fails_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(browser_python, "HERE", tmp_path / "python")
+    monkeypatch.setattr(browser_python, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(browser_python.shutil, "which", lambda name: name)
+
+    def fails(command, **options):
+        raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(browser_python.subprocess, "run", fails)
+    said = browser_python.put()
+    assert said.startswith(browser_python.FAILED)
+    assert "npm ci" in said
+    assert "\n" not in said
+    assert not (tmp_path / "python").exists()
+
+
+def test_python_for_browsers_is_made_again_when_the_package_changes(monkeypatch, tmp_path):
+    files = browser_python.package_files()
+    names = {str(path.relative_to(browser_python.ROOT)) for path in files}
+    assert {"cria_tricks/bill/bill.py", "cria_tricks/hardware/measured_cards.json", "tools/fit/answers.py"} <= names
+    before = browser_python.key()
+    monkeypatch.setattr(browser_python, "package_files", lambda: files[1:])
+    assert browser_python.key() != before
+
+
+def test_every_file_from_npm_and_pypi_has_a_hash():
+    lock = json.loads((browser_python.PINS / "package-lock.json").read_text())["packages"]
+    assert all("integrity" in package for name, package in lock.items() if name)
+    pins = (browser_python.PINS / "requirements.txt").read_text().splitlines()
+    lines = [line for line in pins if not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w-]+==[\d.]+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
+    notice = (browser_python.PINS / "NOTICE.txt").read_text()
+    assert all(line.partition("==")[0] in notice for line in lines), "and its license is told"
+    assert f"Pyodide {lock['node_modules/pyodide']['version']}," in notice
+
+
+def test_the_page_says_how_many_choices_are_compared():
+    text = " ".join((browser_python.ROOT / "docs" / "fit.md").read_text().split())
+    assert f"{MANY} random choices and {PASTED} pasted configs" in text
+
+
+def test_an_unknown_value_raises_and_no_other_error_does():
+    with pytest.raises(BadInput):
+        answers.answer(fields.default() | {"model": "llama-9"})

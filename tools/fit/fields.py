@@ -1,0 +1,178 @@
+"""Define the fields of the page "Will it fit?": their names in a link, their settings, their words and their limits.
+
+A choice of the page is a dictionary from these names to texts. A link holds the same texts behind its ``#``.
+"""
+
+import typing
+from dataclasses import dataclass
+
+from cria_tricks import recipes
+from cria_tricks.data.kwanzaa_lengths import row_lengths
+from cria_tricks.hardware import T4
+from cria_tricks.recipe import Recipe
+from cria_tricks.settings import Tricks
+from cria_tricks.tricks import TRICKS
+
+CONFIG, NUMBERS = "config.json", "numbers"
+"""The two values of ``model`` that are no name of the catalogue: a pasted config, and bare numbers."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of the form.
+
+    Attributes:
+        name: its name in a choice and in a link.
+        group: the heading above it.
+        label: what the reader sees.
+        setting: the recipe's setting; empty for what is no setting of a recipe.
+        values: what it can be; empty for a number or a text.
+        low: the smallest number.
+        high: the largest number.
+        whole: whether only whole numbers are taken.
+        beside: the field and the values of it with which this one matters; it is hidden with others.
+        lesson: the lesson that explains it.
+        number: whether a whole number may stand in place of one of the values, and what it counts.
+    """
+
+    name: str
+    group: str
+    label: str
+    setting: str = ""
+    values: tuple[str, ...] = ()
+    low: float = 0
+    high: float = 0
+    whole: bool = True
+    beside: tuple[str, ...] = ()
+    lesson: str = ""
+    number: str = ""
+
+
+TARGETS = {
+    "all": "all matrices of a block",
+    "attention": "attention (q, k, v, o)",
+    "qv": "q_proj and v_proj",
+    "mlp": "MLP (gate, up, down)",
+}
+"""Choices of LoRA's target modules."""
+
+_LABELS = {
+    "peft": ("LoRA", "What trains (PEFT method)"),
+    "quantization": ("LoRA", "Frozen weights, quantized (QLoRA: nf4)"),
+    "double_quantization": ("LoRA", "Double quantization"),
+    "lean_preparation": ("LoRA", "Lean preparation (no fp32 copies of norms and head)"),
+    "gradient_checkpointing": ("Memory", "Gradient checkpointing (recompute activations)"),
+    "keep_attention": ("Memory", "Selective checkpointing: keep attention's output"),
+    "activation_offload": ("Memory", "Activation offloading to the host (CPU)"),
+    "chunked_loss": ("Memory", "Chunked cross-entropy loss (logits)"),
+    "optimizer": ("Memory", "Optimizer (8-bit AdamW)"),
+    "paged_optimizer": ("Memory", "Paged optimizer"),
+    "optimizer_in_backward": ("Memory", "Optimizer step in the backward pass"),
+    "tiled_mlp": ("Memory", "Tiled MLP (long rows)"),
+    "stream_layers": ("Memory", "Weights on the host, streamed layer by layer"),
+    "layer_by_layer": ("Memory", "All micro-batches through each streamed layer"),
+    "precision": ("Speed", "Mixed precision (fp16, bf16)"),
+    "attention": ("Speed", "Attention (SDPA, FlashAttention)"),
+    "expand_kv": ("Speed", "Repeat K/V heads (GQA on a T4)"),
+    "packing": ("Speed", "Packing of short rows"),
+    "fused_lora": ("Speed", "Fused LoRA backward"),
+    "fused_blocks": ("Speed", "Fused norms, activation and RoPE"),
+    "compile": ("Speed", "torch.compile"),
+}
+"""Each switch: its group and its label, in the words that people search for."""
+
+GROUPS = ("Model", "The run", "LoRA", "Memory", "Speed")
+
+
+def lessons() -> dict[str, str]:
+    """Return the lesson of each switch, by the name of its field."""
+    found: dict[str, str] = {}
+    for trick in TRICKS:
+        for switch in trick.SWITCHES:
+            found.setdefault(switch.partition("=")[0], trick.LESSON)
+    return found
+
+
+def _values(name: str) -> tuple[str, ...]:
+    """List what a switch can be, as ``--set`` takes it."""
+    annotation = Tricks.model_fields[name].annotation
+    words: tuple[str, ...] = ()
+    for part in (annotation, *typing.get_args(annotation)):
+        if typing.get_origin(part) is typing.Literal:
+            words += tuple(str(value) for value in typing.get_args(part))
+    default = Tricks.model_fields[name].default
+    return words if isinstance(default, str) else ("false", "true", *words)
+
+
+_LESSON = lessons()
+_NUMBERS_OF_BLOCKS = {"gradient_checkpointing": "the first blocks only", "tiled_mlp": "tokens of a tile"}
+
+FIELDS: tuple[Field, ...] = (
+    Field("model", "Model", "Model"),
+    Field("config", "Model", "config.json, pasted", beside=("model", CONFIG)),
+    Field("layers", "Model", "Layers (num_hidden_layers)", low=1, high=1000, beside=("model", NUMBERS)),
+    Field("width", "Model", "Width (hidden_size)", low=1, high=200_000, beside=("model", NUMBERS)),
+    Field("heads", "Model", "Attention heads", low=1, high=2000, beside=("model", NUMBERS)),
+    Field("kv_heads", "Model", "Key/value heads", low=1, high=2000, beside=("model", NUMBERS)),
+    Field("inner", "Model", "MLP width (intermediate_size)", low=1, high=1_000_000, beside=("model", NUMBERS)),
+    Field("vocabulary", "Model", "Vocabulary size", low=1, high=5_000_000, beside=("model", NUMBERS)),
+    Field("tied", "Model", "Embedding and head share weights (tied)", values=("false", "true"),
+          beside=("model", NUMBERS)),
+    Field("card", "The run", "Card (GPU)", lesson="15_choose_your_hardware"),
+    Field("batch", "The run", "Batch size (rows of a micro-batch)", "train.batch_size", low=1, high=65_536,
+          lesson="00_the_bill"),
+    Field("tokens", "The run", "Sequence length (tokens)", "data.max_length", low=8, high=2**20,
+          lesson="30_long_rows"),
+    Field("mean", "The run", "Mean length (tokens; empty: all rows are full)", low=1, high=2**20,
+          lesson="11_packing"),
+    Field("gradient_accumulation", "The run", "Gradient accumulation steps", "tricks.gradient_accumulation", low=1,
+          high=1_000_000, lesson=_LESSON["gradient_accumulation"]),
+    Field("rows", "The run", "Training rows", low=1, high=10**9),
+    Field("epochs", "The run", "Epochs", "train.epochs", low=0.001, high=1_000_000, whole=False),
+    Field("max_grad_norm", "The run", "Gradient clipping (max_grad_norm; 0: none)", "train.max_grad_norm", low=0,
+          high=1e9, whole=False),
+    *(Field(name, group, label, f"tricks.{name}", _values(name), lesson=_LESSON[name],
+            number=_NUMBERS_OF_BLOCKS.get(name, "")) for name, (group, label) in _LABELS.items() if group == "LoRA"),
+    Field("r", "LoRA", "Rank (r)", "lora.r", low=1, high=65_536, beside=("peft", "lora"), lesson="04_lora"),
+    Field("targets", "LoRA", "Target modules", "lora.target_modules", tuple(TARGETS), beside=("peft", "lora"),
+          lesson="04_lora"),
+    Field("prompt_tokens", "LoRA", "Learnt vectors", "prompt.tokens", low=1, high=4096,
+          beside=("peft", "prompt_tuning"), lesson="04_lora"),
+    Field("side_blocks", "LoRA", "Blocks of the side network", "side.blocks", low=1, high=1000,
+          beside=("peft", "side_network"), lesson="04_lora"),
+    *(Field(name, group, label, f"tricks.{name}", _values(name), lesson=_LESSON[name],
+            number=_NUMBERS_OF_BLOCKS.get(name, "")) for name, (group, label) in _LABELS.items() if group != "LoRA"),
+)  # fmt: skip
+"""All fields, in the order of the form."""
+
+BY_NAME = {field.name: field for field in FIELDS}
+SWITCHES = tuple(_LABELS)
+"""The fields that are toggles of ``recipe.tricks``, but for the accumulation, which is a number."""
+OF_SETTING = {field.setting: field.name for field in FIELDS if field.setting}
+
+
+def as_text(value: object) -> str:
+    """Write a value as ``--set`` takes it."""
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def of_recipe(recipe: Recipe) -> dict[str, str]:
+    """Return the part of a choice that a recipe's settings say."""
+    values = recipe.model_dump()
+    found = {}
+    for field in FIELDS:
+        group, _, name = field.setting.partition(".")
+        if field.setting and field.name != "targets":
+            found[field.name] = as_text(values[group][name])
+    return found
+
+
+def default() -> dict[str, str]:
+    """Return the choice with which the page begins: the capstone on a T4, on the rows of the Kwanzaa run."""
+    run = recipes.capstone(T4)
+    llama_1b = {"layers": "16", "width": "2048", "heads": "32", "kv_heads": "8", "inner": "8192",
+                "vocabulary": "128256", "tied": "true"}  # fmt: skip
+    others = {"model": run.model, "config": "", "card": "t4", "mean": "", "rows": str(len(row_lengths("train"))),
+              "targets": "all", **llama_1b}  # fmt: skip
+    found = {**others, **of_recipe(run)}
+    return {field.name: found[field.name] for field in FIELDS}
