@@ -173,6 +173,16 @@ def test_the_map_is_what_the_estimate_gives():
     assert with_blocks(text, {"map": pages.the_map()}) == text, "run: make site"
 
 
+def test_a_cell_of_the_map_opens_the_calculator_with_its_switch_and_those_above_it():
+    text = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
+    found = re.findall(r'href="fit.html#([^"]+)" aria-label="\S+ MiB of .+? with (\S+): try it"', text)
+    choices = [dict(setting.split("=") for setting in choice.split("&amp;")) for choice, _ in found]
+    assert all(switch in choice.split("&amp;") for choice, switch in found)
+    recipes_of = [with_settings(Recipe(), [f"tricks.{name}={value}" for name, value in one.items()]) for one in choices]
+    assert recipes_of[0].tricks == with_settings(Recipe(), ["tricks.precision=fp16"]).tricks
+    assert recipes_of[-1].tricks == recipes.capstone(find_card("t4").device).tricks
+
+
 @cache
 def _messages() -> list[str]:
     """Every text in the code, whatever it fills in left out."""

@@ -1,6 +1,7 @@
 """The table of ``docs/map.md``: a cell's colour and number say what a switch saves, and its link tries it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from tools import techniques
 
@@ -8,21 +9,29 @@ STEPS = (200, 1_000, 5_000)
 """MiB at which a cell gets the next stronger colour."""
 
 
-def matrix(columns: Sequence[str], changes: Iterable[tuple[str, Mapping[str, float]]]) -> str:
-    """Draw the table, as HTML because Markdown has no colours.
+class Row(NamedTuple):
+    """A switch, on top of those above it.
 
-    Args:
-        columns: the names of the columns.
-        changes: each switch with what it adds to each column [MiB]; what it saves is negative.
+    Attributes:
+        switch: such as ``chunked_loss=true``.
+        choice: all switches with their values, as "Will it fit?" opens them: this one and those above it are on.
+        changes: what the switch adds to each column [MiB]; what it saves is negative.
     """
+
+    switch: str
+    choice: Mapping[str, str]
+    changes: Mapping[str, float]
+
+
+def matrix(columns: Sequence[str], rows: Sequence[Row]) -> str:
+    """Draw the table, as HTML because Markdown has no colours."""
     head = "".join(f'<th scope="col">{column}</th>' for column in columns)
-    rows = "\n".join(
-        f"<tr>{_label(switch)}{''.join(_cell(switch, column, found[column]) for column in columns)}</tr>"
-        for switch, found in changes
+    lines = "\n".join(
+        f"<tr>{_label(row.switch)}{''.join(_cell(row, column) for column in columns)}</tr>" for row in rows
     )
     return (
         '<div class="scrolls" role="region" aria-label="What each switch saves" tabindex="0">\n<table class="map">\n'
-        f'<thead><tr><th scope="col">switch</th>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n</div>'
+        f'<thead><tr><th scope="col">switch</th>{head}</tr></thead>\n<tbody>\n{lines}\n</tbody>\n</table>\n</div>'
     )
 
 
@@ -32,11 +41,13 @@ def _label(switch: str) -> str:
     return f'<th scope="row"><a href="{address}"><code>{breakable}</code></a></th>'
 
 
-def _cell(switch: str, column: str, change: float) -> str:
+def _cell(row: Row, column: str) -> str:
+    change = row.changes[column]
     if not round(change):
         return "<td></td>"
     step = 1 + sum(abs(change) >= start for start in STEPS)
     kind = "saves" if change < 0 else "costs"
     number = f"{change:+,.0f}".replace("-", "−")
-    label = f"{number} MiB of {column} with {switch}: try it"
-    return f'<td class="{kind}{step}"><a href="fit.html#{switch}" aria-label="{label}">{number}</a></td>'
+    label = f"{number} MiB of {column} with {row.switch}: try it"
+    address = "fit.html#" + "&amp;".join(f"{name}={value}" for name, value in row.choice.items())
+    return f'<td class="{kind}{step}"><a href="{address}" aria-label="{label}">{number}</a></td>'

@@ -30,6 +30,7 @@ from cria_tricks.course import DARK, LIGHT, NO_GUESS, PREDICTION
 from cria_tricks.hardware import T4
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles
+from cria_tricks.settings import Tricks
 from tools import browser_python, film_places, heat, notebooks, techniques
 from tools.executed import LessonError, execute, key, plain
 from tools.fit import page as fit_page
@@ -202,10 +203,14 @@ def the_map() -> str:
     """What each toggle of the capstone takes off each group of lines, and off the peak, in MiB, as an HTML table."""
     capstone = recipes.capstone(T4)
     rungs = toggles.ladder(toggles.Target(find_shape(capstone.model), T4), capstone)
+    choice = {rung.set[0].partition("=")[0]: "" for rung in rungs[1:]}
+    choice = {name: str(getattr(Tricks(), name)).lower() for name in choice}  # nothing is on
     changes = []
     for before, after in itertools.pairwise(rungs):
+        name, _, choice[name] = after.set[0].partition("=")
         old, new = _largest(before.memory), _largest(after.memory)
-        changes.append((after.set[0], {name: (new[name] - old[name]) / 2**20 for name in old}))
+        found = {name: (new[name] - old[name]) / 2**20 for name in old}
+        changes.append(heat.Row(after.set[0], dict(choice), found))
     return heat.matrix((*GROUPS, "peak"), changes)
 
 

@@ -9,7 +9,7 @@ from tests.site.conftest import AXE, pages
 
 WIDTHS = {"phone": 390, "tablet": 820, "screen": 1400}
 COLUMNS = 88
-"""Lessons and guides have at most so many characters a line of code, and a screen shows them all. What a program
+"""A line of code in lessons and guides has at most so many characters, and a screen shows them all. What a program
 printed there may be longer. On all other pages a screen shows all code."""
 MODES = {"light": "default", "dark": "slate"}
 MODE = 'document.body.setAttribute("data-md-color-scheme", arguments[0])'
