@@ -168,7 +168,7 @@ def bill(found: Found) -> str:
 
 
 def _table(caption: str, heads: Iterable[str], rows: Iterable[str]) -> str:
-    cells = "".join(f'<th scope="col">{head}</th>' for head in heads)
+    cells = "".join(f'<th scope="col">{head}</th>' if head else "<td></td>" for head in heads)
     return (
         f'<div class="wide" tabindex="0" role="region" aria-label="{caption}"><table class="bill">'
         f"<caption>{caption}</caption><thead><tr>{cells}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
