@@ -733,7 +733,7 @@ print(diff(resolve(whole, A100.device), resolve(switched, A100.device, processes
 # %% [markdown]
 # The plan changes in one word. The switch cuts peft's matrices as in section 2, and hooks put f and g around attention
 # and MLP. Inside nothing is sent, so `fused_lora` (lesson 29) runs unchanged. With `parallel.sequence=true` the tokens
-# of norms and residual stream are divided, too. The saved adapter is whole. A tiny model: loss and gradient norm,
+# of norms and residual stream are divided. The saved adapter is whole. A tiny model: loss and gradient norm,
 # twice, and an evaluation:
 
 
