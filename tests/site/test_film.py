@@ -5,7 +5,7 @@ import time
 import pytest
 
 from tests.site.conftest import AXE
-from tests.site.test_browser import AT_ONCE, MODE, MODES, serious, settles
+from tests.site.test_browser import AT_ONCE, MODE, MODES, settles, violations
 from tools import films
 
 LESSON = "lessons/03_gradient_checkpointing.html"
@@ -63,7 +63,7 @@ def test_it_is_drawn_on_both_widths_in_both_schemes(width, page):
         assert len(colours) == 2
     finally:
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    assert serious(page, runOnly=["label", "aria-allowed-attr"]) == []
+    assert violations(page, runOnly=["label", "aria-allowed-attr"]) == []
 
 
 def test_arrow_keys_move_the_marker_and_the_names_change(page):
