@@ -203,8 +203,8 @@ assert off(gradient(), at_once(equal)[1]) < 1e-5
 
 # %% [markdown]
 # With eight *equal* rows it is right, so a test with equal rows finds nothing. Ours are ragged. A row with $n$ of the
-# window's $N$ trained tokens should have $n / N$ of the say; here each gets $1 / k$. Half the sum of these differences
-# is the say that goes to the wrong rows. And if $g$ is the gradient of a row's own mean loss, the window's is off by
+# window's $N$ trained tokens should get $n / N$ of the gradient; here each gets $1 / k$. Half the sum of the differences
+# is the share that goes to the wrong rows. And if $g$ is the gradient of a row's own mean loss, the window's is off by
 # the sum of all $(1/k-n/N)\,g$. Predict, then measure.
 
 
@@ -260,8 +260,8 @@ def says(theme: Theme):
 course.show(
     says,
     "Figure 2. The worst window of the real rows: "
-    "the shortest answer gets twice the say it should have, the longest "
-    "little more than half.",
+    "the shortest answer gets twice its correct share, the longest little "
+    "more than half.",
 )
 
 # %% [markdown]

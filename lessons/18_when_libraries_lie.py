@@ -379,7 +379,7 @@ ask(
 
 # %% [markdown]
 # One model, the same rows, three numbers. Only a single batch of all rows is right. A row a batch is not: there a short
-# answer has the say of a long one.
+# answer gets the weight of a long one.
 #
 # **6. Gradients dropped by repacking.** On a CPU with AVX512-BF16 bitsandbytes 0.50 repacks a 4-bit matrix for a faster
 # kernel, at its first forward pass in eval mode, in place, for good. That kernel has no backward pass. What reaches the
