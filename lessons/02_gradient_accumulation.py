@@ -203,9 +203,9 @@ assert off(gradient(), at_once(equal)[1]) < 1e-5
 
 # %% [markdown]
 # With eight *equal* rows it is right, so a test with equal rows finds nothing. Ours are ragged. A row with $n$ of the
-# window's $N$ trained tokens should get $n / N$ of the gradient; here each gets $1 / k$. Half the sum of the differences
-# is the share that goes to the wrong rows. And if $g$ is the gradient of a row's own mean loss, the window's is off by
-# the sum of all $(1/k-n/N)\,g$. Predict, then measure.
+# window's $N$ trained tokens should get $n / N$ of the gradient; here each gets $1 / k$. Half the sum of the
+# differences is the share that goes to the wrong rows. And if $g$ is the gradient of a row's own mean loss, the
+# window's is off by the sum of all $(1/k-n/N)\,g$. Predict, then measure.
 
 
 # %%
