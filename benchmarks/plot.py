@@ -97,9 +97,10 @@ def main() -> None:
     cases = results.read(HERE / "results")
     for name, drawing in drawings(cases).items():
         for theme in style.THEMES:
-            path = into / ASSETS / f"{name}-{theme}.svg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(style.save(drawing, theme))
+            for start, narrow in ((name, False), (f"{name}-narrow", True)):
+                path = into / ASSETS / f"{start}-{theme}.svg"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(style.save(drawing, theme, narrow=narrow))
     found = blocks(cases)
     for page in PAGES:
         path = into / page

@@ -57,9 +57,19 @@ def test_the_figures_are_those_of_the_results(drawn):
 def test_every_figure_of_the_page_is_there():
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     for name in plot.style.SAYS:
-        for theme in plot.style.THEMES:
-            link = f"assets/benchmarks/{name}-{theme}.svg"
+        for end in (f"{width}{theme}" for width in ("", "narrow-") for theme in plot.style.THEMES):
+            link = f"assets/benchmarks/{name}-{end}.svg"
             assert (link in text) == (ROOT / "docs" / link).exists(), link
+
+
+def test_every_figure_has_a_narrow_variant_in_which_no_words_overlap():
+    for path in (ROOT / plot.ASSETS).glob("*-narrow-*.svg"):
+        assert path.stat().st_size, f"{path.name}: words overlap, see cria_tricks.bench.narrow.collisions"
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    for name in plot.style.SAYS:
+        if name in page:
+            picture = plot.style.picture(f"assets/benchmarks/{name}", plot.style.SAYS[name], narrow=True)
+            assert picture in page, name
 
 
 def test_what_the_guide_says_of_the_curated_run_is_what_was_measured():

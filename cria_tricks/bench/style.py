@@ -3,6 +3,7 @@
 import io
 import math
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from typing import Any
 
 import numpy
@@ -11,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from cria_tricks.bench import narrow as narrow_figures
 from cria_tricks.common.themes import THEMES, Theme
 
 GIB = 2**30
@@ -32,6 +34,12 @@ SAYS = {
 """Each figure's name -> what it shows in words, for readers who cannot see it."""
 
 
+WIDTH = 8.2
+"""Width of a figure (inches); a narrow variant has that of :data:`cria_tricks.bench.narrow.WIDTH`."""
+
+_narrow = ContextVar("narrow", default=False)
+"""Whether a narrow variant is being drawn, for :func:`panels`."""
+
 MARKERS = ("o", "s", "D", "^")
 
 
@@ -41,8 +49,19 @@ def marked(theme: Theme, number: int) -> dict[str, Any]:
     return {"color": theme.series[number % 4], "marker": MARKERS[(number + number // 4) % 4]}
 
 
-def save(drawing: Drawing, theme: str) -> bytes:
-    """Draw a figure as an SVG with a transparent background, for pages of that theme."""
+def is_narrow() -> bool:
+    """Say whether a narrow variant is being drawn."""
+    return _narrow.get()
+
+
+def save(drawing: Drawing, theme: str, *, narrow: bool = False) -> bytes:
+    """Draw a figure as an SVG with a transparent background.
+
+    Args:
+        drawing: draws the figure.
+        theme: ``light`` or ``dark``, the theme of the page that shows it.
+        narrow: whether to draw the variant for phones. It is empty if words would overlap in it.
+    """
     chosen = THEMES[theme]
     style = {
         "svg.hashsalt": "cria_tricks",  # else the ids inside the file would differ from run to run
@@ -57,25 +76,37 @@ def save(drawing: Drawing, theme: str) -> bytes:
         "ytick.labelcolor": chosen.ink,
         "grid.color": chosen.grid,
         "legend.frameon": False,
+        "text.hinting": "none",  # so that words are measured as wide as they are drawn
     }
-    with rc_context(style):
-        figure = drawing(chosen)
-        picture = io.BytesIO()
-        figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    picture = io.BytesIO()
+    token = _narrow.set(narrow)
+    try:
+        with rc_context(style):
+            figure = drawing(chosen)
+            if narrow:
+                narrow_figures.fit(figure)
+                if narrow_figures.collisions(figure):
+                    return b""
+            figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    finally:
+        _narrow.reset(token)
     return picture.getvalue()
 
 
 def panels(number: int, height: float, **arguments: Any) -> tuple[Figure, list[Axes]]:
-    """Make an empty figure with panels side by side.
+    """Make an empty figure with panels side by side, or below each other while a narrow variant is drawn.
 
     Args:
         number: how many panels.
-        height: height of the figure (inches).
+        height: height of a panel with its labels (inches).
         **arguments: for matplotlib's ``subplots``.
     """
-    figure = Figure(figsize=(8.2, height), layout="constrained")
+    size, rows, columns = (WIDTH, height), 1, number
+    if is_narrow():
+        size, rows, columns = (narrow_figures.WIDTH, height * number), number, 1
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)  # needs no screen, and none of pyplot's global state
-    axes = list(numpy.atleast_1d(figure.subplots(1, number, **arguments)))
+    axes = list(numpy.atleast_1d(figure.subplots(rows, columns, **arguments)))
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
         one.set_axisbelow(True)
@@ -101,12 +132,23 @@ def short(value: float) -> str:
     return f"{value:g}"
 
 
-def picture(name: str, sentence: str) -> str:
+PHONE = "(max-width: 45em)"
+"""The windows that get narrow figures; ``docs/assets/course.css`` and ``course.js`` have the same width."""
+
+
+def picture(name: str, sentence: str, *, narrow: bool = False) -> str:
     """Return the HTML of a figure, with a sentence on what it shows.
 
-    The browser takes the light or the dark file, whichever the reader prefers.
+    The browser takes the light or the dark file, whichever the reader prefers, and on a phone the narrow one.
+
+    Args:
+        name: address of the files without ``-light.svg``.
+        sentence: what the figure shows.
+        narrow: whether there are narrow variants.
     """
-    return (
-        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{name}-dark.svg">'
-        f'<img alt="{sentence}" src="{name}-light.svg"></picture>'
-    )
+    dark = "(prefers-color-scheme: dark)"
+    sources = [(dark, "dark")]
+    if narrow:
+        sources = [(f"{PHONE} and {dark}", "narrow-dark"), (PHONE, "narrow-light"), *sources]
+    found = "".join(f'<source media="{media}" srcset="{name}-{end}.svg">' for media, end in sources)
+    return f'<picture>{found}<img alt="{sentence}" src="{name}-light.svg"></picture>'

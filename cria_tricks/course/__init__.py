@@ -1,6 +1,6 @@
 """What the lessons share: the course's job with its memory bill, figures, predictions, and the checks of exercises."""
 
-from cria_tricks.course.drawing import DARK, LIGHT, Sketch, figure, show, staircase
+from cria_tricks.course.drawing import DARK, LIGHT, NARROW_DARK, NARROW_LIGHT, Sketch, figure, show, staircase
 from cria_tricks.course.exercises import CHECKS, about, check, equal
 from cria_tricks.course.job import CAPSTONE, LESSON_OF, bill, show_bill, so_far
 from cria_tricks.course.measured import on_a_gpu
@@ -12,6 +12,8 @@ __all__ = [
     "DARK",
     "LESSON_OF",
     "LIGHT",
+    "NARROW_DARK",
+    "NARROW_LIGHT",
     "NO_GUESS",
     "PREDICTION",
     "Sketch",
