@@ -16,7 +16,7 @@ from matplotlib.legend import Legend
 from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation, Text
 from matplotlib.ticker import FixedLocator
-from matplotlib.transforms import Bbox
+from matplotlib.transforms import Bbox, blended_transform_factory
 
 WIDTH = 4.4
 """Width of a narrow figure (inches): on a phone of 360 pixels, its letters of 9 points are 9 pixels high."""
@@ -38,10 +38,10 @@ def fit(figure: Figure) -> None:
             text.set_in_layout(axes.axison)  # else words that are too wide would squeeze a sketch
     for axes in charts:
         _without_unit(axes)
-    for axes in charts:
-        _legend(axes, axes.get_legend())
     for legend in list(figure.legends):
         _legend(figure, legend)
+    for axes in charts:
+        _legend(axes if len(charts) > 1 else figure, axes.get_legend())
     for axes in charts:
         _vertical_labels(axes)
     figure.draw_without_rendering()
@@ -96,9 +96,11 @@ def _legend(place: Any, legend: Legend | None) -> None:
     room = 0.94 * figure.bbox.width - 3.2 * em
     labels = [_within(text, room) for text in texts]
     legend.remove()
-    place.legend(
+    new = place.legend(
         handles, labels, ncols=columns, fontsize=fontsize, columnspacing=1, handlelength=1.6, handletextpad=0.5, **where
     )
+    if isinstance(place, Axes):
+        new.set_in_layout(False)  # until it has its place, or it would squeeze the panel
     lines = -(-sum(label.count("\n") + 1 for label in labels) // columns)
     figure.set_figheight(figure.get_figheight() + 1.35 * lines * fontsize / 72)
 
@@ -121,18 +123,21 @@ def _raise_legend(axes: Axes) -> None:
     over = legend.get_window_extent().width - (axes.figure.bbox.x1 - box.x0)
     if over > -4:
         left -= over + 4
-    legend.set_bbox_to_anchor(((left - box.x0) / box.width, 1 + (top - box.y1) / box.height), axes.transAxes)
+    legend.set_in_layout(True)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    # Its left edge keeps its place in the figure, or a panel that shrinks would pull it.
+    where = blended_transform_factory(figure.transFigure, axes.transAxes)
+    legend.set_bbox_to_anchor((left / figure.bbox.width, 1 + (top - box.y1) / box.height), where)
 
 
 def _vertical_labels(axes: Axes) -> None:
     """Break the labels of a vertical axis into lines where they take too much of the width."""
     labels = [label for label in axes.get_yticklabels() if label.get_text()]
     room = LABELS * axes.figure.bbox.width
-    if (
-        not isinstance(axes.yaxis.get_major_locator(), FixedLocator)
-        or not labels
-        or max(label.get_window_extent().width for label in labels) <= room
-    ):
+    if not labels or not isinstance(axes.yaxis.get_major_locator(), FixedLocator):
+        return
+    if max(label.get_window_extent().width for label in labels) <= room:
         return
     texts = [_within(label, room) for label in axes.get_yticklabels()]
     axes.set_yticks(axes.get_yticks(), texts, fontsize=8, linespacing=0.95)
@@ -161,6 +166,9 @@ def _horizontal_labels(axes: Axes) -> None:
 
 
 def _touch(axes: Axes) -> bool:
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.draw_without_rendering()
     boxes = [label.get_window_extent() for label in axes.get_xticklabels() if label.get_text()]
     boxes = sorted(boxes, key=lambda box: box.x0)
     return any(one.x1 + BETWEEN > other.x0 for one, other in itertools.pairwise(boxes))
