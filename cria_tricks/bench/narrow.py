@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
-from matplotlib.patches import Rectangle
+from matplotlib.patches import FancyArrowPatch, Rectangle
 from matplotlib.text import Annotation, Text
 from matplotlib.ticker import FixedLocator
 from matplotlib.transforms import Bbox, blended_transform_factory
@@ -26,8 +26,8 @@ BETWEEN = 3.0
 """Space between the labels of two ticks (points)."""
 
 
-def fit(figure: Figure) -> None:
-    """Change what does not fit a narrow figure.
+def fit(figure: Figure) -> list[str]:
+    """Change what does not fit a narrow figure, and return the collisions that are left.
 
     Args:
         figure: a figure as a drawing function leaves it, with panels of :data:`WIDTH`.
@@ -53,11 +53,15 @@ def fit(figure: Figure) -> None:
     for axes in charts:
         _other_sides(axes)
     words = {text: text.get_text() for axes in figure.axes for text in axes.texts}
-    _break_words(figure, words)
-    if collisions(figure):
+    if (left := collisions(figure)) and words:
+        _break_words(figure, words)
+        left = collisions(figure)
+    if left and words:
         for text, before in words.items():
             text.set(text=before, fontsize=min(8, text.get_fontsize()))
         _break_words(figure, words)
+        left = collisions(figure)
+    return left
 
 
 def collisions(figure: Figure) -> list[str]:
@@ -287,10 +291,12 @@ def _crossing(figure: Figure) -> list[Text]:
         if axes.axison:
             continue
         boxes = [patch.get_window_extent() for patch in axes.patches if isinstance(patch, Rectangle)]
+        arrows = [patch.get_window_extent() for patch in axes.patches if isinstance(patch, FancyArrowPatch)]
+        boxes += [box for box in arrows if box.height < 0.1 * figure.dpi < box.width]  # those that lie flat
         for text in axes.texts:
             its = _extent(text)
             for box in boxes:
-                apart = its.x1 < box.x0 + 1 or its.x0 > box.x1 - 1 or its.y1 < box.y0 + 1 or its.y0 > box.y1 - 1
+                apart = its.x1 < box.x0 - 1 or its.x0 > box.x1 + 1 or its.y1 < box.y0 + 1 or its.y0 > box.y1 - 1
                 within = its.x0 > box.x0 and its.x1 < box.x1 and its.y0 > box.y0 - 1 and its.y1 < box.y1 + 1
                 if not apart and not within:
                     found.append(text)

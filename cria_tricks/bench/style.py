@@ -83,10 +83,8 @@ def save(drawing: Drawing, theme: str, *, narrow: bool = False) -> bytes:
     try:
         with rc_context(style):
             figure = drawing(chosen)
-            if narrow:
-                narrow_figures.fit(figure)
-                if narrow_figures.collisions(figure):
-                    return b""
+            if narrow and narrow_figures.fit(figure):
+                return b""
             figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     finally:
         _narrow.reset(token)
