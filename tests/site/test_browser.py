@@ -123,6 +123,7 @@ def test_a_phone_gets_narrow_figures_that_do_not_scroll_in_the_mode_of_the_page(
 
 
 SCROLL = {
+    "01_mixed_precision-1",
     "03_gradient_checkpointing-1",
     "11_packing-1",
     "12_chunked_loss-1",
