@@ -10,8 +10,8 @@
 # %% [markdown]
 # # Two cards: lessons 20 and 21 on Kaggle's two T4s
 # Kaggle lends two T4s for free. Here you train on one of them, then on both, and measure what the second one brings.
-# Part 1 is data parallelism, for speed ([lesson 20](20_data_parallel.py)). Part 2 is sharding, for memory
-# ([lesson 21](21_sharding.py)).
+# Part 1 is data parallelism, for speed ([lesson 20](data_parallel.py)). Part 2 is sharding, for memory
+# ([lesson 21](sharding.py)).
 #
 # In Kaggle, open *Settings*: set *Accelerator* to *GPU T4 x2* and switch *Internet* on, because pip needs it. Then
 # choose *Run All*. Without two cards the notebook runs as well: two processes on the CPU take the place of the cards,

@@ -51,8 +51,8 @@ def test_one_command_moves_the_repository_and_moves_it_back(copy):
     assert not [name for name, text in after.items() if f"{OLD.owner}/{OLD.name}".encode() in text]
     assert not [name for name, text in after.items() if f"{OLD.owner}.github.io".encode() in text]
     changed = {name for name in after if after[name] != before[name]}
-    assert {"pyproject.toml", "CITATION.cff", "docs/guide/colab.md", "notebooks/00_the_bill.ipynb"} <= changed
-    assert f"git+{NEW}@v".encode() in after["notebooks/00_the_bill.ipynb"]
+    assert {"pyproject.toml", "CITATION.cff", "docs/guide/colab.md", "notebooks/the_bill.ipynb"} <= changed
+    assert f"git+{NEW}@v".encode() in after["notebooks/the_bill.ipynb"]
     about = address.project(copy)["urls"]
     assert about == {"Documentation": address.parsed(NEW, "").site, "Repository": NEW}
     assert address.elsewhere(copy) == []
@@ -84,11 +84,11 @@ def test_an_address_written_by_hand_is_found(copy):
 
 def test_a_link_to_a_notebook_opens_the_release_of_pyproject(copy):
     page = copy / "docs" / "index.md"
-    link = f"https://colab.research.google.com/github/{OLD.owner}/{OLD.name}/blob/main/notebooks/00_the_bill.ipynb"
+    link = f"https://colab.research.google.com/github/{OLD.owner}/{OLD.name}/blob/main/notebooks/the_bill.ipynb"
     page.write_text(page.read_text() + link)
     assert "docs/index.md" in address.stale(copy)
     assert moved(copy).returncode == 0
-    assert f"/blob/v{address.project()['version']}/notebooks/00_the_bill.ipynb" in page.read_text()
+    assert f"/blob/v{address.project()['version']}/notebooks/the_bill.ipynb" in page.read_text()
     assert address.stale(copy) == []
 
 

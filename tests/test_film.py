@@ -274,5 +274,5 @@ def test_each_lesson_with_a_film_has_its_heading():
             assert text.count(f"\n# {heading}\n") == 1
             assert name in films.SETS
     with pytest.raises(ValueError, match="once"):
-        film_places.with_films("00_the_bill", "# no such heading\n")
+        film_places.with_films("the_bill", "# no such heading\n")
     assert set(LINES) == set(film_picture.colours("light"))

@@ -87,7 +87,7 @@ def on_kaggle(monkeypatch, tmp_path):
     monkeypatch.setenv("KAGGLE_USERNAME", "someone")
     monkeypatch.setenv("KAGGLE_KEY", "a key")
     monkeypatch.setattr(kaggle, "FOLDER", tmp_path / "kaggle")
-    monkeypatch.setattr(kaggle, "NOTEBOOK", NOTEBOOKS / "00_the_bill.ipynb")  # each notebook installs the package
+    monkeypatch.setattr(kaggle, "NOTEBOOK", NOTEBOOKS / "the_bill.ipynb")  # each notebook installs the package
 
     def run(answers: Kaggle) -> Kaggle:
         monkeypatch.setattr(kaggle, "ask", answers.ask)
@@ -108,7 +108,7 @@ def refusal(on_kaggle, answers: Kaggle) -> str:
 
 
 def test_what_is_pushed_is_what_kaggles_command_line_accepts(tmp_path):
-    kaggle.write_folder(tmp_path / "push", NOTEBOOKS / "00_the_bill.ipynb", "someone", COMMIT)
+    kaggle.write_folder(tmp_path / "push", NOTEBOOKS / "the_bill.ipynb", "someone", COMMIT)
     about = json.loads((tmp_path / "push/kernel-metadata.json").read_text())
     assert about.keys() <= KERNEL_METADATA.keys()
     for key in ("language", "kernel_type"):

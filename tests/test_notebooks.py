@@ -19,7 +19,7 @@ LESSON = """\
 # ---
 
 # %% [markdown]
-# # 01. A lesson
+# # A lesson
 
 # %% tags=["before-install"]
 print("a look at the machine")
@@ -34,8 +34,9 @@ def course(tmp_path, monkeypatch):
     """A course of one lesson, its notebook made."""
     monkeypatch.setattr(notebooks, "LESSONS", tmp_path / "lessons")
     monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path / "notebooks")
+    monkeypatch.setattr(notebooks.course, "LESSONS", ("one",))
     (tmp_path / "lessons").mkdir()
-    (tmp_path / "lessons" / "01_one.py").write_text(LESSON)
+    (tmp_path / "lessons" / "one.py").write_text(LESSON)
     notebooks.write()
     return tmp_path
 
@@ -46,21 +47,21 @@ def test_no_notebook_of_ours_is_out_of_date():
 
 
 def test_a_notebook_is_out_of_date_when_its_lesson_changed_and_when_it_was_edited(course):
-    lesson, book = course / "lessons" / "01_one.py", course / "notebooks" / "01_one.ipynb"
+    lesson, book = course / "lessons" / "one.py", course / "notebooks" / "one.ipynb"
     assert notebooks.stale() == []
     lesson.write_text(LESSON.replace("the rest", "the rests"))
-    assert notebooks.stale() == ["01_one.ipynb"]
+    assert notebooks.stale() == ["one.ipynb"]
     notebooks.write()
     assert notebooks.stale() == []
     book.write_text(book.read_text().replace("the rests", "all of it"))
-    assert notebooks.stale() == ["01_one.ipynb"]
+    assert notebooks.stale() == ["one.ipynb"]
 
 
 def test_a_missing_notebook_and_one_without_a_lesson_are_out_of_date(course):
-    (course / "notebooks" / "01_one.ipynb").rename(course / "notebooks" / "02_two.ipynb")
-    assert notebooks.stale() == ["01_one.ipynb", "02_two.ipynb"]
+    (course / "notebooks" / "one.ipynb").rename(course / "notebooks" / "two.ipynb")
+    assert notebooks.stale() == ["one.ipynb", "two.ipynb"]
     notebooks.write()
-    assert [path.name for path in (course / "notebooks").iterdir()] == ["01_one.ipynb"]
+    assert [path.name for path in (course / "notebooks").iterdir()] == ["one.ipynb"]
 
 
 def test_a_script_beside_the_notebooks_is_made_into_one_too(course):
@@ -74,19 +75,19 @@ def test_a_script_beside_the_notebooks_is_made_into_one_too(course):
 
 
 def test_check_changes_nothing_and_ends_with_one(course, monkeypatch):
-    (course / "lessons" / "01_one.py").write_text(LESSON + "\nprint('more')\n")
-    before = (course / "notebooks" / "01_one.ipynb").read_bytes()
+    (course / "lessons" / "one.py").write_text(LESSON + "\nprint('more')\n")
+    before = (course / "notebooks" / "one.ipynb").read_bytes()
     monkeypatch.setattr(sys, "argv", ["notebooks", "--check"])
-    with pytest.raises(SystemExit, match=r"out of date: 01_one.ipynb; run make notebooks"):
+    with pytest.raises(SystemExit, match=r"out of date: one.ipynb; run make notebooks"):
         notebooks.main()
-    assert (course / "notebooks" / "01_one.ipynb").read_bytes() == before
+    assert (course / "notebooks" / "one.ipynb").read_bytes() == before
 
 
 def test_the_install_cell_comes_after_what_needs_no_install(course):
-    book = nbformat.reads((course / "notebooks" / "01_one.ipynb").read_text(), as_version=4)
+    book = nbformat.reads((course / "notebooks" / "one.ipynb").read_text(), as_version=4)
     badge, title, look, install, rest = [cell.source for cell in book.cells]
     assert "colab-badge.svg" in badge
-    assert (title, look, rest) == ("# 01. A lesson", 'print("a look at the machine")', 'print("the rest")')
+    assert (title, look, rest) == ("# 0. A lesson", 'print("a look at the machine")', 'print("the rest")')
     assert install == notebooks.INSTALL
 
 
@@ -103,7 +104,7 @@ def test_a_notebook_is_clean_and_opens_in_colab(script):
     assert not any(cell.outputs or cell.execution_count for cell in code)
 
 
-@pytest.mark.parametrize("name", ["17_kwanzaa", "measure_your_card"])
+@pytest.mark.parametrize("name", ["kwanzaa", "measure_your_card"])
 def test_a_notebook_for_a_card_asks_colab_for_a_t4(name):
     book = nbformat.reads((notebooks.NOTEBOOKS / f"{name}.ipynb").read_text(), as_version=4)
     assert book.metadata.accelerator == "GPU"
@@ -111,12 +112,12 @@ def test_a_notebook_for_a_card_asks_colab_for_a_t4(name):
 
 
 def test_a_lesson_that_needs_an_extra_installs_it():
-    book = nbformat.reads((notebooks.NOTEBOOKS / "26_data_at_scale.ipynb").read_text(), as_version=4)
+    book = nbformat.reads((notebooks.NOTEBOOKS / "data_at_scale.ipynb").read_text(), as_version=4)
     (install,) = [cell.source for cell in book.cells if "# @title Install cria_tricks" in cell.source]
     assert 'f"cria_tricks[data] @ {source}"' in install
     assert 'is None for name in ("cria_tricks", "datasketch", "py3langid")' in install
     compile(install, "install cell", "exec")
-    others = [path for path in notebooks.NOTEBOOKS.glob("*.ipynb") if not path.name.startswith("26_")]
+    others = [path for path in notebooks.NOTEBOOKS.glob("*.ipynb") if path.stem != "data_at_scale"]
     assert not any("cria_tricks[data]" in path.read_text() for path in others)
 
 
@@ -126,7 +127,7 @@ def test_what_is_there_with_its_extra_is_not_installed_again(monkeypatch):
 
 
 def test_a_fold_without_a_title_says_what_to_write(course):
-    lesson = course / "lessons" / "01_one.py"
+    lesson = course / "lessons" / "one.py"
     lesson.write_text(LESSON + '\n# %% tags=["hide-input"]\nhelper = 1\n')
     with pytest.raises(ValueError, match=r"no title .*Draw figure 2.*helper = 1"):
         notebooks.make(lesson)
@@ -135,7 +136,7 @@ def test_a_fold_without_a_title_says_what_to_write(course):
 
 
 def test_the_same_lesson_gives_the_same_bytes(course):
-    lesson = course / "lessons" / "01_one.py"
+    lesson = course / "lessons" / "one.py"
     assert notebooks.make(lesson) == notebooks.make(lesson)
 
 
@@ -207,3 +208,27 @@ def test_what_pip_cannot_install_stops_the_notebook(pip):
 def test_every_notebook_says_that_the_repository_is_not_public_yet():
     for script in notebooks.scripts():
         assert notebooks.make(script).count("The repository is not public yet.") == 1, script
+
+
+def test_every_lesson_is_in_the_list_and_every_name_of_the_list_is_a_lesson():
+    files = [path.stem for path in notebooks.LESSONS.glob("*.py")]
+    assert sorted(files) == sorted(notebooks.course.LESSONS)
+    assert len(set(notebooks.course.LESSONS)) == len(files)
+
+
+def test_no_lesson_or_notebook_hides_a_module():
+    """Python looks for modules in the script's folder first, so lessons/typing.py would break every import."""
+    taken = sys.stdlib_module_names | set(importlib.metadata.packages_distributions())
+    names = {path.stem for folder in (notebooks.LESSONS, notebooks.NOTEBOOKS) for path in folder.glob("*.py")}
+    assert not names & taken
+
+
+def test_a_notebook_has_its_number_from_the_list(monkeypatch):
+    lesson = notebooks.LESSONS / "nf4.py"
+    for order in (("the_bill", "nf4"), ("nf4", "the_bill")):
+        monkeypatch.setattr(notebooks.course, "LESSONS", order)
+        title = nbformat.reads(notebooks.make(lesson), as_version=4).cells[1].source.partition("\n")[0]
+        assert title == f"# {order.index('nf4')}. {notebooks.title(lesson)}"
+    monkeypatch.setattr(notebooks.course, "LESSONS", ("the_bill",))
+    with pytest.raises(ValueError, match=r"'nf4' is no lesson; the lessons are the_bill"):
+        notebooks.make(lesson)

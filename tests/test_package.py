@@ -37,6 +37,7 @@ USED_BY = {
     "py-spy": ("cria_tricks/doctor/hang.py", 'which("py-spy"'),  # a program that it starts
     "mkdocs": ("Makefile", "-m mkdocs"),
     "mkdocs-material": ("mkdocs.yml", "name: material"),
+    "mkdocs-redirects": ("mkdocs.yml", "- redirects:"),
     "mkdocstrings-python": ("mkdocs.yml", "mkdocstrings:"),
 }
 """What is declared and imported nowhere, and the place that needs it: a file, and words in it."""

@@ -126,7 +126,7 @@ def test_what_the_pages_say_of_the_run_on_real_rows_is_what_was_measured():
         ],
         "docs/guide/train.md": [f"from {measured[0]:.4f} to {measured[-1]:.4f} (two AMD EPYC cores", took],
         "docs/guide/where_to_train.md": [f"took {took} for its {study['run']['steps']} steps"],
-        "lessons/17_kwanzaa.py": [
+        "lessons/kwanzaa.py": [
             f"from {measured[0]:.2f} to {measured[-1]:.2f}, {adapter['placeholders']} of its {rows} answers held"
         ],
     }

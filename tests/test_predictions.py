@@ -72,7 +72,7 @@ def form(param='guess = 0  # @param {type:"number"}'):
 def page(*cells):
     """The page of a lesson of these cells, and of a text on each side."""
     badge, title, after = (nbformat.v4.new_markdown_cell(text) for text in ("badge", "# 1. A lesson", END))
-    return pages.page(notebooks.LESSONS / "01_one.py", nbformat.v4.new_notebook(cells=[badge, title, *cells, after]))[0]
+    return pages.page(notebooks.LESSONS / "one.py", nbformat.v4.new_notebook(cells=[badge, title, *cells, after]))[0]
 
 
 def hidden(text):
@@ -82,9 +82,7 @@ def hidden(text):
 
 def test_a_page_packs_the_answer_into_the_field_and_hides_the_cell_that_says_it():
     text = page(form(), code("before = 1"), code("course.reveal(guess, 12)", 12.0), code("later = 2"))
-    (packed,) = re.findall(
-        r'<div class="predict" id="guess-1" data-key="01_one-1" .* data-of="(.*)" hidden></div>', text
-    )
+    (packed,) = re.findall(r'<div class="predict" id="guess-1" data-key="one-1" .* data-of="(.*)" hidden></div>', text)
     assert json.loads(base64.b64decode(packed)) == {"answer": 12.0, "unit": "MiB"}
     assert 'data-label="Your guess: &lt;MiB&gt;"' in text
     ((of, what),) = hidden(text)  # a cell is between the answer and the end, so the end says nothing of it
@@ -135,8 +133,8 @@ def test_a_guess_without_an_answer_stops_the_build(cells):
 
 
 def test_a_notebook_shows_the_form(tmp_path):
-    (tmp_path / "01_one.py").write_text('# %% Your guess: MiB tags=["predict"]\nguess = 0  # @param {type:"number"}\n')
-    cell = nbformat.reads(notebooks.make(tmp_path / "01_one.py"), as_version=4).cells[-1]
+    (tmp_path / "one.py").write_text('# %% Your guess: MiB tags=["predict"]\nguess = 0  # @param {type:"number"}\n')
+    cell = nbformat.reads(notebooks.make(tmp_path / "one.py"), as_version=4).cells[-1]
     assert cell.source == '# @title Your guess: MiB\nguess = 0  # @param {type:"number"}'
     assert cell.metadata["cellView"] == "form"
     assert "jupyter" not in cell.metadata, "Jupyter has no forms, so its code must be seen"

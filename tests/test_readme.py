@@ -63,8 +63,8 @@ def test_every_lesson_is_told_once_with_its_page_and_its_notebook():
         ):
             line = next(line for line in text.splitlines() if line.startswith("| [") and page in line)
             assert book in line
-            assert front.SURPRISES[path.stem[:2]] in line
-    assert front.SURPRISES.keys() == {path.stem[:2] for path in notebooks.lessons()}
+            assert front.SURPRISES[path.stem] in line
+    assert front.SURPRISES.keys() == {path.stem for path in notebooks.lessons()}
     assert f"{len(front.SURPRISES)} lessons" in README
 
 

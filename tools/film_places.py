@@ -6,14 +6,14 @@ from benchmarks.plot import with_blocks
 
 COSTS, SWITCH = "## 4. What it costs", "## 5. The production switch"
 PLACES: dict[str, dict[str, str]] = {
-    "00_the_bill": {COSTS: "plain"},
-    "03_gradient_checkpointing": {SWITCH: "checkpointing"},
-    "09_flash_attention": {SWITCH: "attention"},
-    "12_chunked_loss": {SWITCH: "chunked_loss"},
-    "16_together": {COSTS: "together"},
-    "19_allocated_is_not_reserved": {SWITCH: "reserved"},
-    "30_long_rows": {SWITCH: "offload"},
-    "31_weights_elsewhere": {SWITCH: "in_backward"},
+    "the_bill": {COSTS: "plain"},
+    "gradient_checkpointing": {SWITCH: "checkpointing"},
+    "flash_attention": {SWITCH: "attention"},
+    "chunked_loss": {SWITCH: "chunked_loss"},
+    "together": {COSTS: "together"},
+    "allocated_is_not_reserved": {SWITCH: "reserved"},
+    "long_rows": {SWITCH: "offload"},
+    "weights_elsewhere": {SWITCH: "in_backward"},
 }
 
 

@@ -34,7 +34,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 
 
 def qlora(model: str, device: Device) -> Recipe:
-    """Return what all columns have in common: one row in a micro-batch, and what lessons 1 to 13 teach for memory."""
+    """Return what all columns have in common: one row in a micro-batch, and what the course teaches for memory."""
     tricks = Tricks(
         gradient_checkpointing=True,
         precision=device.best_precision,

@@ -1,10 +1,11 @@
-"""lessons/NN_name.py -> notebooks/NN_name.ipynb for Colab, one way: ``make notebooks``.
+"""lessons/name.py -> notebooks/name.ipynb for Colab, one way: ``make notebooks``.
 
-A notebook is its lesson with a badge on top and, before the first code, a cell that installs what is missing. It has
-no outputs, and nothing in it depends on when or where it was made, so the same lesson gives the same bytes. It is
-never edited: what is changed there is lost. A lesson says in its header what it needs: ``accelerator: GPU``, and
-``extra: data`` for the libraries of an extra. A notebook that is no lesson is made in the same way, of the script
-beside it: ``notebooks/NAME.py``. One with ``kaggle: true`` gets a second badge, which opens it in Kaggle.
+A notebook is its lesson with a badge on top, its number in front of its title and, before the first code, a cell that
+installs what is missing. It has no outputs, and nothing in it depends on when or where it was made, so the same lesson
+gives the same bytes. It is never edited: what is changed there is lost. A lesson says in its header what it needs:
+``accelerator: GPU``, and ``extra: data`` for the libraries of an extra. A notebook that is no lesson is made in the
+same way, of the script beside it: ``notebooks/NAME.py``. One with ``kaggle: true`` gets a second badge, which opens it
+in Kaggle.
 """
 
 import argparse
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import jupytext
 import nbformat
+
+from cria_tricks.common import lessons as course
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS, NOTEBOOKS = ROOT / "lessons", ROOT / "notebooks"
@@ -95,7 +98,20 @@ def install_cell(extra: str = "") -> str:
 
 def lessons() -> list[Path]:
     """The lessons, in their order."""
-    return sorted(LESSONS.glob("[0-9][0-9]_*.py"))
+    return [LESSONS / f"{name}.py" for name in course.LESSONS]
+
+
+def title(lesson: Path) -> str:
+    """A lesson's title: its first heading."""
+    found = re.search("^# # (.+)$", lesson.read_text(encoding="utf-8"), re.M)
+    if found is None:
+        raise ValueError(f"{lesson} has no title (# # ...)")
+    return found[1]
+
+
+def titled(lesson: Path) -> str:
+    """A lesson's title behind its number."""
+    return f"{course.number_of(lesson.stem)}. {title(lesson)}"
 
 
 def scripts() -> list[Path]:
@@ -118,6 +134,8 @@ def make(script: Path) -> str:
     """The text of a script's notebook."""
     book = jupytext.read(script, fmt="py:percent")
     cells = book.cells
+    if script.parent == LESSONS:
+        cells[0].source = f"# {titled(script)}" + cells[0].source.removeprefix("# ").removeprefix(title(script))
     badges = f"[![Open in Colab]({BADGE})]({colab_address(script.stem)})"
     if book.metadata.get("kaggle"):
         badges = f"[![Open in Kaggle]({KAGGLE_BADGE})]({kaggle_address(script.stem)}) {badges}"
@@ -177,7 +195,7 @@ def write() -> None:
 
 def _absolute(text: str) -> str:
     """Links to other lessons and to pages, as they are from Colab."""
-    text = re.sub(r"\]\((\d\d_\w+)\.py(#[\w-]+)?\)", lambda m: f"]({colab_address(m[1])}{m[2] or ''})", text)
+    text = re.sub(r"\]\((\w+)\.py(#[\w-]+)?\)", lambda m: f"]({colab_address(m[1])}{m[2] or ''})", text)
     return re.sub(r"\]\(\.\./docs/([\w/]+)\.md(#[\w-]+)?\)", rf"]({SITE}\1.html\2)", text)
 
 

@@ -1,4 +1,4 @@
-"""lessons/NN_name.py -> docs/lessons/NN_name.md, with what each cell prints and draws: ``python -m tools.pages``.
+"""lessons/name.py -> docs/lessons/name.md, with what each cell prints and draws: ``python -m tools.pages``.
 
 ``executed.py`` executes the lessons; an error anywhere stops the build. The pages are plain Markdown with images beside
 them, so that any site engine can take them; MkDocs, whose theme Material ends in 2027, calls this file as a hook.
@@ -283,9 +283,7 @@ def sources() -> str:
 
 def _markdown(source: str) -> str:
     """Links as they are from a page of the site, and Markdown inside of what folds."""
-    source = re.sub(
-        re.escape(notebooks.colab_address("@")).replace("@", r"(\d\d_\w+)") + r"(#[\w-]+)?", r"\1.md\2", source
-    )
+    source = re.sub(re.escape(notebooks.colab_address("@")).replace("@", r"(\w+)") + r"(#[\w-]+)?", r"\1.md\2", source)
     source = re.sub(re.escape(notebooks.SITE) + r"([\w/]+)\.html", r"../\1.md", source)
     return source.replace("<details>", '<details markdown="1">')
 

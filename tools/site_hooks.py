@@ -14,6 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # MkDocs loads this file by its path
 
+from cria_tricks.common.lessons import LESSONS, PARTS
 from tools import describe, social, techniques
 
 BOOSTS = {
@@ -37,7 +38,9 @@ WORDS = {
 
 
 def on_config(config: Any) -> Any:
-    """Put the techniques' pages into the navigation."""
+    """Put the lessons' and the techniques' pages into the navigation."""
+    first, *others = ({part: [f"lessons/{name}.md" for name in names]} for part, names in PARTS.items())
+    _section(config.nav, f"lessons/{LESSONS[0]}.md")[:] = [*itertools.chain(*first.values()), *others]
     _section(config.nav, techniques.INDEX).extend(techniques.nav())
     return config
 

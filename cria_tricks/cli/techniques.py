@@ -19,6 +19,7 @@ from rich.text import Text
 from cria_tricks.cli.app import LEARN, MACHINE, Json, app, aside, screen
 from cria_tricks.common.console import table
 from cria_tricks.common.errors import BadInput
+from cria_tricks.common.lessons import number_of
 from cria_tricks.common.startup import importing
 from cria_tricks.common.units import human
 
@@ -45,7 +46,7 @@ def tricks(as_json: Json = False) -> None:
     for row in rows:
         for one, here in row["here"].items():
             less = _mib(row["off_the_capstone_bytes"].get(one))
-            shown.add_row(one, _coloured(here), row["claim"], less, str(int(row["lesson"][:2])))
+            shown.add_row(one, _coloured(here), row["claim"], less, str(number_of(row["lesson"])))
     screen.wrapped(_how_many_work(toggles, device.name), "", shown, "", TRICKS)
 
 

@@ -9,6 +9,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from cria_tricks.bench import figures, style
 from cria_tricks.bench.style import Drawing, Theme
+from cria_tricks.common.lessons import LESSONS
 from cria_tricks.course.job import CAPSTONE, LESSON_OF, bill, so_far
 from cria_tricks.hardware import T4
 from cria_tricks.predict import toggles
@@ -28,7 +29,7 @@ def staircase(lesson: str) -> Drawing:
     """Draw the peak memory as one bar for each toggle that the course has reached, each added to those before it.
 
     Args:
-        lesson: the name of the lesson's file, e.g. ``03_gradient_checkpointing``. The bars of the toggles that this
+        lesson: the name of the lesson's file, e.g. ``gradient_checkpointing``. The bars of the toggles that this
             lesson explains are coloured, all others are grey.
     """
     reached = so_far(lesson)
@@ -36,8 +37,7 @@ def staircase(lesson: str) -> Drawing:
     # The first bar is plain fp32; bar n has the first n toggles.
     names = ["plain fp32", *(toggles.named(CAPSTONE, field) for field in fields)]
     peaks = [bill(toggles.with_only(reached, fields[:n])).peak_bytes / GIB for n in range(len(names))]
-    # A lesson's file name begins with its number; plain fp32 belongs to lesson 00.
-    own = [LESSON_OF.get(name, "00")[:2] == lesson[:2] for name in names]
+    own = [LESSON_OF.get(name, LESSONS[0]) == lesson for name in names]  # plain fp32 belongs to the first lesson
 
     def draw(theme: Theme) -> Figure:
         drawn, axes = figure(height=0.36 * len(names) + 1.0)

@@ -5,6 +5,7 @@ The course has one job, the Kwanzaa run on a T4, and switches on its toggles les
 
 from cria_tricks import recipes, tricks
 from cria_tricks.bill.bill import Bill
+from cria_tricks.common.lessons import number_of
 from cria_tricks.hardware import T4
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles
@@ -25,13 +26,13 @@ def so_far(lesson: str) -> Recipe:
     """Return the recipe of the Kwanzaa run with the toggles of all lessons up to this one.
 
     Args:
-        lesson: the name of the lesson's file, e.g. ``03_gradient_checkpointing``. ``00_the_bill`` has no toggles on: it
+        lesson: the name of the lesson's file, e.g. ``gradient_checkpointing``. ``the_bill`` has no toggles on: it
             is plain fp32 full fine-tuning of Llama-3.2-1B, one row of 2,048 tokens.
     """
     reached = []
     for field in toggles.switched_on(CAPSTONE):
         taught = LESSON_OF[toggles.named(CAPSTONE, field)]
-        if taught[:2] <= lesson[:2]:  # both file names begin with the lesson's number
+        if number_of(taught) <= number_of(lesson):
             reached.append(field)
     return toggles.with_only(CAPSTONE, reached)
 

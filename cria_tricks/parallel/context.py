@@ -11,9 +11,9 @@ Breaks   sliding windows, dropout in attention, and whatever replaces attention 
          context_parallel (2.13) has no kernel for a CPU and takes no mask, so no packed rows: it cannot be our switch
 Sources  Liu et al. 2023, arXiv:2310.01889, sec. 3 and alg. 1 (the ring); Grattafiori et al. 2024, arXiv:2407.21783,
          sec. 3.3.2 (2 N chunks, of which rank r has r and 2 N - 1 - r); Dao 2023, arXiv:2307.08691, alg. 2 (backward)
-Ours     the ring in 45 lines over lesson 25's exchange and torch's fused kernels: those of a CPU, and those of CUDA,
-         which were never run. The switch puts it in place of the model's attention; labels are shifted before the row
-         is cut
+Ours     the ring in 45 lines over the exchange of lessons/interconnect.py and torch's fused kernels:
+         those of a CPU, and those of CUDA, which were never run. The switch puts it in place of the model's attention;
+         labels are shifted before the row is cut
 
 Shapes: N processes, 2 N chunks of C tokens; a process has 2 C of a row's T tokens. Queries (B, H, 2 C, D), keys and
 values (B, K, 2 C, D), the log-sum-exp (B, H, 2 C).
@@ -45,7 +45,7 @@ from cria_tricks.tricks.packing import documents
 
 SWITCHES = ("strategy=context",)
 CLAIM = "exact"
-LESSON = "32_context_parallel"
+LESSON = "context_parallel"
 REFERENCE = ("RingAttention", "merge", "zigzag")  # from ring_attention.py and zigzag.py
 PLAIN = """
 # torchrun --nproc-per-node 2 train.py: on CUDA cards, and for rows without padding that are not packed

@@ -28,7 +28,7 @@ from cria_tricks.tricks import folds
 
 SWITCHES = ("strategy=pipeline", "pipelines=2")
 CLAIM = "exact"
-LESSON = "24_hybrid"
+LESSON = "hybrid"
 REFERENCE = ("place", "partners", "add_up")
 PLAIN = """
 from torch.distributed.device_mesh import init_device_mesh

@@ -34,7 +34,7 @@ from cria_tricks.tricks import folds
 
 SWITCHES = ("strategy=ddp",)
 CLAIM = "exact"
-LESSON = "20_data_parallel"
+LESSON = "data_parallel"
 REFERENCE = ("Replicated",)
 PLAIN = """
 # torchrun --nproc-per-node 2 train.py

@@ -37,7 +37,7 @@ from cria_tricks.tricks import folds
 SWITCHES = ("strategy=ddp_tensor",)
 CLAIM = "exact"
 IN_PIECES = True  # a process holds only pieces of the matrices, so the trainer clips by the norm over all pieces
-LESSON = "24_hybrid"
+LESSON = "hybrid"
 REFERENCE = ("average_gradients", "add_up")
 PLAIN = """
 # torchrun --nproc-per-node 4 train.py

@@ -36,7 +36,7 @@ from cria_tricks.tricks.folds import facts
 SWITCHES = ("strategy=fsdp",)
 CLAIM = "exact"
 IN_PIECES = True
-LESSON = "21_sharding"
+LESSON = "sharding"
 REFERENCE = ("Gather", "Sharded")
 PLAIN = """
 # torchrun --nproc-per-node 2 train.py

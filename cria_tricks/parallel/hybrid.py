@@ -27,7 +27,7 @@ from cria_tricks.tricks.gradient_checkpointing import in_stage
 
 COMMAND = "cria_tricks.course.hybrid_demo.over_the_cube"
 CLAIM = "exact"
-LESSON = "24_hybrid"
+LESSON = "hybrid"
 REFERENCE = ("lines",)
 PLAIN = """
 # torchrun --nproc-per-node 8 train.py

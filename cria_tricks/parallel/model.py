@@ -29,7 +29,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("strategy=model",)
 CLAIM = "exact"
-LESSON = "23_pipeline_parallel"
+LESSON = "pipeline_parallel"
 REFERENCE = ("one_after_the_other",)
 PLAIN = """
 from transformers import AutoModelForCausalLM

@@ -42,7 +42,7 @@ from cria_tricks.tricks import folds
 SWITCHES = ("strategy=pipeline",)
 CLAIM = "exact"
 IN_PIECES = True
-LESSON = "23_pipeline_parallel"
+LESSON = "pipeline_parallel"
 REFERENCE = ("one_forward_one_backward", "step")
 PLAIN = """
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B

@@ -40,7 +40,7 @@ from cria_tricks.step_plan import Plan
 SWITCHES = ("strategy=tensor",)
 CLAIM = "exact"
 IN_PIECES = True
-LESSON = "22_tensor_parallel"
+LESSON = "tensor_parallel"
 REFERENCE = ("Copied", "Summed", "mlp")
 PLAIN = """
 # torchrun --nproc-per-node 2 train.py

@@ -1,9 +1,9 @@
 """Predict the time of answers that are generated greedily, one token after the other.
 
 A batch of answers takes one pass for its prompts, which gives the first new token, and one pass for each further token.
-A pass for one token reads all weights and the whole KV cache (lesson 10), so it waits for memory. Each part of a pass
-takes the longer of its operations / rate and its bytes / bandwidth, with the rates that the estimate of a training step
-takes, too (``bill/step_time.py``); nothing is fitted to measured answers.
+A pass for one token reads all weights and the whole KV cache, so it waits for memory (lessons/flash_decoding.py). Each
+part of a pass takes the longer of its operations / rate and its bytes / bandwidth, with the rates that the estimate of
+a training step takes, too (``bill/step_time.py``); nothing is fitted to measured answers.
 
 The result is an upper bound in tokens: every answer is taken as long as it may be, and every prompt as long as the
 longest one. The rates themselves have the range of the card, of which "at most" means the high end.

@@ -39,7 +39,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("activation_offload=true", "activation_offload=overlapped")
 CLAIM = "exact"
-LESSON = "30_long_rows"
+LESSON = "long_rows"
 REFERENCE = ("Offloaded._pack", "Offloaded._unpack", "_copy")
 PLAIN = """
 import functools

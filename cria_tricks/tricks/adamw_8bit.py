@@ -31,7 +31,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("optimizer=adamw_8bit",)
 CLAIM = "approximate"
-LESSON = "07_adamw_8bit"
+LESSON = "adamw_8bit"
 REFERENCE = ("quantize_blocks", "keep_signs", "AdamW8bit.step")
 PLAIN = """
 from transformers import TrainingArguments

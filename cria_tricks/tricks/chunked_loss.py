@@ -32,7 +32,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("chunked_loss=true",)
 CLAIM = "exact within rounding"
-LESSON = "12_chunked_loss"
+LESSON = "chunked_loss"
 REFERENCE = ("_ChunkedCrossEntropy", "_one_chunk")
 PLAIN = """
 import torch

@@ -34,7 +34,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("compile=true",)
 CLAIM = "exact within rounding"
-LESSON = "16_together"
+LESSON = "together"
 REFERENCE = ("_Fused",)
 PLAIN = """
 from transformers import AutoModelForCausalLM

@@ -28,7 +28,7 @@ from cria_tricks.tricks.flash_attention import in_kernel, with_kernel
 
 SWITCHES = ("expand_kv=true",)
 CLAIM = "exact within rounding"
-LESSON = "09_flash_attention"
+LESSON = "flash_attention"
 REFERENCE = ("expand_kv",)
 PLAIN = """
 import types

@@ -32,7 +32,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("attention=sdpa", "attention=flash_attention_2")
 CLAIM = "exact within rounding"
-LESSON = "09_flash_attention"
+LESSON = "flash_attention"
 REFERENCE = ("_FlashAttention.forward",)
 PLAIN = """
 from transformers import AutoModelForCausalLM

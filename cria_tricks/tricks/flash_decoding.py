@@ -21,7 +21,7 @@ from cria_tricks.tricks.expand_kv import IMPLEMENTATION
 
 CLAIM = "exact within rounding"
 COMMAND = "cria chat"
-LESSON = "10_flash_decoding"
+LESSON = "flash_decoding"
 REFERENCE = ("attend_piece", "merge")
 PLAIN = """
 from transformers import AutoModelForCausalLM

@@ -36,7 +36,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("fused_blocks=true", "fused_blocks=triton")
 CLAIM = "exact within rounding"
-LESSON = "29_fused_lora"
+LESSON = "fused_lora"
 REFERENCE = ("_RMSNorm", "_Gated", "_Rotate")
 PLAIN = """
 from peft import LoraConfig, get_peft_model

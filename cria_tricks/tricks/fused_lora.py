@@ -32,7 +32,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("fused_lora=true",)
 CLAIM = "exact within rounding"
-LESSON = "29_fused_lora"
+LESSON = "fused_lora"
 REFERENCE = ("_Products", "_Down", "gated_mlp")
 PLAIN = """
 from peft import LoraConfig, get_peft_model

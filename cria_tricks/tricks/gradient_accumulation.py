@@ -30,7 +30,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("gradient_accumulation=8",)
 CLAIM = "exact"
-LESSON = "02_gradient_accumulation"
+LESSON = "gradient_accumulation"
 REFERENCE = ("accumulated",)
 PLAIN = """
 from transformers import TrainingArguments

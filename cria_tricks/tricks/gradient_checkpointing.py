@@ -34,7 +34,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("gradient_checkpointing=true",)
 CLAIM = "exact"
-LESSON = "03_gradient_checkpointing"
+LESSON = "gradient_checkpointing"
 REFERENCE = ("_Recompute",)
 PLAIN = """
 from transformers import TrainingArguments

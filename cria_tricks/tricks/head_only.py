@@ -25,7 +25,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("peft=head",)
 CLAIM = "reparametrised"
-LESSON = "04_lora"
+LESSON = "lora"
 REFERENCE = ("HeadOnly.forward",)
 PLAIN = """
 from torch import nn

@@ -28,7 +28,7 @@ from cria_tricks.tricks.nf4 import refuse_without_adapter
 
 SWITCHES = ("quantization=int8",)
 CLAIM = "approximate"
-LESSON = "05_int8"
+LESSON = "int8"
 REFERENCE = ("quantize_rows", "linear_8bit")
 PLAIN = """
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig

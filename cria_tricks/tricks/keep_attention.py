@@ -39,7 +39,7 @@ from cria_tricks.tricks.gradient_checkpointing import checkpointed
 
 SWITCHES = ("keep_attention=true",)
 CLAIM = "exact"
-LESSON = "03_gradient_checkpointing"
+LESSON = "gradient_checkpointing"
 REFERENCE = ("_Attend", "keeping_attention")
 PLAIN = """
 import functools

@@ -19,7 +19,7 @@ import torch
 
 CLAIM = "exact within rounding"
 COMMAND = "cria eval"
-LESSON = "10_flash_decoding"
+LESSON = "flash_decoding"
 REFERENCE = ("append", "groups_as_rows")
 PLAIN = """
 from transformers import AutoModelForCausalLM

@@ -32,7 +32,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("layer_by_layer=true",)
 CLAIM = "exact"
-LESSON = "31_weights_elsewhere"
+LESSON = "weights_elsewhere"
 REFERENCE = ("one_pass",)
 PLAIN = """
 import torch

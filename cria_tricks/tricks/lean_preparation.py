@@ -25,7 +25,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("lean_preparation=true",)
 CLAIM = "approximate"
-LESSON = "13_lean_preparation"
+LESSON = "lean_preparation"
 REFERENCE = ("switch_on",)
 PLAIN = """
 import torch

@@ -37,7 +37,7 @@ ALL_LINEAR = "all-linear"
 """peft's name for all linear layers but the head."""
 SWITCHES = ("peft=lora",)
 CLAIM = "reparametrised"
-LESSON = "04_lora"
+LESSON = "lora"
 REFERENCE = ("LoraLinear.forward", "LoraLinear.merged", "start_of")
 PLAIN = """
 from peft import LoraConfig, get_peft_model

@@ -32,7 +32,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("precision=fp16", "precision=bf16")
 CLAIM = "approximate"
-LESSON = "01_mixed_precision"
+LESSON = "mixed_precision"
 REFERENCE = ("half_linear", "LossScale.step", "cast_without_cache")
 PLAIN = """
 import torch

@@ -33,7 +33,7 @@ from cria_tricks.tricks.adamw_8bit import dequantize_blocks, dynamic_levels, qua
 
 SWITCHES = ("quantization=nf4", "quantization=fp4", "double_quantization=true")
 CLAIM = "approximate"
-LESSON = "06_nf4"
+LESSON = "nf4"
 REFERENCE = ("normal_levels", "quantize", "dequantize")
 PLAIN = """
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig

@@ -38,7 +38,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("optimizer_in_backward=true", "optimizer_in_backward=clip")
 CLAIM = "exact without clipping"
-LESSON = "31_weights_elsewhere"
+LESSON = "weights_elsewhere"
 REFERENCE = ("StepInBackward.__init__", "StepInBackward._step")
 PLAIN = """
 import torch

@@ -35,7 +35,7 @@ from cria_tricks.tricks.flash_attention import in_kernel, with_kernel
 
 SWITCHES = ("packing=true",)
 CLAIM = "exact per document"
-LESSON = "11_packing"
+LESSON = "packing"
 REFERENCE = ("best_fit", "by_document")
 PLAIN = """
 from transformers import DataCollatorWithFlattening

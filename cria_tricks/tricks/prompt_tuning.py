@@ -29,7 +29,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("peft=prompt_tuning",)
 CLAIM = "reparametrised"
-LESSON = "04_lora"
+LESSON = "lora"
 REFERENCE = ("with_prompt",)
 PLAIN = """
 from peft import PromptTuningConfig, get_peft_model

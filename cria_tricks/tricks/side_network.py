@@ -33,7 +33,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("peft=side_network",)
 CLAIM = "reparametrised"
-LESSON = "04_lora"
+LESSON = "lora"
 REFERENCE = ("SideBlock.forward",)
 PLAIN = """
 import copy

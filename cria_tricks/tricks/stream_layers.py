@@ -35,7 +35,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("stream_layers=true", "stream_layers=file")
 CLAIM = "exact"
-LESSON = "31_weights_elsewhere"
+LESSON = "weights_elsewhere"
 REFERENCE = ("Streamed.enter", "Streamed._send", "Copies")
 PLAIN = """
 from transformers import AutoModelForCausalLM, TrainingArguments

@@ -43,7 +43,7 @@ from cria_tricks.tricks.gradient_checkpointing import generators_of, restore, st
 
 SWITCHES = ("tiled_mlp=true",)
 CLAIM = "exact within rounding"
-LESSON = "30_long_rows"
+LESSON = "long_rows"
 REFERENCE = ("_Keep", "_Tiles", "tiled")
 PLAIN = """
 from transformers import AutoModelForCausalLM

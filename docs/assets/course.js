@@ -1,13 +1,25 @@
 // Mathematics by KaTeX; figures in the mode that the page is in, whatever the system's; a name and a way in by keyboard
 // for what the theme leaves without.
 (function () {
+  // Formulas and boxes are looked at when a reader comes near them, because hundreds at once would block a phone. Paper
+  // gets all of them.
+  function near(selector, act) {
+    const left = new Set(document.querySelectorAll(selector));
+    const seen = new IntersectionObserver((changed) => changed.forEach(({ target, isIntersecting }) => isIntersecting && take(target)), { rootMargin: "800px" });
+    function take(target) {
+      seen.unobserve(target);
+      if (left.delete(target)) act(target);
+    }
+    left.forEach((found) => seen.observe(found));
+    window.addEventListener("beforeprint", () => left.forEach(take));
+  }
   function math() {
     if (!window.renderMathInElement) return; // KaTeX is loaded only on pages that have mathematics
     const delimiters = [
       { left: "\\[", right: "\\]", display: true },
       { left: "\\(", right: "\\)", display: false },
     ];
-    document.querySelectorAll(".arithmatex").forEach((formula) => renderMathInElement(formula, { delimiters, throwOnError: false }));
+    near(".arithmatex", (formula) => renderMathInElement(formula, { delimiters, throwOnError: false }));
   }
   function mode() {
     const dark = document.body.getAttribute("data-md-color-scheme") === "slate";
@@ -40,7 +52,7 @@
     });
     const boxes = "pre > code, .md-typeset__scrollwrap, .md-typeset :is(picture, .scrolls)";
     const watch = new ResizeObserver((changed) => look(changed.map(({ target }) => target)));
-    document.querySelectorAll(boxes).forEach(function (box) {
+    near(boxes, function (box) {
       watch.observe(box);
       box.addEventListener("scroll", () => look([box]), { passive: true });
     });

@@ -5,7 +5,7 @@
   const KEY = "cria-predictions";
   const FACTOR = 2; // from here on a guess is off by a factor, below it by per cent
 
-  // {"00_the_bill-1": {guess, answer, shown}}: guess is null where the reader asked for the answer without one
+  // {"the_bill-1": {guess, answer, shown}}: guess is null where the reader asked for the answer without one
   function read() {
     try {
       return JSON.parse(localStorage.getItem(KEY)) || {};

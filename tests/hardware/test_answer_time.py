@@ -73,7 +73,7 @@ def test_four_bit_weights_are_unpacked_for_each_token_and_an_adapter_is_read():
 
 
 class Moved(TorchDispatchMode):
-    """Bytes that operations read and write; views move none (lesson 10)."""
+    """Bytes that operations read and write; views move none (lessons/flash_decoding.py)."""
 
     count = 0
 
@@ -153,7 +153,7 @@ def test_more_of_anything_takes_longer():
 
 
 def test_a_token_takes_at_least_the_time_of_its_bytes():
-    """No answer is predicted faster than lesson 10's bound: weights and cache, over the bandwidth."""
+    """No answer is predicted faster than the flash-decoding lesson's bound: weights and cache, over bandwidth."""
     shape, card = find_shape("llama-3.2-1b"), CARDS["t4"]
     work = replace(opened(Recipe(), shape, card.device), batch=1, tokens=1000)
     a_token = (batch(work, card, 1001).seconds - batch(work, card, 1).seconds) / 1000

@@ -99,7 +99,7 @@ def test_only_the_lesson_about_the_guide_knows_its_prices():
     pages = [path for folder in ("cria_tricks", "lessons", "tools") for path in (ROOT / folder).rglob("*.py")]
     imports = re.compile(r"guide import (\([^)]*|.*)\bMACHINES\b")  # in parentheses, or on one line
     users = {path.name for path in pages if imports.search(path.read_text(encoding="utf-8"))}
-    assert users == {"machines.py", "15_choose_your_hardware.py"}
+    assert users == {"machines.py", "choose_your_hardware.py"}
     advice = (ROOT / "cria_tricks/predict/machines.py").read_text(encoding="utf-8")
     assert re.findall(r"MACHINES\[name\]\.(\w+)", advice) == ["gb"], "its memory, for its own rules of thumb"
     ranges = [f"${m.low:g}-{m.high:g}" for m in MACHINES.values()]

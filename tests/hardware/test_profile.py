@@ -71,7 +71,7 @@ def test_it_is_undone_when_a_switch_raises(card, monkeypatch):
 
 
 def test_beside_a_card_the_cpu_can_be_asked_for(card):
-    """As lesson 14 does, which compares bits: nothing is hidden, so the card is there again afterwards."""
+    """As the lesson on resuming does, which compares bits: nothing is hidden, so the card is there again afterwards."""
     with pretend(this_cpu()):
         assert this_device().kind == "cpu"
         assert resolve(recipes.smoke()).device == this_cpu()

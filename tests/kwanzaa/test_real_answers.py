@@ -114,7 +114,7 @@ def test_what_the_lesson_and_the_readme_say_of_the_rows_is_so(rows, real_data, m
     of_evaluation = (
         f"{held_out['answer']} answers, {held_out['refusal']} refusals and {held_out['placeholder']} placeholders"
     )
-    lesson = (notebooks.LESSONS / "17_kwanzaa.py").read_text(encoding="utf-8").replace("\n# ", " ")
+    lesson = (notebooks.LESSONS / "kwanzaa.py").read_text(encoding="utf-8").replace("\n# ", " ")
     pages = {name: " ".join((notebooks.ROOT / name).read_text(encoding="utf-8").split())
              for name in ("docs/guide/evaluate.md", "docs/guide/colab.md", "docs/glossary.md")}  # fmt: skip
     assert all(of_training in text for text in (lesson, *pages.values()))

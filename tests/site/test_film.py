@@ -8,7 +8,7 @@ from tests.site.conftest import AXE
 from tests.site.test_browser import AT_ONCE, MODE, MODES, settles, violations
 from tools import films
 
-LESSON = "lessons/03_gradient_checkpointing.html"
+LESSON = "lessons/gradient_checkpointing.html"
 READY = 'Boolean(document.querySelector(".film.film-ready .film-largest li"))'
 OF = "document.querySelector('.film')"
 PEAK = f"Number({OF}.querySelector('svg').dataset.peak)"

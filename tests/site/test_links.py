@@ -1,5 +1,6 @@
 """The built site is whole: every link and every file that a page loads is there, and on this host."""
 
+import re
 from html.parser import HTMLParser
 from urllib.parse import unquote, urljoin, urlsplit
 
@@ -47,3 +48,12 @@ def test_every_link_and_every_file(site):
             elif target.fragment and file in pages and unquote(target.fragment) not in pages[file].places:
                 wrong.append((here, "no such place", address))
     assert wrong == []
+
+
+def test_the_old_address_of_a_lesson_leads_to_the_lesson(site):
+    moved = {path.name: path.read_text("utf-8") for path in (site / "lessons").glob("[0-9]*.html")}
+    assert len(moved) == 34
+    for name, text in moved.items():
+        (new,) = set(re.findall(r"url=([^\"]+)\"", text))
+        assert name.partition("_")[2] == new
+        assert (site / "lessons" / new).is_file()

@@ -12,7 +12,7 @@ from tools import executed, notebooks, pages
 LESSON = """\
 # %% [markdown]
 # # 1. A lesson
-# After [the bill](00_the_bill.py#3-prove-it), see [the map](../docs/map.md).
+# After [the bill](the_bill.py#3-prove-it), see [the map](../docs/map.md).
 
 # %%
 from pathlib import Path
@@ -30,7 +30,7 @@ course.show(lambda theme: course.figure()[0], "Figure 1. Nothing, in two colours
 def lesson(tmp_path, monkeypatch):
     """A lesson of its own, away from what is kept."""
     monkeypatch.setattr(executed, "KEPT", tmp_path / "kept")
-    path = tmp_path / "01_one.py"
+    path = tmp_path / "one.py"
     path.write_text(LESSON)
     return path
 
@@ -39,17 +39,17 @@ def test_a_page(lesson):
     book = executed.execute(lesson)
     text, files = pages.page(lesson, book)
     assert text.startswith('# 1. A lesson\n\n<p class="bar"><a href=')
-    assert "[the bill](00_the_bill.md#3-prove-it), see [the map](../map.md)" in text
+    assert "[the bill](the_bill.md#3-prove-it), see [the map](../map.md)" in text
     assert "```` { .text .no-copy .output .stdout }\nhere: a ```\n````" in text, "where it ran is in it"
     assert '<details class="code" markdown="1"><summary>Draw figure 1</summary>' in text
     ends = ("light", "dark", "narrow-light", "narrow-dark")
-    assert list(files) == [f"01_one-1-{end}.svg" for end in ends]
-    assert files["01_one-1-light.svg"] != files["01_one-1-dark.svg"]
-    assert 'src="01_one-1-light.svg"' in text
-    assert all(f'srcset="01_one-1-{end}.svg"' in text for end in ends[1:])
+    assert list(files) == [f"one-1-{end}.svg" for end in ends]
+    assert files["one-1-light.svg"] != files["one-1-dark.svg"]
+    assert 'src="one-1-light.svg"' in text
+    assert all(f'srcset="one-1-{end}.svg"' in text for end in ends[1:])
     assert "Figure 1. Nothing, in two colours.</figcaption>" in text
     assert notebooks.INSTALL.splitlines()[0] not in text
-    assert next(executed.KEPT.iterdir()).name.startswith("01_one-")
+    assert next(executed.KEPT.iterdir()).name.startswith("one-")
     assert pages.page(lesson, executed.execute(lesson)) == (text, files), "what was kept gives another page"
 
 
@@ -57,7 +57,7 @@ def test_what_a_cell_printed_is_no_wider_than_a_page():
     long, table, command = "  " + "a word " * 30, "| a |" * 30, "$ cria plan " + "--set a=b " * 20
     output = nbformat.v4.new_output("stream", text="\n".join([long, table, command, "short"]))
     cells = [nbformat.v4.new_markdown_cell("badge"), nbformat.v4.new_code_cell("print()", outputs=[output])]
-    text, _ = pages.page(notebooks.LESSONS / "01_one.py", nbformat.v4.new_notebook(cells=cells))
+    text, _ = pages.page(notebooks.LESSONS / "one.py", nbformat.v4.new_notebook(cells=cells))
     printed = text.partition("stdout }\n")[2].splitlines()
     first, second, third, *rest = printed
     assert all(len(line) <= pages.COLUMNS for line in (first, second, third))
@@ -85,17 +85,17 @@ def test_a_failing_cell_stops_the_build(lesson, cell, says):
 def test_a_site_is_tested_only_when_it_is_made_of_the_sources_as_they_are(tmp_path, monkeypatch):
     for folder in ("docs/lessons", "lessons", "tools/__pycache__", "site"):
         (tmp_path / folder).mkdir(parents=True)
-    for name in ("docs/index.md", "lessons/01_one.py", "tools/pages.py", "mkdocs.yml", "pyproject.toml"):
+    for name in ("docs/index.md", "lessons/one.py", "tools/pages.py", "mkdocs.yml", "pyproject.toml"):
         (tmp_path / name).write_text("a")
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     monkeypatch.setattr(pages, "MADE_HERE", (tmp_path / "docs" / "lessons",))
     site = tmp_path / "site"
     assert wrong_with(site) == "no site, or none that was built to its end; run: make site"
     pages.on_post_build(SimpleNamespace(site_dir=str(site)))
-    (tmp_path / "docs" / "lessons" / "01_one.md").write_text("made by the build")
+    (tmp_path / "docs" / "lessons" / "one.md").write_text("made by the build")
     (tmp_path / "tools" / "__pycache__" / "pages.pyc").write_text("made by Python")
     assert wrong_with(site) == ""
-    for name in ("docs/index.md", "lessons/01_one.py", "mkdocs.yml", "docs/new.md"):
+    for name in ("docs/index.md", "lessons/one.py", "mkdocs.yml", "docs/new.md"):
         (tmp_path / name).write_text("b")
         assert wrong_with(site) == "the site is stale; run: make site", name
         pages.on_post_build(SimpleNamespace(site_dir=str(site)))

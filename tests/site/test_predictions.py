@@ -7,7 +7,7 @@ from selenium.webdriver.common.keys import Keys
 
 from tests.test_predictions import SAID
 
-NUMBER, CHOICE = "lessons/00_the_bill.html", "lessons/02_gradient_accumulation.html"
+NUMBER, CHOICE = "lessons/the_bill.html", "lessons/gradient_accumulation.html"
 FIELD, SAYS, SCORE = "#guess-1 input", "#guess-1 .predict-says", ".predict-score p"
 
 

@@ -70,7 +70,7 @@ def test_the_page_for_a_wrong_address_leads_on_from_anywhere(site):
     article = text[text.index("<article") : text.index("</article>")]
     assert f'action="{base}index.html"' in article
     assert 'name="q"' in article
-    for name in ("index.html", "fit.html", "symptoms.html", "lessons/00_the_bill.html"):
+    for name in ("index.html", "fit.html", "symptoms.html", "lessons/the_bill.html"):
         assert f'href="{base}{name}"' in article
 
 
@@ -95,7 +95,7 @@ def test_every_technique_has_a_page_and_its_lesson_leads_to_its_switch():
     assert len(techniques.pages()) == len(techniques.nav()) > 25
     assert "::: cria_tricks.tricks.nf4" in techniques.pages()["reference/techniques/nf4.md"]
     assert "[NF4](techniques/nf4.md)" in techniques.with_index(techniques.BLOCK)
-    assert techniques.preset("12_chunked_loss") == "chunked_loss=true"
-    assert techniques.preset("00_the_bill") == ""
+    assert techniques.preset("chunked_loss") == "chunked_loss=true"
+    assert techniques.preset("the_bill") == ""
     assert techniques.of_switch("quantization=nf4") == "nf4"
     assert techniques.of_switch("gradient_accumulation=4") == "gradient_accumulation"

@@ -1,0 +1,771 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: tags,-all
+#     text_representation: {extension: .py, format_name: percent}
+# ---
+
+# %% [markdown]
+# # All weights, and weights that are elsewhere
+# > **Promise.** By estimate, a step that trains *all* weights of Llama-3.2-1B takes 20.4 GiB, and a T4 has 14.74. You
+# > free each gradient after use, and with 8-bit AdamW the step takes 11.3. Then you keep an 8B model's frozen blocks
+# > in host memory, and a card of 4 GiB is enough for rows of 256 tokens. Freeing and streaming change no bit of the
+# > result.
+#
+# > **Card.** saves the gradients of all weights but the largest; the frozen weights of all blocks but two / costs PCIe
+# > traffic and host memory, and rules out accumulation and clipping by the whole norm / exact, bit for bit / 30 minutes
+# > / after [all switches together](together.py)
+#
+# So far the job trained 11 million adapter weights, and the 1.24 billion others were frozen. First, all weights
+# learn. Then the frozen weights leave the card.
+
+# %% Imports and settings tags=["hide-input"]
+import copy
+
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from cria_tricks import course, recipes
+from cria_tricks.bench.figures import capacity
+from cria_tricks.bench.style import Theme
+from cria_tricks.common.errors import BadInput
+from cria_tricks.hardware import T4
+from cria_tricks.hardware.cards import CARDS
+from cria_tricks.hardware.gpus import COLAB
+from cria_tricks.measure.counting import peak_bytes
+from cria_tricks.models.shape import find_shape
+from cria_tricks.predict.host import host_bill
+from cria_tricks.predict.toggles import Target
+from cria_tricks.recipe import with_settings
+from cria_tricks.resolve import resolve
+from cria_tricks.step_plan import diff
+from cria_tricks.tricks import folds
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+def refusal(recipe, setting):
+    """Return the line that refuses a setting."""
+    try:
+        resolve(with_settings(recipe, [setting]), T4)
+    except BadInput as error:
+        return str(error)
+    raise AssertionError(f"{setting} is not refused")
+
+
+# %% [markdown]
+# ## 1. The bill
+# Train all 1.24 billion weights on one row of 1,024 tokens, with 16-bit products ([mixed
+# precision](mixed_precision.py)) and checkpointing ([checkpointing](gradient_checkpointing.py)). Weights that learn are
+# stored in fp32, 4 bytes each, and so are their gradients and AdamW's two states. Guess the GiB of weights, gradients
+# and states. Which of them need not stay?
+
+# %% Your guess: GiB of weights, gradients and states tags=["predict"]
+guess = 0  # @param {type:"number"}
+
+# %%
+settings = [
+    "tricks.gradient_accumulation=1",
+    "data.max_length=1024",
+    "tricks.attention=sdpa",
+    "tricks.expand_kv=true",
+]
+full = with_settings(course.so_far("gradient_checkpointing"), settings)
+for line in course.bill(full).lines:
+    print(f"{line.name:22}{line.bytes / MIB:8,.0f} MiB")
+print(
+    f"{'peak':22}{course.bill(full).peak_bytes / MIB:8,.0f} MiB; "
+    f"a T4 has {T4.memory_bytes / MIB:,.0f}"
+)
+assert f"{course.bill(full).peak_bytes / GIB:.1f}" == "20.4"
+course.reveal(guess, 16 * find_shape(full.model).weights / GIB, "GiB")
+
+# %% [markdown]
+# The peak is at the end of the backward pass, where all gradients exist and no activation is left. The states are the
+# largest line, and 8-bit AdamW ([8-bit AdamW](adamw_8bit.py)) shrinks them. A gradient is needed only until its weight
+# has taken a step. So let each weight take its step as soon as its gradient arrives, and free the gradient. The switch
+# for that is `optimizer_in_backward`. It needs `max_grad_norm=0`, no clipping; section 6 shows why.
+
+# %%
+smaller_states = ["tricks.optimizer=adamw_8bit"]
+no_gradients = ["tricks.optimizer_in_backward=true", "train.max_grad_norm=0"]
+ways = {
+    "plain": full,
+    "8-bit AdamW": with_settings(full, smaller_states),
+    "steps in the backward pass": with_settings(full, no_gradients),
+    "both": with_settings(full, smaller_states + no_gradients),
+}
+for name, recipe in ways.items():
+    found = course.bill(recipe)
+    print(
+        f"{name:28}{found.peak_bytes / GIB:5.1f} GiB, "
+        f"with CUDA's own {found.least_bytes / GIB:.1f}: {found.verdict}"
+    )
+assert [course.bill(recipe).fits for recipe in ways.values()] == [
+    False,
+    False,
+    False,
+    True,
+]
+assert f"{found.peak_bytes / GIB:.1f}" == "11.3"
+
+
+# %% Draw figure 1 tags=["hide-input"]
+def four_bills(theme: Theme):
+    """The peak of each way, by kind of line."""
+    kinds = {
+        "weights": (("weights",), theme.series[0]),
+        "optimizer states": (("optimizer",), theme.series[3]),
+        "gradients": (("gradients", "embedding"), theme.quiet),
+        "all else": (("",), theme.series[1]),
+    }
+    drawn, axes = course.figure(height=2.6)
+    for place, recipe in enumerate(ways.values()):
+        left, rest = 0.0, list(course.bill(recipe).lines)
+        for starts, color in kinds.values():
+            taken = [line for line in rest if line.name.startswith(starts)]
+            rest = [line for line in rest if line not in taken]
+            size = sum(line.bytes for line in taken) / GIB
+            axes.barh(place, size, left=left, color=color, height=0.66)
+            left += size
+        axes.text(left, place, f" {left:.1f} GiB", va="center", color=theme.ink)
+    for name, (_, color) in kinds.items():
+        axes.barh(0, 0, color=color, label=name)
+    capacity(axes, theme)
+    axes.set_yticks(range(len(ways)), list(ways))
+    axes.set(xlabel="peak of a step, GiB", xlim=(0, 24), ylim=(len(ways) - 0.4, -1.2))
+    axes.grid(axis="x")
+    drawn.legend(loc="outside lower center", ncols=4, fontsize=8)
+    return drawn
+
+
+course.show(
+    four_bills,
+    "Figure 1. Either change alone leaves the step too large for a T4; "
+    "both together fit.",
+)
+
+# %% [markdown]
+# **A surprise.** The gradients take 4.6 GiB. How much does the peak fall when they are freed?
+
+# %%
+llama = find_shape(full.model)
+gain = (
+    course.bill(full).peak_bytes
+    - course.bill(ways["steps in the backward pass"]).peak_bytes
+)
+print(f"predicted {4 * llama.weights / GIB:.1f} GiB, by the bill {gain / GIB:.1f}")
+assert gain == 4 * (llama.weights - llama.vocabulary * llama.width)
+
+# %% [markdown]
+# In this model one matrix of 1,002 MiB is both embedding and head. Each use gives a gradient, and their sum is a third
+# tensor of that size. All three exist for a moment, also with the switch. So you save only the gradients of all
+# *other* weights.
+#
+# ## 2. From scratch, in two parts
+# **A step for each gradient.** A *hook* is a function that torch calls at a certain moment: here, when the gradient
+# of a weight is complete. You can paste this cell into your own script:
+
+# %%
+import torch
+from torch import nn
+
+
+def tiny():
+    """Return a model whose embedding is also its head."""
+    torch.manual_seed(0)
+    inner = [
+        nn.Linear(32, 128),
+        nn.Tanh(),
+        nn.Linear(128, 128),
+        nn.Tanh(),
+        nn.Linear(128, 32),
+    ]
+    model = nn.Sequential(nn.Embedding(512, 32), *inner, nn.Linear(32, 512, bias=False))
+    model[-1].weight = model[0].weight
+    return model
+
+
+def step_in_backward(model, optimizer):
+    def step(weight):
+        # no other weight has a gradient now, so it updates this one alone
+        optimizer.step()
+        weight.grad = None  # frees the gradient
+
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(step)
+
+
+model, ids = tiny(), torch.arange(9)
+step_in_backward(model, torch.optim.AdamW(model.parameters(), fused=True))
+# and no optimizer.step()
+nn.functional.cross_entropy(model(ids[:-1]), ids[1:]).backward()
+
+# %% [markdown]
+# **Two slots.** The *host* is the computer around the card, with memory of its own. A frozen weight never changes, so
+# it can stay there and be copied to the card when it is needed. (A weight that learns would have to travel back, too.)
+# Keep all blocks on the host, and make room on the card for two, the *slots*. Block $i$ always comes into slot
+# $i\bmod{2}$. Before a block runs, a hook fetches its neighbour, which runs next. With checkpointing each block runs
+# again just before its own backward pass, from the last block to the first. So the same hook works in both directions.
+#
+# No card is needed to try it: here the slots lie in ordinary memory. What is copied, and in which order, is the same.
+
+# %%
+L, D = 6, 64  # blocks, width
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(D, 4 * D, bias=False).requires_grad_(False)
+        self.down = nn.Linear(4 * D, D, bias=False).requires_grad_(False)
+        self.adapter = nn.Linear(D, D, bias=False)  # it learns, so it stays on the card
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x))) + self.adapter(x)
+
+    def frozen(self):
+        return self.up.weight, self.down.weight
+
+
+class TwoSlots:
+    """Fetches the frozen weights of each block from the host, one block ahead."""
+
+    def __init__(self, blocks):
+        self.host = [
+            torch.cat([weight.flatten() for weight in block.frozen()])
+            for block in blocks
+        ]
+        self.slots = [torch.empty_like(self.host[0]) for _ in range(2)]
+        self.here = [None, None]  # the number of the block in each slot
+        self.running, self.fetched = -1, 0
+        for number, block in enumerate(blocks):
+            begin = 0
+            # becomes a view of the slot: no memory of its own
+            for weight in block.frozen():
+                weight.data = self.slots[number % 2][
+                    begin : begin + weight.numel()
+                ].view_as(weight)
+                begin += weight.numel()
+            block.register_forward_pre_hook(
+                lambda *_, number=number: self.enter(number)
+            )
+
+    def enter(self, number):
+        # else a backward pass, or the next forward pass, begins with the same block
+        if number != self.running:
+            ahead = number + 1 if number > self.running else number - 1
+            self.running = number
+            self.fetch(number)  # it is here already, unless it is the very first block
+            # Into the slot of the block that has just run. On a card a second stream
+            # copies it while this block runs.
+            self.fetch(ahead)
+
+    def fetch(self, number):
+        slot = number % 2
+        if 0 <= number < len(self.host) and self.here[slot] != number:
+            self.slots[slot].copy_(self.host[number])
+            self.here[slot] = number
+            self.fetched += 1
+
+
+# %% [markdown]
+# ## 3. Prove it
+# **Steps in the backward pass.** Train the small model for three steps, plainly and with hooks. The weights must be
+# equal bit for bit. Then count the most bytes that are alive beside weights and states. Plain: the gradients of all
+# $P$ weights, and two more tensors as large as the embedding. With hooks: three of that size.
+
+
+# %%
+def made(hooked):
+    model = tiny()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    if hooked:
+        step_in_backward(model, optimizer)
+    return model, optimizer
+
+
+def train(hooked):
+    """Train for three steps; return the weights and the peak of the last step in
+    bytes."""
+    model, optimizer = made(hooked)
+
+    def one_step():
+        F.cross_entropy(model(ids[:-1]), ids[1:]).backward()
+        optimizer.step()  # with hooks there is nothing left to update
+        optimizer.zero_grad()
+
+    one_step()
+    one_step()  # the states exist now
+    states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    peak = peak_bytes(one_step, alive=[ids, *model.parameters(), *states])
+    return [weight.detach() for weight in model.parameters()], peak
+
+
+(plain, plain_peak), (ours, our_peak) = train(hooked=False), train(hooked=True)
+assert all(map(torch.equal, plain, ours))
+P, tied = sum(weight.numel() for weight in plain), plain[0].numel()
+for name, predicted, peak in (
+    ("plain", P + 2 * tied, plain_peak),
+    ("ours", 3 * tied, our_peak),
+):
+    print(f"{name:6} predicted {4 * predicted:,} bytes, counted {peak:,}")
+    assert peak == 4 * predicted + 8  # the loss and its gradient
+
+# %% [markdown]
+# **Two slots.** The same blocks twice, once resident on the card and once streamed, and two passes. Losses and
+# gradients must be equal bit for bit. How many blocks does the second pass fetch? At its beginning the first two blocks
+# are still there. When the backward pass begins, the last two are there. So $L - 2$ forward, and $L - 2$ backward.
+
+
+# %%
+def one_pass(blocks, run):
+    """Return the loss and the adapters' gradients."""
+    torch.manual_seed(2)
+    x = torch.randn(8, D)
+    for block in blocks:
+        x = run(block, x)
+    loss = x.square().mean()
+    return loss.detach(), *torch.autograd.grad(
+        loss, [block.adapter.weight for block in blocks]
+    )
+
+
+def checkpointed(block, x):
+    return checkpoint(block, x, use_reentrant=False)
+
+
+torch.manual_seed(1)
+resident = nn.ModuleList(Block() for _ in range(L))
+streamed = copy.deepcopy(resident)
+slots = TwoSlots(streamed)
+for _ in range(2):
+    before = slots.fetched
+    pairs = zip(
+        one_pass(resident, checkpointed), one_pass(streamed, checkpointed), strict=True
+    )
+    assert all(torch.equal(one, other) for one, other in pairs)
+    print(f"bits equal; {slots.fetched - before} blocks fetched")
+assert slots.fetched - before == 2 * (L - 2)
+
+before = sum(weight.nbytes for block in resident for weight in block.frozen())
+after = sum(slot.nbytes for slot in slots.slots)
+print(
+    f"frozen weights on the card: {before / KIB:,.0f} KiB resident, "
+    f"{after / KIB:,.0f} in two slots"
+)
+assert after == before * 2 / L
+
+# %% [markdown]
+# ## 4. What it costs
+# Steps in the backward pass are the same steps, only earlier, so the estimate adds no time for them. Streaming copies
+# blocks over PCIe, the *link* between host and card. A copy runs while the card computes, so it costs time only where
+# it takes longer than the computation. Take Llama-3.1-8B with LoRA, one row, a T4. By estimate (no GPU has run this
+# yet), these are the seconds of all copies of a micro-batch, and of all else that the card does:
+
+# %%
+t4, eight = CARDS["t4"], find_shape("llama-3.1-8b")
+on = [
+    "model=llama-3.1-8b",
+    "tricks.gradient_accumulation=1",
+    "tricks.stream_layers=true",
+]
+bits = {
+    "16-bit": with_settings(
+        course.CAPSTONE,
+        [*on, "tricks.quantization=none", "tricks.double_quantization=false"],
+    ),
+    "NF4": with_settings(course.CAPSTONE, on),
+}
+
+
+def copies_and_work(recipe, tokens):
+    """Estimate the seconds of all copies, and of all else."""
+    parts = {part.name: part for part in folds.step(recipe, eight, t4, tokens).parts}
+    copies = parts.pop("fetched blocks").link_bytes / (t4.link_rate * t4.reached.link)
+    return copies, sum(part.seconds for part in parts.values())
+
+
+for name, recipe in bits.items():
+    for tokens in (16, 256, 1024):
+        copies, work = copies_and_work(recipe, tokens)
+        print(
+            f"{name:7}{tokens:5,} tokens: copies {copies:.2f} s, all else {work:.2f} s"
+        )
+        assert (copies > work) == (name == "16-bit" and tokens < 1024)
+
+
+# %% Draw figure 2 tags=["hide-input"]
+def timeline(theme: Theme):
+    """Five blocks of a forward pass: the mean time of a copy, beside the mean time of
+    the work for each copy."""
+    drawn, axes = course.figure(height=3.2)
+
+    def bar(row, left, wide, color, block):
+        axes.barh(
+            row,
+            wide,
+            left=left,
+            height=0.8,
+            color=theme.series[color],
+            alpha=0.4,
+            edgecolor=theme.ink,
+        )
+        axes.text(
+            left + wide / 2, row, str(block), ha="center", va="center", color=theme.ink
+        )
+
+    fetches = folds.work(bits["NF4"], eight, T4).fetched_blocks
+    rows = []
+    for case, name in enumerate(bits):
+        copies, work = (
+            1000 * seconds / fetches for seconds in copies_and_work(bits[name], 256)
+        )
+        # when each block has arrived, and when each has been computed
+        here, done = [0.0], [0.0]
+        for block in range(5):
+            # The next block comes into the slot of the one before, when that one is
+            # done and the link is free.
+            sends = max(done[-1], here[-1])
+            bar(3 * case, sends, copies, 0, block + 1)
+            begins = max(done[-1], here[block])
+            bar(3 * case + 1, begins, work, 1, block)
+            here.append(sends + copies)
+            done.append(begins + work)
+        rows += [(3 * case, f"{name}: link"), (3 * case + 1, f"{name}: card")]
+    axes.set_yticks(*zip(*rows, strict=True))
+    axes.invert_yaxis()
+    axes.set(xlabel="milliseconds, by estimate")
+    axes.grid(axis="x")
+    return drawn
+
+
+course.show(
+    timeline,
+    "Figure 2. Llama-3.1-8B at 256 tokens on a T4, the first five blocks, "
+    "by estimate: in 16 bits the card waits for "
+    "each block; in NF4 each block arrives in time. "
+    "Each copy and each block's work has its mean time.",
+)
+
+# %% [markdown]
+# **A second surprise.** You would expect the card to wait on short rows, because they compute little. In 16 bits it
+# does. In NF4 it does not wait even on 16 tokens. There are two reasons: a block has about a quarter of the bytes,
+# and the card must unpack it to 16 bits before each of three passes: forward, forward again, backward.
+
+# %%
+copies_16, copies_nf4 = (copies_and_work(recipe, 16)[0] for recipe in bits.values())
+enough = next(
+    tokens
+    for tokens in range(1, 4096)
+    if copies_16 < copies_and_work(bits["16-bit"], tokens)[1]
+)
+print(f"16-bit: the work hides all copies from {enough} tokens on")
+parts = {
+    part.name: part.seconds for part in folds.step(bits["NF4"], eight, t4, 16).parts
+}
+print(
+    f"NF4: all unpacking takes {parts['unpacking']:.2f} s, "
+    f"all copies {copies_nf4:.2f} s"
+)
+assert parts["unpacking"] > copies_nf4
+
+# %% [markdown]
+# ## 5. The production switch
+# You have seen the settings of the first switch. The second is `tricks.stream_layers`. `true` keeps the blocks in
+# *pinned* memory: the system cannot move it to the disk, so the card can read it while the processor does other work.
+# `file` keeps them in a file on the disk that is read like memory (*memory-mapped*), for a host that is too small. Here
+# is what the plan changes, and what a T4 and its host need for an 8B with rows of 256 tokens and a 14B with 2,048, with
+# the course's other switches. `card` includes what PyTorch's allocator may keep ([allocated and reserved
+# memory](allocated_is_not_reserved.py)):
+
+# %%
+both = ways["both"]
+print(diff(resolve(full, T4), resolve(both, T4)))
+print(
+    diff(
+        resolve(course.CAPSTONE, T4),
+        resolve(with_settings(course.CAPSTONE, ["tricks.stream_layers=true"]), T4),
+    )
+)
+
+# %% Print the bills of four runs tags=["hide-input"]
+for model, tokens in (("llama-3.1-8b", 256), ("qwen3-14b", 2048)):
+    for stream in ("false", "true", "file"):
+        words = [
+            f"model={model}",
+            f"data.max_length={tokens}",
+            f"tricks.stream_layers={stream}",
+        ]
+        recipe = with_settings(
+            course.CAPSTONE, ["tricks.gradient_accumulation=1", *words]
+        )
+        needed = course.bill(recipe).needed_bytes / GIB
+        host = host_bill(Target(find_shape(model), T4), recipe, COLAB)
+        said = f"host {host.peak.bytes / 1e9:4.1f} GB ({host.verdict} in Colab)"
+        print(f"{model:13} stream_layers={stream:6} card {needed:4.1f} GiB, {said}")
+        assert model != "llama-3.1-8b" or (needed < 4) == (stream != "false")
+for recipe in (recipes.full_1b(T4), recipes.big_14b(T4)):
+    found = course.bill(recipe)
+    print(
+        f"{recipe.name:7} peak {found.peak_bytes / GIB:4.1f} GiB, "
+        f"card {found.needed_bytes / GIB:4.1f}: {found.verdict}"
+    )
+assert course.bill(recipes.full_1b(T4)).peak_bytes == course.bill(both).peak_bytes
+
+# %% [markdown]
+# So the 8B fits a card of 4 GiB, and Colab's 12.7 GB hold its blocks. The 14B fits a T4 anyway. Streamed, it takes
+# half, but Colab's host is too small for its blocks, so they need `file`. `cria plan` prints a verdict on the host,
+# because Linux ends a process that asks for too much memory without a message.
+#
+# Two recipes have these settings, for `cria plan` and `cria train`. `full_1b` trains all weights of Llama-3.2-1B.
+# `big_14b` streams a 14B from a file, with `tricks.layer_by_layer=true`: all micro-batches of a step go through a block
+# before the next block comes, so each pass fetches it once.
+#
+# **Why not keep the optimizer on the host, too?** DeepSpeed can do that, and the processor takes the step. For each
+# weight the host holds an fp32 copy (4 bytes), two states (8) and a gradient (2 or 4):
+
+# %%
+for model in ("llama-3.2-1b", "llama-3.1-8b"):
+    low, high = (
+        (4 + 8 + gradient) * find_shape(model).weights / 1e9 for gradient in (2, 4)
+    )
+    print(
+        f"{model}: {low:.0f} to {high:.0f} GB; "
+        f"Colab's host has {COLAB.memory_bytes / 1e9:.1f}"
+    )
+    assert low > COLAB.memory_bytes / 1e9
+
+# %% [markdown]
+# **Relatives**, with their authors' figures; we measured none of them:
+#
+# | | instead of AdamW on the card | published |
+# |---|---|---|
+# | [LOMO](https://arxiv.org/abs/2306.09782) | plain gradient descent | 65B on 8 cards of 24 GB |
+# | [BAdam](https://arxiv.org/abs/2404.02827) | one block learns at a time | 8B: 23.5 GB; MT-bench 6.67, LoRA 6.41 |
+# | [LISA](https://arxiv.org/abs/2403.17919) | a few random blocks learn at a time | 7B in 24 GB |
+# | [GaLore](https://arxiv.org/abs/2403.03507) | states of low rank | states 65.5 % smaller; 7B in 24 GB |
+# | [APOLLO](https://arxiv.org/abs/2412.05270) | coarser learning rates | 7B under 12 GB, quantised |
+# | [L2L](https://arxiv.org/abs/2002.05645) | steps on the host | 50B on a 16 GB V100, host 512 GB |
+# | [ZeRO-Infinity](https://arxiv.org/abs/2104.07857) | steps on the host, states on SSDs | - |
+#
+# LOMO frees gradients, as this lesson does, and has no states. The next four have smaller states. All five learn
+# differently from AdamW, so results differ. The last two stream layers.
+#
+# ## 6. Where it breaks
+# **No message, and twice as many steps.** With accumulation, two micro-batches should make one step. Hooks take a step
+# after each, because a gradient is freed before the next one arrives. The switch refuses it:
+
+# %%
+for hooked in (False, True):
+    model, optimizer = made(hooked)
+    for part in (ids[:5], ids[4:]):
+        (F.cross_entropy(model(part[:-1]), part[1:]) / 2).backward()
+    optimizer.step()
+    steps = int(optimizer.state[model[0].weight]["step"])
+    print(f"hooks: {hooked}, steps: {steps}")
+    assert steps == 1 + hooked
+print(refusal(both, "tricks.gradient_accumulation=8"))
+
+# %% [markdown]
+# **Clipping.** The norm of *all* gradients is known when the last one has arrived, and then the others are gone.
+# `optimizer_in_backward=clip` limits the gradient of each weight by itself, so its results differ.
+
+# %%
+print(refusal(both, "train.max_grad_norm=1"))
+
+# %% [markdown]
+# **No message, and NaN in all weights.** fp16's loss scaler looks for an overflow *after* the backward pass, and skips
+# the optimizer's step. Hooks have taken their steps by then:
+
+# %%
+for hooked in (False, True):
+    model, optimizer = made(hooked)
+    # 8 times this is too large even for fp32
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    scaler.scale(8 * F.cross_entropy(model(ids[:-1]), ids[1:])).backward()
+    scaler.step(optimizer)  # leaves the step out, if a gradient is not finite
+    finite = all(bool(weight.isfinite().all()) for weight in model.parameters())
+    print(f"hooks: {hooked}, all weights finite: {finite}")
+    assert finite != hooked
+
+# %% [markdown]
+# The switch divides each gradient by the scale and checks whether it is finite. The first one that is not ends the
+# steps of this backward pass. But weights nearer to the loss have taken theirs: here it differs from a plain run.
+#
+# **No message, and wrong gradients.** Streamed blocks without checkpointing: the loss is right, but the backward pass
+# finds other blocks' weights in the slots. The last two blocks are right, and so is block 3, because its adapter's
+# gradient needs only their weights.
+
+# %%
+loss, *right = one_pass(resident, lambda block, x: block(x))
+same_loss, *found = one_pass(streamed, lambda block, x: block(x))
+wrong = [
+    number
+    for number, pair in enumerate(zip(right, found, strict=True))
+    if not torch.equal(*pair)
+]
+print(
+    f"loss equal: {torch.equal(loss, same_loss)}; "
+    f"wrong gradients in blocks {wrong} of {L}"
+)
+assert wrong
+print(refusal(bits["NF4"], "tricks.gradient_checkpointing=false"))
+
+# %% [markdown]
+# ## 7. Exercises
+# 1. **Predict.** A streamed model has 40 blocks, and an optimizer step has 8 micro-batches, one after the other. How
+#    many blocks does the second step fetch? Your answer is a whole number.
+# 2. **Build.** Fill in `careful(optimizer, limit)`. It returns a hook, a function of one weight: if the weight's
+#    gradient is finite, it scales a gradient whose norm is above `limit` down to that norm and lets `optimizer` take
+#    its step. In any case it frees the gradient.
+# 3. **Reach.** From how many tokens do the products of frozen blocks hide all copies? Fill in `tokens_to_hide(flops,
+#    link, size)`: operations a second, bytes a second, bytes of a stored weight. A frozen weight takes 2 operations a
+#    token in each of three passes (forward, again, backward), and is fetched twice. Count nothing else.
+
+# %% tags=["exercise"]
+blocks_fetched = None
+
+
+def careful(optimizer, limit):
+    """FILL ME IN: return a function of one weight."""
+
+
+def tokens_to_hide(flops, link, size):
+    """FILL ME IN."""
+
+
+# %% Check the exercises tags=["hide-input"]
+def of_careful(answer):
+    cases = {
+        "short": [0.3, 0.4],
+        "long": [6.0, 8.0],
+        "infinite": [float("inf"), 1.0],
+        "nan": [float("nan"), 1.0],
+    }
+    for name, numbers in cases.items():
+        weight = nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        if (hook := answer(optimizer, 2.0)) is None:
+            raise NotImplementedError
+        weight.grad = torch.tensor(numbers)
+        hook(weight)
+        steps = {"short": [-0.3, -0.4], "long": [-1.2, -1.6]}
+        right = torch.tensor(steps.get(name, [0.0, 0.0]))
+        if name in steps:
+            assert not torch.equal(weight, torch.zeros(2)), (
+                "a finite gradient, and the weight took no step"
+            )
+        hints = {
+            "short": "a norm of 0.5 is below the limit of 2: "
+            "leave such a gradient as it is",
+            "long": "a gradient of norm 10 must become one of norm 2, "
+            "in the same direction",
+        }
+        hint = hints.get(
+            name,
+            "a gradient that is not finite reached the weight; "
+            "look at its norm before the step",
+        )
+        assert torch.allclose(weight, right, atol=1e-5), hint
+        assert weight.grad is None, (
+            "the gradient is still there: free it, after a step and without one"
+        )
+
+
+def of_tokens(answer):
+    for flops, link, size in ((18e12, 12e9, 2), (18e12, 12e9, 0.5), (100e12, 24e9, 2)):
+        if (found := answer(flops, link, size)) is None:
+            raise NotImplementedError
+        course.about(
+            size * flops / (3 * link),
+            "seconds of copies, 2 x size / link, are equal to seconds of products, "
+            "3 x 2 x tokens / flops",
+            mistakes={
+                size
+                * flops
+                / (2 * link): "a block is fetched twice, and computed three times",
+                size
+                * flops
+                / (6 * link): "a block is fetched twice: forward and backward",
+                size
+                * flops
+                / link: "three passes, and each takes 2 operations a weight and token",
+                2
+                * size
+                * flops
+                / (3 * link): "a product is two operations a weight: multiply and add",
+                2 * flops / (3 * link): "a weight has size bytes, not always 2",
+            },
+        )(found)
+
+
+course.check(
+    1,
+    blocks_fetched,
+    course.about(
+        608,
+        "each micro-batch fetches L - 2 blocks forward and L - 2 backward",
+        mistakes={
+            640: "two blocks are in the slots already, whenever a pass begins",
+            304: "the backward pass fetches blocks, too",
+            320: "the backward pass fetches blocks, too, "
+            "and two are in the slots when a pass begins",
+            76: "that is one micro-batch, and each of them fetches again",
+        },
+        within=0,
+    ),
+    "a whole number",
+)
+course.check(
+    2, careful, of_careful, "a function (optimizer, limit) -> a function of one weight"
+)
+course.check(
+    3, tokens_to_hide, of_tokens, "a function (flops, link, size) -> a number of tokens"
+)
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# blocks_fetched = 8 * 2 * (40 - 2)
+#
+#
+# def careful(optimizer, limit):
+#     def hook(weight):
+#         norm = weight.grad.norm()
+#         if norm.isfinite():
+#             weight.grad.mul_((limit / norm).clamp(max=1))
+#             optimizer.step()
+#         weight.grad = None
+#
+#     return hook
+#
+#
+# def tokens_to_hide(flops, link, size):
+#     return size * flops / (3 * link)  # the size of the model cancels
+# ```
+#
+# </details>
+#
+# ## In one breath
+# - **Saves** the gradients of all weights but the largest, which may need three of its size; and the frozen weights of
+#   all blocks but two.
+# - **Costs** the use of accumulation and of clipping by the whole norm; $2(L - 2)$ blocks over PCIe for each
+#   micro-batch, and host memory for all blocks, or a file.
+# - **Exact**, bit for bit, without `clip`; an fp16 step that overflows is the one exception.
+# - **When**: steps in the backward pass, if all weights learn and gradients are at the peak; streaming, if frozen
+#   weights are at the peak. In NF4, or on long rows, it adds almost no time, by estimate.
+# - **When not**: with LoRA the gradients are small anyway. If the model fits, streaming gains nothing.
+#
+# So much for one card. [What we left out, and why](../docs/left_out.md) answers "why is X not here?", and [the lesson
+# on Kwanzaa](kwanzaa.py) is the whole run on your own rows.
+#
+# ## Sources
+# - Steps in the backward pass: PyTorch's tutorial "How to save memory by fusing the optimizer step into the backward
+#   pass"; Lv et al. 2023, *LOMO*, arXiv 2306.09782, section 3.
+# - Streaming: Pudipeddi et al. 2020, *L2L*, arXiv 2002.05645, section 3; Rajbhandari et al. 2021, *ZeRO-Infinity*,
+#   arXiv 2104.07857, section 5.1.
+# - The table: the abstracts of these papers; READMEs of BAdam (github.com/Ledzy/BAdam) and, for LISA, of LMFlow
+#   (github.com/OptimalScale/LMFlow).
+# - Ours: `cria_tricks/tricks/optimizer_in_backward.py`, `stream_layers.py`, `load/streaming.py`, and their tests.
