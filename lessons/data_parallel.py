@@ -212,8 +212,8 @@ def answers(rows):
 
 
 def alone(window):
-    """The gradient of a window in one process, as in gradient_accumulation.py: sums, divided once by
-    the window's tokens."""
+    """The gradient of a window in one process, as in gradient_accumulation.py: sums,
+    divided once by the window's tokens."""
     model, tokens = new_model(), answers(window)
     for row in window:
         (loss_sum(model, row) / tokens).backward()

@@ -1,5 +1,6 @@
 """Lessons run from top to bottom in a real kernel, and the last as a plain script too, on the wheel alone."""
 
+import ast
 import json
 import os
 import re
@@ -12,24 +13,30 @@ from typing import Any
 import jupytext
 import nbformat
 import pytest
+import torch
 from nbclient import NotebookClient
 
 from cria_tricks import course
 from cria_tricks.bench.case import settings_of
 from cria_tricks.hardware import T4
 from cria_tricks.models.catalogue import CONFIGS
+from cria_tricks.predict import toggles
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from tools import executed, notebooks
+from cria_tricks.tricks import TRICKS
+from tools import executed, lesson_figures, notebooks
 from tools.exercises import try_answers
 
 CAPSTONE = notebooks.LESSONS / "kwanzaa.py"
 UNSET = 'MIRROR = ""'
 COLUMNS = 88
 """Of code: a page of the site shows so many without scrolling."""
+LINES, CELLS = 170, 25
+"""The most lines of code and cells that a first reading takes."""
 VISIBLE = 295
-"""Lines of code that are not folded. The limit was 200 while lines had 120 columns, and the same code in 88 columns was
-6,236 lines before and 9,180 after, 1.47 times as many."""
+"""The limit of lines for lessons that are not told anew yet."""
+OURS = 2
+"""So many imports of the package may the from-scratch part have."""
 
 
 @pytest.fixture
@@ -170,7 +177,8 @@ def test_the_wheel_holds_what_the_lessons_need(installed):
 def test_a_lesson_has_the_skeleton(lesson):
     cells = jupytext.read(lesson).cells
     text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    assert re.match(r"# [^\d.]+", text), "a title gets its number from the list of lessons"
+    assert text.startswith("# ")
+    assert not re.match(r"# \d+\. ", text), "a title gets its number from the list of lessons"
     assert "> **Promise.**" in text
     assert "> **Card.**" in text
     assert re.findall(r"^## (?:\d\. )?(\w+(?: \w+)*)", text, re.M) == [
@@ -184,14 +192,70 @@ def test_a_lesson_has_the_skeleton(lesson):
         "In one breath",
         "Sources",
     ]
-    hidden = (notebooks.FOLDED, notebooks.PREDICT)
-    shown = [cell for cell in cells if cell.cell_type == "code" and not any(_tagged(cell, tag) for tag in hidden)]
-    code = [line for cell in shown for line in cell.source.splitlines() if line.strip()]
-    words = len(text.split("## In one breath")[0].split())
-    assert 800 <= words <= 1600, words
-    assert len(code) <= VISIBLE, f"{len(code)} visible lines of code; {VISIBLE} in 88 columns are what 200 were in 120"
+    found = lesson_figures.figures(lesson)
+    if asks_a_question(lesson):
+        assert 800 <= found.words <= 1600, "words of the path, before In one breath"
+        assert found.lines <= LINES, "lines of code in the path"
+        assert found.cells <= CELLS, "cells of the path"
+        assert +found.private == {}
+        assert f"about {found.minutes} minutes" in text.replace("\n> ", " ").split("**Card.**")[1][:600]
+        promise = re.search(r"> \*\*Promise\.\*\* (.+?)\n(?:>\n|\n)", text, re.S)
+        assert promise
+        assert 35 <= len(promise[1].replace("> ", "").split()) <= 75, "words of the promise"
+    else:  # not told anew yet
+        assert 800 <= found.words <= 1620, found.words
+        assert found.lines <= VISIBLE, f"{found.lines} visible lines; {VISIBLE} in 88 columns are what 200 were in 120"
     whole = lesson.read_text(encoding="utf-8")
     assert "CUDA_VISIBLE_DEVICES" not in whole, "a lesson leaves the reader's card where it is; see pretend(this_cpu())"
+
+
+def asks_a_question(lesson: Path) -> bool:
+    """Whether a lesson is told anew: those that are begin with the question that they answer."""
+    return "question" in jupytext.read(lesson, fmt="py:percent").metadata
+
+
+TOLD_ANEW = [path for path in notebooks.lessons() if asks_a_question(path)]
+
+
+def from_scratch(lesson: Path) -> list[str]:
+    """The cells of a lesson's from-scratch part that a first reading takes."""
+    section, code = "", []
+    for cell in jupytext.read(lesson, fmt="py:percent").cells:
+        if cell.cell_type == "markdown" and (heading := re.search(r"^## (?:\d\. )?(.*)$", cell.source, re.M)):
+            section = heading[1]
+        away = set(cell.metadata.get("tags", [])) & {notebooks.FOLDED, notebooks.DEEP, notebooks.PREDICT}
+        if cell.cell_type == "code" and section.startswith("From scratch") and not away:
+            code.append(cell.source)
+    return code
+
+
+@pytest.mark.parametrize("lesson", TOLD_ANEW, ids=lambda path: path.stem)
+def test_the_from_scratch_part_runs_alone_in_an_empty_notebook(lesson, monkeypatch, tmp_path):
+    """With torch and at most two imports of ours, and without anything from the cells before it."""
+    code = "\n".join(from_scratch(lesson))
+    modules = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name for node in modules]
+    assert sum(name.startswith("cria_tricks") for name in names) <= OURS
+    others = {name.partition(".")[0] for name in names} - {"torch", "cria_tricks"} - sys.stdlib_module_names
+    assert not others
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng():
+        exec(compile(code, f"lessons/{lesson.name}, from scratch", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("lesson", TOLD_ANEW, ids=lambda path: path.stem)
+def test_a_lesson_shows_its_switch_as_plain_code_and_what_it_is_worth_twice(lesson):
+    """The plain code is that of the technique's module, which a test runs."""
+    whole = lesson.read_text(encoding="utf-8")
+    taught = [trick for trick in TRICKS if lesson.stem == trick.LESSON]
+    on = {toggle.partition("=")[0] for trick in taught for toggle in trick.SWITCHES} & set(
+        toggles.switched_on(course.CAPSTONE)
+    )
+    if taught:
+        assert ".PLAIN" in whole
+        assert re.search(r"cria (train|plan) ", whole)
+    for field in on:
+        assert re.search(rf"show_worth\([^)]*\"{field}\"", whole), field
 
 
 @pytest.mark.parametrize("lesson", notebooks.lessons(), ids=lambda path: path.stem)

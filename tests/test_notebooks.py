@@ -232,3 +232,50 @@ def test_a_notebook_has_its_number_from_the_list(monkeypatch):
     monkeypatch.setattr(notebooks.course, "LESSONS", ("the_bill",))
     with pytest.raises(ValueError, match=r"'nf4' is no lesson; the lessons are the_bill"):
         notebooks.make(lesson)
+
+
+DEEPLY = """\
+# ---
+# jupyter:
+#   question: Why two?
+# ---
+
+# %% [markdown]
+# # A lesson
+
+# %%
+print(1)
+
+# %% [markdown] tags=["deep"]
+# ### How far it is off
+# By much.
+
+# %% tags=["deep"]
+print(2)
+
+# %% [markdown]
+# ## 4. The next section
+"""
+
+
+def test_what_a_first_reading_leaves_out_is_collapsed(course):
+    lesson = course / "lessons" / "one.py"
+    lesson.write_text(DEEPLY)
+    book = nbformat.reads(notebooks.make(lesson), as_version=4)
+    (heading,) = [cell for cell in book.cells if cell.metadata.get("jp-MarkdownHeadingCollapsed")]
+    assert heading.source == "### How far it is off\nBy much."
+    assert book.metadata.colab.collapsed_sections == [heading.id]
+    lesson.write_text(DEEPLY.replace("### How", "How"))
+    with pytest.raises(ValueError, match=r"begins with a heading of its own .*How far it is off"):
+        notebooks.make(lesson)
+    lesson.write_text(DEEPLY.replace("## 4. The next section", "And so on."))
+    with pytest.raises(ValueError, match=r"behind a deep part begins with a heading: 'And so on"):
+        notebooks.make(lesson)
+
+
+def test_a_lesson_ends_with_the_next_ones_question(course, monkeypatch):
+    monkeypatch.setattr(notebooks.course, "LESSONS", ("two", "one"))
+    (course / "lessons" / "one.py").write_text(DEEPLY)
+    (course / "lessons" / "two.py").write_text(LESSON)
+    last = [nbformat.reads(notebooks.make(lesson), as_version=4).cells[-1].source for lesson in notebooks.lessons()]
+    assert last == [f"**Next: [1. A lesson]({notebooks.colab_address('one')}).** Why two?", "## 4. The next section"]

@@ -9,6 +9,7 @@ in Kaggle.
 """
 
 import argparse
+import itertools
 import re
 import sys
 import tomllib
@@ -31,6 +32,9 @@ BEFORE_INSTALL = "before-install"
 
 FOLDED = "hide-input"
 """The tag of cells whose code is folded; such a cell has a title, which says what is inside: ``# %% Draw figure 2``."""
+DEEP = "deep"
+"""The tag of cells that a first reading leaves out. They stand together behind a heading of their own (###), which has
+the tag, too: a page folds them under it, and a notebook collapses it. The next cell begins with a heading."""
 PREDICT = "predict"
 """The tag of a form cell that takes the reader's guess; ``course.reveal`` further down says how far off it was."""
 
@@ -142,7 +146,7 @@ def make(script: Path) -> str:
     badge = nbformat.v4.new_markdown_cell(badges)
     install = nbformat.v4.new_code_cell(install_cell(book.metadata.get("extra", "")))
     place = next(i for i, cell in enumerate(cells) if cell.cell_type == "code" and not _early(cell))
-    book.cells = [badge, *cells[:place], install, *cells[place:]]
+    book.cells = [badge, *cells[:place], install, *cells[place:], *_next(script)]
     for cell in book.cells:
         if cell.cell_type == "markdown":
             cell.source = _absolute(cell.source)
@@ -154,11 +158,16 @@ def make(script: Path) -> str:
             cell.metadata |= {"cellView": "form"}
     for number, cell in enumerate(book.cells):  # jupytext's and nbformat's own are random
         cell["id"] = f"{script.stem.replace('_', '-')[:50]}-{number:03d}"
+    collapsed = []
+    for heading, *_ in deep(book.cells):
+        heading.metadata["jp-MarkdownHeadingCollapsed"] = True
+        collapsed.append(heading["id"])
     needs = {key: book.metadata[key] for key in ("accelerator",) if key in book.metadata}
+    colab = {"collapsed_sections": collapsed} if collapsed else {}
     book.metadata = nbformat.from_dict(
         {
             **needs,
-            "colab": {"provenance": [], "toc_visible": True, **({"gpuType": "T4"} if needs else {})},
+            "colab": {"provenance": [], "toc_visible": True, **({"gpuType": "T4"} if needs else {}), **colab},
             "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
             "language_info": {"name": "python"},
         }
@@ -166,6 +175,38 @@ def make(script: Path) -> str:
     book.nbformat, book.nbformat_minor = 4, 5
     nbformat.validate(book)
     return nbformat.writes(book, version=nbformat.NO_CONVERT) + "\n"
+
+
+def deep(cells: list[nbformat.NotebookNode]) -> list[list[nbformat.NotebookNode]]:
+    """Find the parts of a lesson that are folded because a first reading leaves them out.
+
+    Raises:
+        ValueError: a part has no heading of its own, or the cell behind it has none, so that it would be folded, too.
+    """
+    marked = [(DEEP in cell.metadata.get("tags", []), cell) for cell in cells]
+    runs = [(is_deep, [cell for _, cell in run]) for is_deep, run in itertools.groupby(marked, lambda pair: pair[0])]
+    for (is_deep, run), (_, after) in zip(runs, [*runs[1:], (False, [])], strict=True):
+        if is_deep and not run[0].source.startswith("### "):
+            raise ValueError(f"a deep part begins with a heading of its own (### ...): {run[0].source[:60]!r}")
+        if is_deep and after and not after[0].source.startswith("##"):
+            raise ValueError(f"the cell behind a deep part begins with a heading: {after[0].source[:60]!r}")
+    # Two parts that follow each other are two: each heading begins one.
+    parts: list[list[nbformat.NotebookNode]] = []
+    for is_deep, run in runs:
+        for cell in run if is_deep else []:
+            if cell.cell_type == "markdown" and cell.source.startswith("### "):
+                parts.append([])
+            parts[-1].append(cell)
+    return parts
+
+
+def _next(script: Path) -> list[nbformat.NotebookNode]:
+    """The last cell of a lesson: the next lesson's title, and the question with which that one begins."""
+    if script.parent != LESSONS or script.stem == course.LESSONS[-1]:
+        return []
+    after = LESSONS / f"{course.LESSONS[course.number_of(script.stem) + 1]}.py"
+    asks = jupytext.read(after, fmt="py:percent").metadata.get("question", "")
+    return [nbformat.v4.new_markdown_cell(f"**Next: [{titled(after)}]({after.name}).** {asks}".rstrip())]
 
 
 def title_line(cell: nbformat.NotebookNode) -> str:

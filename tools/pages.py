@@ -46,6 +46,8 @@ MADE_HERE = (PAGES, browser_python.HERE)
 FIGURES = {LIGHT: "light", DARK: "dark", NARROW_LIGHT: "narrow-light", NARROW_DARK: "narrow-dark"}
 """The ends of a figure's files, by the MIME types under which a cell shows it."""
 HEADING = re.compile("^## ", re.M)
+FOLDS, ENDS = "folds", "ends"
+"""In the metadata of the first and of the last cell of a part that is folded."""
 ANSWERS, ASKS = "answers", "asks"
 """Where in a cell's metadata is which guess it answers, and what a form asks: its answer, which comes later."""
 
@@ -75,6 +77,14 @@ class ForTheSite(Preprocessor):
             cell = nbformat.v4.new_markdown_cell("\n\n".join([code, *parts]), metadata=cell.metadata)
         if place := cell.metadata.get(ANSWERS):
             cell.source = f'<div class="answer" data-of="{place}" markdown="1">\n\n{cell.source}\n\n</div>'
+        if cell.metadata.get(FOLDS):
+            heading, _, rest = cell.source.partition("\n")
+            title = heading.removeprefix("### ")
+            cell.source = (
+                f'<details class="deep" markdown="1"><summary markdown="span">{title}</summary>\n\n{rest.strip()}'
+            )
+        if cell.metadata.get(ENDS):
+            cell.source += "\n\n</details>"
         return cell, resources
 
     def _output(self, output: Any, resources: Any) -> str:
@@ -106,6 +116,7 @@ def page(lesson: Path, book: nbformat.NotebookNode) -> tuple[str, dict[str, byte
     resources: dict[str, Any] = {}
     book.cells = [cell for cell in book.cells[1:] if cell.source != notebooks.INSTALL]  # nor the badge
     join_predictions(book.cells, lesson.stem)
+    mark_deep(book.cells)
     book, resources = ForTheSite(lesson.stem).preprocess(book, resources)
     text, resources = MarkdownExporter().from_notebook_node(book, resources)
     preset = techniques.preset(lesson.stem)
@@ -116,6 +127,12 @@ def page(lesson: Path, book: nbformat.NotebookNode) -> tuple[str, dict[str, byte
     )
     text = film_places.with_films(lesson.stem, re.sub(r"\n{3,}", "\n\n", text).strip() + "\n")
     return re.sub(r"\A(# .*\n)", lambda title: f"{title[1]}\n{bar}\n\n", text, count=1), resources.get("outputs", {})
+
+
+def mark_deep(cells: list[Any]) -> None:
+    """Note at both ends of each part that a first reading leaves out that it is folded there."""
+    for part in notebooks.deep(cells):
+        part[0].metadata[FOLDS], part[-1].metadata[ENDS] = True, True
 
 
 def join_predictions(cells: list[Any], stem: str) -> None:

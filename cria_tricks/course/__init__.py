@@ -2,7 +2,7 @@
 
 from cria_tricks.course.drawing import DARK, LIGHT, NARROW_DARK, NARROW_LIGHT, Sketch, figure, show, staircase
 from cria_tricks.course.exercises import CHECKS, about, check, equal
-from cria_tricks.course.job import CAPSTONE, LESSON_OF, bill, show_bill, so_far
+from cria_tricks.course.job import CAPSTONE, LESSON_OF, bill, show_bill, show_worth, so_far
 from cria_tricks.course.measured import on_a_gpu
 from cria_tricks.course.predictions import NO_GUESS, PREDICTION, reveal, trend
 
@@ -26,6 +26,7 @@ __all__ = [
     "reveal",
     "show",
     "show_bill",
+    "show_worth",
     "so_far",
     "staircase",
     "trend",

@@ -102,3 +102,23 @@ def test_a_site_is_tested_only_when_it_is_made_of_the_sources_as_they_are(tmp_pa
         assert wrong_with(site) == ""
     monkeypatch.setattr(pages, "key", lambda text: "another package")
     assert wrong_with(site) == "the site is stale; run: make site"
+
+
+def test_what_a_first_reading_leaves_out_is_folded_under_its_heading():
+    deep = {"tags": ["deep"]}
+    cells = [
+        nbformat.v4.new_markdown_cell("badge"),
+        nbformat.v4.new_markdown_cell("# A lesson"),
+        nbformat.v4.new_markdown_cell("### How far `x` is off\nBy much.", metadata=deep),
+        nbformat.v4.new_code_cell("print(2)", metadata=deep),
+        nbformat.v4.new_markdown_cell("### A second one\nShort.", metadata=deep),
+        nbformat.v4.new_markdown_cell("## The next section"),
+    ]
+    text, _ = pages.page(notebooks.LESSONS / "one.py", nbformat.v4.new_notebook(cells=cells))
+    first, second = (
+        '<summary markdown="span">How far `x` is off</summary>',
+        '<summary markdown="span">A second one</summary>',
+    )
+    assert f'<details class="deep" markdown="1">{first}\n\nBy much.\n' in text
+    assert "print(2)\n```\n\n</details>" in text.split(first)[1].split(second)[0]
+    assert text.split(second)[1].split("## The next section")[0].strip() == "Short.\n\n</details>"
