@@ -676,8 +676,7 @@ course.check(3, failing_step, of_leak, "the number of a step, a whole number")
 #
 # ```python
 # # 11 %, called HFU. (choose_your_hardware.py says 0.31 of the same run: it counts
-# the time for memory
-# # traffic as work, too.)
+# # the time for memory traffic as work, too.)
 # share_of_the_peak = (6 * 973e6 + 4 * 263e6) * 1060 / 65e12
 #
 #
