@@ -11,10 +11,10 @@
 # > forget one part of that file after the other, and no error and no curve tells you.
 #
 # > **Card.** saves the work that was done when the machine went / costs 6 bytes of disk a trained number, and seconds a
-# > save / exact, bit for bit, on a CPU / 30 minutes / after [lean preparation](lean_preparation.py)
+# > save / exact, bit for bit, on a CPU / 30 minutes / after [lean preparation](mixed_precision.py)
 #
 # The job is QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a free T4 with 14.74 GiB. [The lesson on
-# lean preparation](lean_preparation.py) left a peak of 1.5 GiB, and this lesson does not move it by a byte. It pays in
+# lean preparation](mixed_precision.py) left a peak of 1.5 GiB, and this lesson does not move it by a byte. It pays in
 # another currency: bytes on a disk, and seconds. Colab's machines go away, and take what they know with them.
 
 # %% Imports and settings tags=["hide-input"]
@@ -71,7 +71,7 @@ def new_place() -> Path:
 # activations: between two steps there are none. What is left is the run's *state*:
 #
 # - what trains, 4 bytes a number
-# - AdamW's two moments, with 8-bit states ([8-bit AdamW](adamw_8bit.py)) 1 byte each, and a scale of 4 bytes for every
+# - AdamW's two moments, with 8-bit states ([8-bit AdamW](optimizers.py)) 1 byte each, and a scale of 4 bytes for every
 #   256 of them
 # - the two tables of 256 levels, in fp32, shared by all
 # - the schedule, the loss scale, the place in the data, and the dice (random states) of Python, numpy and torch: some
@@ -84,7 +84,7 @@ guess = 0  # @param {type:"number"}
 
 # %%
 before, after = (
-    course.so_far("lean_preparation"),
+    course.so_far("mixed_precision"),
     course.so_far("checkpoint_and_resume"),
 )
 shape, r = find_shape(after.model), after.lora.r
@@ -118,7 +118,7 @@ assert counted == sum(bill.values())
 course.reveal(guess, counted / 1e6, "MB")
 
 # %% [markdown]
-# The bill says 9.6 MiB of states, since [the lesson on paged optimizers](paged_optimizer.py) lets the large ones leave
+# The bill says 9.6 MiB of states, since [the lesson on paged optimizers](optimizers.py) lets the large ones leave
 # for the host. A disk gets all of them.
 
 

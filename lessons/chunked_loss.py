@@ -506,7 +506,7 @@ assert course.bill(after).peak_bytes - course.bill(before).peak_bytes == sum(
 # Three lines grew, by 69.5 MiB together. They show that the peak has moved from the backward pass *into the forward
 # pass*. There autocast still holds its 16-bit copies of what trains, and the final norm's result is in use. The trained
 # tokens' hidden states are there in fp32 and once more in 16 bits, with their gradients beside them. The head's 501 MiB
-# in 16 bits are there as before; [the lesson on lean preparation](lean_preparation.py) asks why. Smaller chunks can
+# in 16 bits are there as before; [the lesson on lean preparation](mixed_precision.py) asks why. Smaller chunks can
 # gain no more than the distance to the next peak. And how long may a row be now?
 
 # %%

@@ -11,7 +11,7 @@
 # > step. You count what they say, and find out why the second card brings less than twice the speed.
 #
 # > **Card.** saves seconds, and not a byte / costs one all-reduce of the gradients a step, 4 bytes a trained weight /
-# > exact within rounding / 35 minutes / after [all switches together](together.py)
+# > exact within rounding / 35 minutes / after [all switches together](a_full_card.py)
 #
 # The job is QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens. It fits a T4 seven times over. So far
 # every lesson bought memory; this one has memory to spare, and wants minutes. Kaggle lends two T4s for nothing. What is

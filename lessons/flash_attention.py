@@ -11,10 +11,10 @@
 # > rounding; and you find out which kernel a T4 really runs, and why one repeat changes it.
 #
 # > **Card.** saves the T x T scores: B H T^2 numbers a block become B H T / costs 5 products a tile in the backward
-# > pass for plain attention's 4 / exact within rounding / 40 minutes / after [paged optimizers](paged_optimizer.py)
+# > pass for plain attention's 4 / exact within rounding / 40 minutes / after [paged optimizers](optimizers.py)
 #
 # The job is still QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. [The lesson on
-# paged optimizers](paged_optimizer.py) left the bill at 5,373 MiB. Now the largest thing inside every block goes: the
+# paged optimizers](optimizers.py) left the bill at 5,373 MiB. Now the largest thing inside every block goes: the
 # matrix of every token against every other. By how many MiB will the bill fall? Write a guess down for section 5.
 
 # %% Your guess: MiB that the bill falls tags=["predict"]
@@ -398,7 +398,7 @@ print(
 # For our job the package reckons with bytes, products, and half of a T4's rates. Estimated, not measured:
 
 # %%
-before, after = course.so_far("paged_optimizer"), course.so_far("flash_attention")
+before, after = course.so_far("optimizers"), course.so_far("flash_attention")
 alone = with_settings(after, ["tricks.expand_kv=false"])
 settings = {"eager": before, "sdpa": alone, "sdpa and expand_kv": after}
 for name, recipe in settings.items():

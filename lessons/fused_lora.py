@@ -8,16 +8,16 @@
 # %% [markdown]
 # # How the fast ones are fast: fused LoRA
 # > **Promise.** On a T4, Unsloth trained TinyLlama in 6,996 s where TRL took 13,090. Other attention and a leaner
-# > preparation are a part of that ([FlashAttention](flash_attention.py) and [lean preparation](lean_preparation.py)). A
+# > preparation are a part of that ([FlashAttention](flash_attention.py) and [lean preparation](mixed_precision.py)). A
 # > backward pass written by hand is another. You derive it in four steps, prove it, and switch it on: 1.28 GiB less
 # > without checkpointing. Then you run a GPU kernel on your CPU.
 #
 # > **Card.** saves half of an MLP's inner tensors, the fp32 copies of the norms' inputs, and kernel launches / costs
 # > one more small product for each adapter and one activation for each MLP / exact within rounding / 40 minutes / after
-# > [the lesson on all switches together](together.py)
+# > [the lesson on all switches together](a_full_card.py)
 #
 # The job is still QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. [The lesson on
-# all switches together](together.py) ended with a surprise: the T4 has room to spare, so the fastest run is one
+# all switches together](a_full_card.py) ended with a surprise: the T4 has room to spare, so the fastest run is one
 # *without* gradient checkpointing. But then every block keeps all its activations, and longer rows do not fit. This
 # lesson stores fewer.
 

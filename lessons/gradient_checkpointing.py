@@ -426,10 +426,10 @@ assert all(torch.equal(p, q) for p, q in zip(plain_grads, grads, strict=True))
 # With `keep_attention=true` a checkpointed block keeps these two, so attention runs once and not twice. torch calls
 # this *selective* checkpointing. It pays for long rows only, because torch then asks a Python function about every
 # operation. On a CPU, SmolLM2's blocks were 12 % slower with 128 tokens and 6 % faster with 2,048. Here is the whole
-# choice for our job, as it will be after [the lesson on lean preparation](lean_preparation.py):
+# choice for our job, as it will be after [the lesson on lean preparation](mixed_precision.py):
 
 # %%
-job = course.so_far("lean_preparation")
+job = course.so_far("mixed_precision")
 fitting = []
 for number in ("true", 12, 8, 4, "false"):
     for keep in ("false", "true") if number != "false" else ("false",):

@@ -474,7 +474,7 @@ course.reveal(guess, course.bill(after).peak_bytes / MIB, "MiB")
 #   inputs in each block, and the widest, of `down`, is four times a hidden state.
 #
 # The first three and the fp32 hidden states come with NF4 as well: they are the preparation's, not int8's, and [the
-# lesson on lean preparation](lean_preparation.py) removes them. Were the pinned inputs let go of besides, int8 would
+# lesson on lean preparation](mixed_precision.py) removes them. Were the pinned inputs let go of besides, int8 would
 # cost just what we guessed at first.
 
 # %%

@@ -141,7 +141,7 @@ _ = cria("data", "kwanzaa" if GPU else "history_notes")
 # Write a number down before you go on: how many GiB does one training step of this run take? In [the
 # bill](the_bill.py) the peak in plain fp32 was 31.3, and the card has 14.74. `cria plan` answers without loading a
 # weight. Rows are taken as full, 2,048 tokens each. The last line also counts what PyTorch's allocator may reserve
-# ([allocated and reserved memory](allocated_is_not_reserved.py)). This is an estimate; no card has confirmed it.
+# ([allocated and reserved memory](a_full_card.py)). This is an estimate; no card has confirmed it.
 
 # %% Your guess: GiB of a training step tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -186,7 +186,7 @@ course.show(
 
 # %% [markdown]
 # On a T4 the bars turn from orange to blue (fits) at `expand_kv`. Checkpointing and the chunked loss would take the
-# peak down to 1.5 GiB ([all switches together](together.py)). The recipe leaves both off on this card, because they
+# peak down to 1.5 GiB ([all switches together](a_full_card.py)). The recipe leaves both off on this card, because they
 # cost a third more time.
 #
 # The bill has a second message: what a toggle is worth on this card. A T4's fast attention kernel does not take

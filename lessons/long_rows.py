@@ -583,7 +583,7 @@ assert any("second norm" in line.why for line in at_the_peak)
 
 # %% [markdown]
 # The room is always about 6.2 GiB. (The plan leaves a margin, and counts what the allocator keeps: [the lesson on
-# allocated and reserved memory](allocated_is_not_reserved.py).) Tiles remove only 96 KiB, because the peak moves to the
+# allocated and reserved memory](a_full_card.py).) Tiles remove only 96 KiB, because the peak moves to the
 # second norm. While one half of the growth remains, the length at most doubles. With both techniques a third remains,
 # so it triples, and fusing ([fused LoRA](fused_lora.py)) shrinks that third. Unsloth's 40,724 tokens are for rank 32.
 # Ours are estimates that no T4 has run. `cria plan --longest` does this for your model, and checks the host.

@@ -540,7 +540,7 @@ assert live.peak >= 256 * MIB > 4 * (max(sampled) - sampled[0])
 # Cure: the allocator's own peak, `max_memory_allocated`, which the report holds beside the bill. Samples show trends.
 #
 # **`nvidia-smi` shows 14 GiB for a job of 2, and another run does not fit.** The allocator keeps what was freed
-# ([allocated and reserved memory](allocated_is_not_reserved.py)). Cure: compare *reserved* with *allocated*. When they
+# ([allocated and reserved memory](a_full_card.py)). Cure: compare *reserved* with *allocated*. When they
 # are far apart, a peak has passed (`torch.cuda.empty_cache()` gives its segments back), or rows of many lengths have
 # cut memory into pieces too small for the next (set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` before the
 # start). A *leak* is when *allocated* itself rises from epoch to epoch.

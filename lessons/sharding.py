@@ -708,7 +708,7 @@ assert two_peak - one_peak > 0.9 * half
 # Equal losses; more memory. Cure: look at the bill first, and take `ddp` when one card holds the run.
 #
 # **`got mixed torch.Tensor and DTensor`.** `fully_shard` makes each weight a `DTensor`: a piece that knows of the
-# whole. torch's operations take those; bitsandbytes' kernels, such as [the lesson on 8-bit AdamW](adamw_8bit.py)'s
+# whole. torch's operations take those; bitsandbytes' kernels, such as [the lesson on 8-bit AdamW](optimizers.py)'s
 # 8-bit AdamW, do not. Cure: `optimizer=adamw`: the cards divide its 32-bit states. Our switch refuses the pair.
 
 

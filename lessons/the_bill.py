@@ -504,7 +504,7 @@ if study:
 # %% [markdown]
 # What these errors do not cover: a bill counts tensors. A card also holds a CUDA context and cuBLAS's workspaces (we
 # bill 400 MB and 16 MiB), and its allocator *reserves* more than it gives out ([allocated and reserved
-# memory](allocated_is_not_reserved.py)). Until then a bill is the *least* that a card must have.
+# memory](a_full_card.py)). Until then a bill is the *least* that a card must have.
 #
 # ## 5. The production switch
 # There is none yet: every later lesson has one, and shows this bill before and after. For Llama-3.2-1B the same

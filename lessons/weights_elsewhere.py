@@ -14,7 +14,7 @@
 #
 # > **Card.** saves the gradients of all weights but the largest; the frozen weights of all blocks but two / costs PCIe
 # > traffic and host memory, and rules out accumulation and clipping by the whole norm / exact, bit for bit / 30 minutes
-# > / after [all switches together](together.py)
+# > / after [all switches together](a_full_card.py)
 #
 # So far the job trained 11 million adapter weights, and the 1.24 billion others were frozen. First, all weights
 # learn. Then the frozen weights leave the card.
@@ -82,7 +82,7 @@ course.reveal(guess, 16 * find_shape(full.model).weights / GIB, "GiB")
 
 # %% [markdown]
 # The peak is at the end of the backward pass, where all gradients exist and no activation is left. The states are the
-# largest line, and 8-bit AdamW ([8-bit AdamW](adamw_8bit.py)) shrinks them. A gradient is needed only until its weight
+# largest line, and 8-bit AdamW ([8-bit AdamW](optimizers.py)) shrinks them. A gradient is needed only until its weight
 # has taken a step. So let each weight take its step as soon as its gradient arrives, and free the gradient. The switch
 # for that is `optimizer_in_backward`. It needs `max_grad_norm=0`, no clipping; section 6 shows why.
 
@@ -477,7 +477,7 @@ assert parts["unpacking"] > copies_nf4
 # `file` keeps them in a file on the disk that is read like memory (*memory-mapped*), for a host that is too small. Here
 # is what the plan changes, and what a T4 and its host need for an 8B with rows of 256 tokens and a 14B with 2,048, with
 # the course's other switches. `card` includes what PyTorch's allocator may keep ([allocated and reserved
-# memory](allocated_is_not_reserved.py)):
+# memory](a_full_card.py)):
 
 # %%
 both = ways["both"]

@@ -63,9 +63,9 @@ def test_every_lesson_is_told_once_with_its_page_and_its_notebook():
         ):
             line = next(line for line in text.splitlines() if line.startswith("| [") and page in line)
             assert book in line
-            assert front.SURPRISES[path.stem] in line
-    assert front.SURPRISES.keys() == {path.stem for path in notebooks.lessons()}
-    assert f"{len(front.SURPRISES)} lessons" in README
+            assert front.LEARNT[path.stem] in line
+    assert front.LEARNT.keys() == {path.stem for path in notebooks.lessons()}
+    assert f"{len(front.LEARNT)} lessons" in README
 
 
 def test_the_number_of_the_home_page_is_that_of_the_ladder():

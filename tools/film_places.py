@@ -10,8 +10,7 @@ PLACES: dict[str, dict[str, str]] = {
     "gradient_checkpointing": {SWITCH: "checkpointing"},
     "flash_attention": {SWITCH: "attention"},
     "chunked_loss": {SWITCH: "chunked_loss"},
-    "together": {COSTS: "together"},
-    "allocated_is_not_reserved": {SWITCH: "reserved"},
+    "a_full_card": {COSTS: "together", SWITCH: "reserved"},
     "long_rows": {SWITCH: "offload"},
     "weights_elsewhere": {SWITCH: "in_backward"},
 }

@@ -23,7 +23,7 @@ from tools import ladder
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "assets" / "films"
-NAMES = ("plain", "checkpointing", "adamw_8bit", "lora", "nf4", "chunked_loss", "lean", "all")
+NAMES = ("plain", "lora", "attention", "checkpointing", "chunked_loss", "half", "all")
 """The films of the ladder's rungs, in the order of ``tools/ladder.py``: each adds a switch to those before it."""
 MOVING = "without_checkpointing"
 """The film of the moving picture."""
@@ -44,9 +44,10 @@ def films() -> dict[str, tuple[Recipe, float]]:
 
     add("without_checkpointing", capstone, "tricks.gradient_checkpointing=false")
     add("without_chunked_loss", capstone, "tricks.chunked_loss=false")
-    no_nf4 = ("tricks.quantization=none", "tricks.double_quantization=false", "tricks.lean_preparation=false")
+    no_nf4 = ("tricks.quantization=none", "tricks.double_quantization=false")
     add("without_nf4", capstone, *no_nf4)
     add("without_fp16", capstone, "tricks.precision=fp32", "tricks.lean_preparation=false")
+    add("without_sdpa", capstone, "tricks.attention=eager", "tricks.expand_kv=false")
     kwanzaa = recipes.kwanzaa(T4)
     add("segments", kwanzaa, "train.expandable_segments=false", shorter=0.75)
     add("expandable", kwanzaa, "train.expandable_segments=true", shorter=0.75)
@@ -86,18 +87,18 @@ SETS = {
         "forward pass and go in the backward pass, while gradients grow",
     ),
     "checkpointing": Set(
-        "The same step without and with gradient checkpointing",
-        {"plain": "off", "checkpointing": "gradient checkpointing"},
+        "A step with LoRA and SDPA, without and with gradient checkpointing",
+        {"attention": "off", "checkpointing": "gradient checkpointing"},
         "Memory during a training step without gradient checkpointing: saved activations grow in the forward pass",
     ),
     "attention": Set(
-        "The capstone's step with eager attention, and with SDPA",
-        {"lean": "off", "all": "SDPA with expanded K/V heads"},
+        "A step with LoRA: eager attention, and SDPA",
+        {"lora": "off", "attention": "SDPA with expanded K/V heads"},
         "Memory during a training step with eager attention: the scores of each block stand out as peaks",
     ),
     "chunked_loss": Set(
-        "The capstone's step without and with the chunked loss",
-        {"without_chunked_loss": "off", "all": "chunked loss"},
+        "A step with LoRA, SDPA and checkpointing, without and with the chunked loss",
+        {"checkpointing": "off", "chunked_loss": "chunked loss"},
         "Memory during a training step without the chunked loss: the logits are the peak",
     ),
     "together": Set(
@@ -108,7 +109,7 @@ SETS = {
             "without_chunked_loss": "without chunked loss",
             "without_nf4": "without NF4",
             "without_fp16": "without fp16",
-            "lean": "without SDPA",
+            "without_sdpa": "without SDPA",
         },
         "Memory during a training step of the capstone, with all switches: it stays far below the memory of a T4",
     ),

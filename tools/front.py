@@ -7,66 +7,71 @@ import re
 from pathlib import Path
 
 from cria_tricks.bench.tables import table
+from cria_tricks.common.lessons import PARTS
 from tools import films, notebooks
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
 CAPSTONE = "kwanzaa"
 
-SURPRISES = {
-    "the_bill": "gradients do not raise the peak of long rows",
-    "mixed_precision": "eager attention: 16 bits take more than 32",
+LEARNT = {
+    "the_bill": "on long rows, gradients do not raise the peak",
+    "lora": "frozen weights save 9.6 GiB; the rank hardly matters",
+    "flash_attention": "on a T4 the usual flag alone saves nothing",
+    "gradient_checkpointing": "a block computed twice needs the same dropout mask",
+    "chunked_loss": "a token's logits take 12 times its 16 block inputs",
+    "mixed_precision": "a usual line of code costs 1.1 GiB",
+    "nf4": "4-bit weights save 1.3 GiB if nothing else is in the way",
+    "optimizers": "8 bits save 5.4 GiB in full fine-tuning, 64 MiB here",
     "gradient_accumulation": "one row at a time, it only costs memory",
-    "gradient_checkpointing": "another dropout mask: wrong gradients",
-    "lora": "freezing saves memory; the rank hardly matters",
-    "int8": "half the weights' bytes, and a larger bill",
-    "nf4": "weights shrink by 1,377 MiB, the peak by 239",
-    "adamw_8bit": "5,539 MiB of full fine-tuning, 64 of the job",
-    "paged_optimizer": "with room for 79 pages of 80, all 80 travel",
-    "flash_attention": "on a T4 the flag alone makes it worse",
-    "flash_decoding": "a new token moves the KV cache 3 times",
-    "packing": "a leak between documents lowers the loss",
-    "chunked_loss": "logits take 12 times 16 checkpointed blocks",
-    "lean_preparation": "one line of most scripts costs 1,155 MiB",
-    "checkpoint_and_resume": "the first loss is right, the run is not",
-    "choose_your_hardware": "of ten rules of thumb, two hold",
-    "together": "savings of 43,866 MiB on a bill of 32,046",
-    "kwanzaa": "plan, train, resume, evaluate",
+    "packing": "documents that see each other lower the loss, wrongly",
+    "fused_lora": "two of an MLP's four saved tensors are enough",
+    "a_full_card": "savings do not add up; 7.3 GiB of tensors reserve 9.3",
     "when_libraries_lie": "a dead run logs a falling loss, then 0.0",
-    "allocated_is_not_reserved": "7.3 GiB of tensors reserve 9.3 GiB",
+    "checkpoint_and_resume": "without the random state it is another run",
+    "kwanzaa": "plan, train, resume, evaluate",
+    "int8": "half the weights' bytes, and a larger bill",
+    "flash_decoding": "each new token moves the whole KV cache 3 times",
+    "long_rows": "one open block is as large as all saved inputs",
+    "weights_elsewhere": "4.6 GiB of freed gradients lower the peak by 3.6",
+    "choose_your_hardware": "of ten rules of thumb, two hold",
     "data_parallel": "two cards wait for the longest row",
     "sharding": "on two cards the job's peak grows",
-    "tensor_parallel": "right loss, wrong gradients",
-    "pipeline_parallel": "a device map's two cards are as fast as one",
-    "hybrid": "the order decides what crosses the slow link",
+    "tensor_parallel": "the loss can be right and the gradients wrong",
+    "pipeline_parallel": "a device map makes two cards as fast as one",
+    "context_parallel": "on long rows the ring costs little",
+    "hybrid": "the order of the axes decides what the slow link carries",
     "interconnect": "where one more card stops helping",
-    "data_at_scale": "a character: 12 bytes in lists, 0.6 in an array",
-    "monitoring": "a public T4 run reached 11 % of peak FLOP/s",
-    "jobs_and_elasticity": "a short A100 job costs over four times a T4's",
-    "fused_lora": "two of an MLP's four saved tensors are enough",
-    "long_rows": "one open block equals all block inputs",
-    "weights_elsewhere": "4.6 GiB of gradients freed, 3.6 gained",
-    "context_parallel": "long rows make the ring cheap",
-    "many_cards": "zero bubble does nothing for LoRA",
+    "many_cards": "zero bubble does not help LoRA",
+    "data_at_scale": "a character takes 12 bytes in lists, 0.6 in an array",
+    "monitoring": "a card that is 100 % busy can reach 11 % of its peak",
+    "jobs_and_elasticity": "start-up makes a short A100 job cost 4 times a T4's",
 }
-"""The surprise of each lesson."""
+"""What a reader learns in each lesson, in one line."""
 
 
 def lessons(page: Path) -> str:
-    """The table of all lessons, each with its surprise, its page and its notebook."""
-    rows = []
-    for path in notebooks.lessons():
-        heading = notebooks.titled(path).partition(":")[0]
-        surprise = SURPRISES[path.stem]
-        if page.name == "README.md":  # a repository has notebooks, and the site has pages; README has little room
-            number, _, title = heading.partition(". ")
+    """The table of all lessons: what a reader learns, the page, the notebook; on the site, a table for each part."""
+    if page.name == "README.md":  # a repository has notebooks, and the site has pages; README has little room
+        rows = []
+        for path in notebooks.lessons():
+            number, _, title = _heading(path).partition(". ")
             read, run = f"{notebooks.SITE}lessons/{path.stem}.html", f"notebooks/{path.stem}.ipynb"
-            rows.append((f"[{number}]({run})", f"[{title}]({read})", surprise))
-        else:
-            read, run = f"lessons/{path.stem}.md", notebooks.colab_address(path.stem)
-            rows.append((f"[{heading}]({read})", surprise, f"[run]({run})"))
-    names = ("run", "lesson", "the surprise") if page.name == "README.md" else ("lesson", "the surprise", "")
-    return table(names, rows)
+            rows.append((f"[{number}]({run})", f"[{title}]({read})", LEARNT[path.stem]))
+        return table(("run", "lesson", "what you learn"), rows)
+    parts = []
+    for part, names in PARTS.items():
+        rows = []
+        for name in names:
+            read, run = f"lessons/{name}.md", notebooks.colab_address(name)
+            rows.append((f"[{_heading(notebooks.LESSONS / f'{name}.py')}]({read})", LEARNT[name], f"[run]({run})"))
+        parts.append(f"### {part}\n\n{table(('lesson', 'what you learn', ''), rows)}")
+    return "\n\n".join(parts)
+
+
+def _heading(lesson: Path) -> str:
+    """A lesson's number and the first part of its title."""
+    return notebooks.titled(lesson).partition(":")[0]
 
 
 def links(page: Path) -> str:

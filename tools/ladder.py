@@ -1,8 +1,4 @@
-"""The techniques of the course's job, one more in each rung, in the order that films and the home page show.
-
-The order is our choice: in it every rung lowers the estimated peak. The lessons have another order, and
-``docs/benchmarks.md`` shows it, counted by dry run.
-"""
+"""The techniques of the course's job, in the order of the lessons, some of them in one rung: for films and home."""
 
 from cria_tricks import recipes
 from cria_tricks.bill.bill import Bill
@@ -14,13 +10,18 @@ from tools.pages import GROUPS
 
 RUNGS: dict[str, tuple[str, ...]] = {
     "plain fp32 training": (),
+    "LoRA": ("peft",),
+    "SDPA with expanded K/V heads": ("attention", "expand_kv"),
     "gradient checkpointing": ("gradient_checkpointing",),
-    "paged 8-bit AdamW": ("optimizer", "paged_optimizer"),
-    "LoRA, gradient accumulation": ("peft", "gradient_accumulation"),
-    "NF4 weights, double quantization": ("quantization", "double_quantization"),
     "chunked loss": ("chunked_loss",),
     "fp16, lean preparation": ("precision", "lean_preparation"),
-    "SDPA with expanded K/V heads": ("attention", "expand_kv"),
+    "NF4, paged 8-bit AdamW, accumulation": (
+        "quantization",
+        "double_quantization",
+        "optimizer",
+        "paged_optimizer",
+        "gradient_accumulation",
+    ),
 }
 """What each rung adds: its label, and the fields of ``recipe.tricks`` that are switched on."""
 

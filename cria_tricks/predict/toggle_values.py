@@ -8,28 +8,28 @@ from cria_tricks.hardware.device import Device
 from cria_tricks.recipe import Recipe
 
 LADDER = (
-    "precision",
-    "gradient_accumulation",
-    "gradient_checkpointing",
-    "activation_offload",
     "peft",
+    "attention",
+    "expand_kv",
+    "gradient_checkpointing",
+    "keep_attention",
+    "chunked_loss",
+    "precision",
+    "lean_preparation",
     "quantization",
     "double_quantization",
     "optimizer",
     "paged_optimizer",
-    "optimizer_in_backward",
-    "attention",
-    "expand_kv",
-    "keep_attention",
+    "gradient_accumulation",
     "packing",
-    "chunked_loss",
-    "lean_preparation",
     "fused_lora",
     "fused_blocks",
+    "compile",
     "tiled_mlp",
+    "activation_offload",
     "stream_layers",
     "layer_by_layer",
-    "compile",
+    "optimizer_in_backward",
 )
 """The fields of ``recipe.tricks`` in the order of the lessons; each field comes after those that it needs."""
 
@@ -40,7 +40,7 @@ NEEDS = {
     "stream_layers": ("peft", "gradient_checkpointing"),
     "layer_by_layer": ("peft", "gradient_checkpointing", "stream_layers"),
     "double_quantization": ("peft", "quantization"),
-    "lean_preparation": ("peft", "precision", "quantization"),
+    "lean_preparation": ("peft", "precision"),
     **dict.fromkeys(("chunked_loss", "fused_lora", "fused_blocks"), ("peft",)),
 }
 """Toggle -> those without which it has nothing to act on, or is refused."""

@@ -31,7 +31,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("optimizer=adamw_8bit",)
 CLAIM = "approximate"
-LESSON = "adamw_8bit"
+LESSON = "optimizers"
 REFERENCE = ("quantize_blocks", "keep_signs", "AdamW8bit.step")
 PLAIN = """
 from transformers import TrainingArguments

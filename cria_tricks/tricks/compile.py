@@ -34,7 +34,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("compile=true",)
 CLAIM = "exact within rounding"
-LESSON = "together"
+LESSON = "a_full_card"
 REFERENCE = ("_Fused",)
 PLAIN = """
 from transformers import AutoModelForCausalLM

@@ -25,7 +25,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("lean_preparation=true",)
 CLAIM = "approximate"
-LESSON = "lean_preparation"
+LESSON = "mixed_precision"
 REFERENCE = ("switch_on",)
 PLAIN = """
 import torch

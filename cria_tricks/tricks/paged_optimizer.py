@@ -32,7 +32,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("paged_optimizer=true",)
 CLAIM = "exact"
-LESSON = "paged_optimizer"
+LESSON = "optimizers"
 REFERENCE = ("Pager.page", "PagedAdamW.step")
 PLAIN = """
 from transformers import TrainingArguments

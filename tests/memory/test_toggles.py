@@ -21,8 +21,8 @@ from tests.memory.cases import A100, CPU, EVERYTHING, T4, recipe
 TARGET = Target(find_shape("llama-3.2-1b"), T4)
 WHOLE = recipe(EVERYTHING)
 ON = (
-    "precision", "gradient_checkpointing", "peft", "quantization", "double_quantization", "optimizer",
-    "paged_optimizer", "attention", "expand_kv", "chunked_loss", "lean_preparation",
+    "peft", "attention", "expand_kv", "gradient_checkpointing", "chunked_loss", "precision", "lean_preparation",
+    "quantization", "double_quantization", "optimizer", "paged_optimizer",
 )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def test_a_toggle_alone_is_over_nothing_but_what_it_needs():
     found = {change.set.partition("=")[0]: change for change in toggles.alone(TARGET, WHOLE)}
     assert list(found) == list(ON)
     assert found["expand_kv"].beside == ("attention=sdpa",)
-    assert found["lean_preparation"].beside == ("peft=lora", "precision=fp16", "quantization=nf4")
+    assert found["lean_preparation"].beside == ("peft=lora", "precision=fp16")
     for field, change in found.items():
         assert change.before.recipe.tricks == with_settings(recipe(), beside(change)).tricks
         assert toggles.switched_on(change.after.recipe) == [f for f in ON if f in (*NEEDS.get(field, ()), field)]

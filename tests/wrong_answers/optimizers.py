@@ -1,4 +1,4 @@
-# Wrong answers to the exercises of lessons/adamw_8bit.py. A cell is one answer: "# %% EXERCISE: words of the hint it must get".
+# Wrong answers to the exercises of lessons/optimizers.py. A cell is one answer: "# %% EXERCISE: words of the hint it must get".
 
 # %% 1: fewer than 4,096 elements keep 32 bits
 bytes_at_rank_1 = int(704_512 * (2 + 8 / 256))

@@ -163,7 +163,7 @@ course.show(
 
 # %%
 course.show(
-    course.staircase("together"),
+    course.staircase("a_full_card"),
     "Figure 2. The whole course: the peak of a step, switch after switch.",
 )
 

@@ -48,7 +48,7 @@ MIB = 2**20
 guess = 0  # @param {type:"number"}
 
 # %%
-before, after = course.so_far("nf4"), course.so_far("adamw_8bit")
+before, after = course.so_far("nf4"), course.so_far("optimizers")
 full = course.so_far("gradient_checkpointing")
 full_8bit = with_settings(full, ["tricks.optimizer=adamw_8bit"])
 
@@ -493,7 +493,7 @@ assert {plain[name] - eight[name] for name in MOMENTS} == {
 
 # %%
 course.show(
-    course.staircase("adamw_8bit"),
+    course.staircase("optimizers"),
     "Figure 3. The bill so far: with LoRA this step is hardly one.",
 )
 

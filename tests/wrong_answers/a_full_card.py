@@ -1,4 +1,4 @@
-# Wrong answers to the exercises of lessons/together.py. A cell is one answer: "# %% EXERCISE: words of the hint it must get".
+# Wrong answers to the exercises of lessons/a_full_card.py. A cell is one answer: "# %% EXERCISE: words of the hint it must get".
 
 # %% 1: which moment is the highest when both are done
 mib_of_both = 22.0
