@@ -64,7 +64,7 @@ def test_a_toggle_removed_takes_those_with_it_that_cannot_do_without():
     assert list(found) == list(ON)
     assert found["gradient_checkpointing"].beside == ()
     assert found["attention"].beside == ("expand_kv=true",)
-    assert found["quantization"].beside == ("double_quantization=true", "lean_preparation=true")
+    assert found["quantization"].beside == ("double_quantization=true",)
     assert set(found["peft"].beside) == {
         "quantization=nf4", "double_quantization=true", "lean_preparation=true", "chunked_loss=true",
     }  # fmt: skip
