@@ -118,6 +118,7 @@
     if (mode) root.classList.add(mode);
     delete root.dataset.found;
     delete root.dataset.state;
+    delete root.dataset.beside;
   }
 
   // From a choice to its answer -------------------------------------------------------------------------------------------
@@ -284,7 +285,7 @@
 
   // What other values would change, and which cannot be -------------------------------------------------------------------
 
-  function besides({ values = {}, longest = null }) {
+  function besides({ values = {}, longest = null, context = 0 }) {
     given.besides.forEach((name) => {
       const box = control(name), says = control(`${name}-says`), refused = [];
       const options = box.type === "checkbox" ? [box] : [...box.options];
@@ -298,33 +299,37 @@
         option.title = option.disabled ? one.refused : "";
         if (option.disabled) refused.push([label, one.refused, { ...one.instead, [name]: value }]);
         if (one?.words) says.append(el("div", {}, `${label}: ${one.words}`));
-        if (one?.says) says.append(el("div", {}, one.says));
+        if (option === box && one?.says) says.append(el("div", {}, one.says));
       });
       if (refused.length) says.append(impossible(refused));
     });
     if (root.classList.contains("refused")) mends(values);
-    mark(longest);
+    mark(longest, state.packing === "true" ? 0 : context);
   }
   function impossible(refused) { // the reasons, and a button where one more setting makes it possible
     const names = refused.map(([label]) => label), short = names.length < 4 ? names.join(", ") : names.length;
-    return el("details", {}, el("summary", {}, `Not possible here: ${short}`), ...refused.map(([label, why, fields]) => {
-      const [other, value] = Object.entries(fields)[0], line = el("p", {}, `${label}: ${why}. `);
+    return el("details", {}, el("summary", {}, `Not possible here: ${short}`), ...refused.map(([label, why, fields], at) => {
+      const [other, value] = Object.entries(fields)[0], before = refused[at - 1];
+      const same = before?.[1].replaceAll(before[0], label) === why;
+      const line = el("p", {}, same ? `${label}: for the same reason. ` : `${label}: ${why}. `);
       if (Object.keys(fields).length > 1) line.append(button("link", `Take it with ${other}=${value}`, () => go({ ...state, ...fields })));
       return line;
     }));
   }
   function mends(values) { // single changes with which a refused choice works
+    const advised = ([name, value]) => verdict.textContent.includes(`${name}=${value}`); // what the refusal says comes first
     const found = Object.entries(values).flatMap(([name, others]) => Object.entries(others)
-      .filter(([, one]) => one.mends).map(([value]) => [name, value])).slice(0, 4);
+      .filter(([, one]) => one.mends).map(([value]) => [name, value])).sort((one, other) => advised(other) - advised(one)).slice(0, 4);
     done.replaceChildren(...found.map(([name, value]) => button("md-button", `Set ${name}=${value}`, () => go({ ...state, [name]: value }))));
   }
-  function mark(longest) { // the longest row that fits, on the slider
+  function mark(longest, context) { // the longest row that fits, on the slider
     const at = form.querySelector(".longest"), says = form.querySelector(".longest-says");
     at.hidden = !longest || longest < 8;
     says.textContent = longest === null ? "" : longest < 8 ? "No row fits." : `Longest row that fits: ${longest.toLocaleString("en")} tokens. `;
     if (at.hidden) return;
     at.style.left = `${(100 * (Math.log2(longest) - 3)) / 17}%`;
-    says.append(button("link", "Take it", () => go({ ...state, tokens: String(longest) })));
+    const [most, take] = context && context < longest ? [context, `Take the model's context, ${context.toLocaleString("en")}`] : [longest, "Take it"];
+    says.append(button("link", take, () => go({ ...state, tokens: String(most) })));
   }
 
   // Buttons ---------------------------------------------------------------------------------------------------------------
@@ -343,7 +348,7 @@
     }, { step: (tried, every) => {
       if (!every) return;
       Object.assign(share, { value: tried, max: every });
-      count.textContent = ` ${tried.toLocaleString("en")} of ${every.toLocaleString("en")} sets of switches`;
+      count.textContent = ` ${tried.toLocaleString("en")} of ${every.toLocaleString("en")} sets`;
     } });
     seeks(aim);
   }
@@ -352,6 +357,7 @@
     root.setAttribute("aria-busy", String(Boolean(aim)));
     root.querySelectorAll("[data-do=fit], [data-do=fastest]").forEach((one) => {
       one.dataset.says ??= one.textContent;
+      one.style.minWidth ||= `${Math.ceil(one.getBoundingClientRect().width)}px`; // so that the other buttons stay where they are
       one.textContent = one.dataset.do === aim ? "Stop" : one.dataset.says;
     });
   }

@@ -225,6 +225,7 @@ def test_a_refused_choice_names_the_field_and_offers_what_mends_it(page):
         "return document.querySelector('.wrong').contains(document.getElementById('fit-precision'))"
     )
     assert settles(page, "document.querySelector('.fit .done button')")
+    assert shown(page, ".fit .done button") == "Set precision=fp16", "what the refusal says comes first"
     page.execute_script("document.querySelector('.fit .done button').click()")
     assert settles(page, READY)
     assert not page.execute_script(VERDICT).startswith("Refused")
@@ -370,6 +371,11 @@ def test_rows_beyond_the_context_and_a_million_tokens_are_said(page):
     assert page.execute_script(VERDICT).startswith("It does not fit. ")
     go(page, model="tinyllama-1.1b", card="a100", tokens="4096", packing="true")
     assert "context" not in page.execute_script(VERDICT), "packed rows are many short ones"
+    assert settles(page, ASIDE)
+    assert shown(page, ".longest-says button") == "Take it"
+    go(page, model="tinyllama-1.1b", card="a100")
+    assert settles(page, ASIDE)
+    assert shown(page, ".longest-says button") == "Take the model's context, 2,048"
 
 
 def test_each_line_says_why(page):

@@ -65,7 +65,7 @@ def beside(choice: Choice) -> Steps[dict[str, Any]]:
     try:
         found = yield from others.beside(choice)
     except answers.REFUSALS:
-        return {"values": {}, "longest": None}
+        return {"values": {}, "longest": None, "context": 0}
     for values in found["values"].values():
         for one in values.values():
             if "saved_bytes" in one:

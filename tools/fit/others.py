@@ -36,7 +36,7 @@ def beside(choice: Choice) -> Steps[dict[str, Any]]:
         ``values``: name -> value -> ``refused`` (the reason), or ``saved_bytes`` and ``slowdown`` as in ``cria plan``;
         ``also`` names switches that would have to go as well; ``instead`` is a value of another field with which a
         refused one would work. Of models, cards and LoRA's targets only the refused are there. ``longest``: tokens;
-        ``None`` if the choice is refused.
+        ``None`` if the choice is refused. ``context``: the model's longest row [tokens]; 0 if not known.
     """
     of = asked(choice)
     works = of.target.works(of.recipe)
@@ -48,7 +48,7 @@ def beside(choice: Choice) -> Steps[dict[str, Any]]:
                 yield 0, 0
                 found[name][value] = _changed(of, now, name, value)
     if not works:
-        return {"values": found, "longest": None}
+        return {"values": found, "longest": None, "context": 0}
     for change in toggles.removed(of.target, of.recipe):
         name = change.set.partition("=")[0]
         if name in SWITCHES:
@@ -67,7 +67,7 @@ def beside(choice: Choice) -> Steps[dict[str, Any]]:
             if "refused" in one:
                 yield 0, 0
                 others[value] = _with_way_out({**choice, name: value}, name, one)
-    return {"values": found, "longest": longest}
+    return {"values": found, "longest": longest, "context": of.target.shape.context}
 
 
 def refusal(choice: Choice) -> str:
@@ -169,12 +169,13 @@ def _best(of: Asked, aim: str) -> Steps[search.Choice]:
     candidates = []
     for one in search._candidates(of.target, of.recipe, exact, ()):
         yield 0, 0
-        candidates.append(search._with_free(of.target, one))
+        candidates.append(one)
     wanted = _wanted(of, aim)
     found: list[search.Choice] = []
-    for tried, one in enumerate(candidates, start=1):
-        yield tried, len(candidates)
-        found += wanted.choices([one])
+    for place, one in enumerate(candidates):
+        yield place + 1, len(candidates)
+        candidates[place] = search._with_free(of.target, one)
+        found += wanted.choices([candidates[place]])
     if found:
         return min(found, key=wanted.order)
     sizes = []
