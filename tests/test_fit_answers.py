@@ -15,12 +15,12 @@ from cria_tricks.models.catalogue import CATALOGUE, CONFIGS
 from cria_tricks.models.shape import find_shape, shape_of
 from cria_tricks.predict import plan_data, toggles
 from cria_tricks.predict.toggles import Target
-from cria_tricks.run import api
+from cria_tricks.run import api, search
 from cria_tricks.settings import Tricks
 from tests.fit_choices import MANY, PASTED, choices, differences, pasted, planned, reduced
 from tests.sweeps import ALL, sample
 from tools import browser_python
-from tools.fit import answers, bridge, fields, page, show
+from tools.fit import answers, bridge, fields, others, page, show
 
 
 def asked(job, **given):
@@ -77,23 +77,58 @@ def test_what_a_switch_would_change_is_what_the_commands_say():
     assert found["longest"] == toggles.longest(target, recipe)
     for change in toggles.suggestions(target, recipe):
         name, _, value = change.set.removeprefix("tricks.").partition("=")
-        there = found["switches"][name][value]
+        there = found["values"][name][value]
         assert (there["saved_bytes"], there["slowdown"]) == (change.saved_bytes, pytest.approx(change.slowdown))
     for change in toggles.removed(target, recipe):
         name = change.set.partition("=")[0]
         if name in fields.SWITCHES:
             off = fields.as_text(getattr(Tricks(), name))
-            assert found["switches"][name][off]["saved_bytes"] == -change.saved_bytes
-    bf16 = found["switches"]["precision"]["bf16"]["refused"]
+            assert found["values"][name][off]["saved_bytes"] == -change.saved_bytes
+    bf16 = found["values"]["precision"]["bf16"]["refused"]
     assert "bf16" in bf16
     assert asked("answer", choice=choice | {"precision": "bf16"})["refused"] == bf16
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "some"),
+    [
+        ({"card": "l4", "precision": "bf16"}, "card", {"t4", "t4x2", "p100"}),
+        ({"compile": "true"}, "card", {"p100"}),
+        ({"tiled_mlp": "true"}, "model", {"mixtral-8x7b"}),
+        ({"model": "phi-4-mini"}, "targets", {"qv"}),
+    ],
+)
+def test_models_cards_and_targets_that_would_be_refused_are_named_with_the_reason(change, field, some):
+    choice = fields.default() | change
+    beside = asked("beside", choice=choice)["values"][field]
+    assert {value for value, one in beside.items() if "refused" in one} == some
+    for value in {*some, *list(others.LISTS[field])[:4]}:
+        found = asked("answer", choice=choice | {field: value})
+        if "also" in beside.get(value, {}):
+            continue
+        assert beside.get(value, {}).get("refused") == found.get("refused"), value
+        for name, other in beside.get(value, {}).get("instead", {}).items():
+            assert "refused" not in asked("answer", choice=choice | {field: value, name: other})
+    if field == "card":
+        assert any("instead" in beside[value] for value in some)
+
+
+def test_a_model_that_needs_a_switch_off_is_possible_and_takes_it_along():
+    choice = fields.default()
+    beside = asked("beside", choice=choice)["values"]["model"]
+    assert beside == {name: {"also": ["chunked_loss"]} for name in ("granite-3.1-2b", "granite-3.1-8b")}
+    model = {"model": "granite-3.1-2b"}
+    assert "refused" in asked("answer", choice=choice | model)
+    found = asked("answer", choice=choice | model | {"chunked_loss": "false"})["data"]
+    plan = api.plan("kwanzaa", gpu="t4", rows_full=True, settings=["tricks.gradient_checkpointing=true"], **model)
+    assert plan.needed_bytes == found["needed_bytes"]
 
 
 def test_a_refused_choice_says_at_which_field_and_what_would_mend_it():
     choice = fields.default() | {"peft": "none"}
     found = asked("answer", choice=choice)
     assert {"peft"} <= set(found["at"]) <= set(fields.BY_NAME)
-    mended = asked("beside", choice=choice)["switches"]
+    mended = asked("beside", choice=choice)["values"]
     ways = [(name, value) for name, values in mended.items() for value, one in values.items() if one.get("mends")]
     assert ("peft", "lora") in ways
     for name, value in ways:
@@ -116,6 +151,19 @@ def test_make_it_fit_changes_little_and_make_it_fast_searches():
         api.plan("kwanzaa", gpu="t4", model="llama-3.1-70b", rows_full=True, fit="smallest",
                  settings=["train.batch_size=4"])  # fmt: skip
     assert nothing == str(error.value)
+
+
+def test_the_search_in_steps_finds_what_the_whole_search_finds():
+    changes = ({"gradient_checkpointing": "false", "chunked_loss": "false", "tokens": "4096"}, {"tokens": "20000"})
+    for change in changes:
+        choice = fields.default() | change | {"batch": "2", "gradient_accumulation": "1"}
+        of = answers.asked(choice)
+        whole = search.smaller(of.target, of.recipe, of.lengths, 1e18, of.target.works, search.NEAREST)
+        assert asked("search", choice=choice, aim="fit")["set"] == list(whole.set) != []
+    steps = [json.loads(step) for step in bridge.steps("search", json.dumps({"choice": choice, "aim": "fastest"}))]
+    tried, every = steps[-1]
+    assert tried == every == sum(of > 0 for _, of in steps)
+    assert steps[0] == [0, 0], "the sets are listed in steps, too"
 
 
 @pytest.mark.parametrize(

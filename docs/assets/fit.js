@@ -11,12 +11,17 @@
   const OWN = /^\d+(\.\d+)?\s*(gib|gb|mib)(:\d+\.\d+)?$/i; // an amount of memory, as --gpu takes it
   const ALWAYS = ["model", "card", "batch", "tokens"]; // these stand in each link, all others where they differ
   root.classList.add("live"); // without a script there is no form
-  let state = given.default, pinned = null, editing = "", known = null;
+  let state = given.default, pinned = null, editing = "", known = null, searching = "";
 
   const el = (tag, attributes = {}, ...inside) => {
     const made = document.createElement(tag);
     Object.entries(attributes).forEach(([name, value]) => made.setAttribute(name, value));
     made.append(...inside);
+    return made;
+  };
+  const button = (kind, says, then) => {
+    const made = el("button", { type: "button", class: kind }, says);
+    made.addEventListener("click", then);
     return made;
   };
 
@@ -64,42 +69,44 @@
 
   // Python ----------------------------------------------------------------------------------------------------------------
 
-  let worker = null, ready = false, running = null, number = 0, queue = [];
+  let worker = null, ready = false, asked = null, number = 0; // only the newest question is answered
 
   function start() {
     ready = false;
     worker = new Worker(new URL("assets/fit-worker.js", document.baseURI), { type: "module" });
     worker.onmessage = ({ data }) => {
-      if (data.ready) { ready = true; return next(); }
+      if (data.ready) { ready = true; return; }
       if (data.failed && data.id === undefined) return stopped(data.failed);
-      const job = running;
-      running = null;
-      if (data.failed) job.failed(data.failed);
-      else job.then(JSON.parse(data.found));
-      next();
+      if (data.id !== asked?.id) return;
+      if (data.step) return asked.step?.(...data.step);
+      const { then, failed } = asked;
+      asked = null;
+      seeks("");
+      if (data.failed) failed(data.failed);
+      else then(JSON.parse(data.found));
     };
     worker.onerror = () => stopped("a file of the page could not be loaded");
   }
-  function next() {
-    if (!ready || running || !queue.length) return;
-    running = queue.shift();
-    worker.postMessage({ id: ++number, job: running.job, given: running.given });
-  }
-  function ask(job, asked, then, failed = (why) => fail(`Python could not answer: ${why}.`)) {
-    queue = job === "beside" ? queue.filter((one) => one.job !== job) : []; // of several answers only the last is wanted
-    queue.push({ job, given: asked, then, failed });
+  function ask(job, what, then, more = {}) {
+    drop();
     if (!worker) start();
-    next();
+    asked = { id: ++number, then, failed: (why) => fail(`Python could not answer: ${why}.`), ...more };
+    worker.postMessage({ id: number, job, given: what });
+  }
+  function drop() { // what Python is doing is not wanted any more
+    if (asked) worker?.postMessage({ id: ++number });
+    asked = null;
+    seeks("");
   }
   function stopped(why) { // nothing of it is kept, so that "Try again" loads all of it again
     worker.terminate();
-    worker = running = null;
-    queue = [];
+    worker = asked = null;
+    seeks("");
+    done.textContent = "";
     fail(`Python could not be loaded: ${why}.`);
   }
   function fail(why) { // nothing of an earlier answer stays: it would be another choice's
-    const again = el("button", { type: "button", class: "md-button" }, "Try again");
-    again.addEventListener("click", () => go(state, { keep: false }));
+    const again = button("md-button", "Try again", () => go(state, { keep: false }));
     if (!root.dataset.changed) { // the answer that came with the page is still right
       return strange.replaceChildren(`${why} So this page shows the answer for its first choice only. `, again);
     }
@@ -111,6 +118,7 @@
     if (mode) root.classList.add(mode);
     delete root.dataset.found;
     delete root.dataset.state;
+    delete root.dataset.beside;
   }
 
   // From a choice to its answer -------------------------------------------------------------------------------------------
@@ -132,13 +140,13 @@
     clear(ready ? "busy" : "waiting");
     if (!ready) verdict.replaceChildren("Starting Python in your browser ...");
     const began = performance.now();
-    ask("answer", { choice: state, pinned }, (found) => {
-      if (choice !== state) return; // a later click was faster
+    ask("answer", { choice, pinned }, (found) => {
       root.dataset.ms = (performance.now() - began).toFixed(1);
       show(found);
     });
   }
   function first() { // it came with the page
+    drop();
     clear("");
     finish(given.first);
     if (!worker) start();
@@ -165,14 +173,13 @@
     root.dataset.found = JSON.stringify(found.refused ? { refused: found.refused } : found.data);
     root.dataset.state = link(state, pinned);
   }
-  function aside() { // what each switch would change takes longer, so it waits until nothing else was asked for a while
+  function aside() { // what other values would change takes longer, so it waits until nothing else was asked for a while
     const mine = state;
-    setTimeout(() => mine === state && ask("beside", { choice: mine }, (found) => {
-      if (mine !== state) return;
+    setTimeout(() => mine === state && !asked && !known && ask("beside", { choice: mine }, (found) => {
       known = found;
       besides(found);
       root.dataset.beside = link(state, pinned);
-    }, () => {}), 200);
+    }, { failed: () => {} }), 200);
   }
   function commands({ plan, train }) {
     find("code.plan").textContent = plan.replaceAll(" --set", " \\\n  --set");
@@ -250,11 +257,12 @@
     return switched(name, target.value);
   }
   function switched(name, value) { // switches that cannot stay on without this one go off with it
-    const also = known?.switches?.[name]?.[value]?.also || [];
+    const also = known?.values[name]?.[value]?.also || [];
     return { ...Object.fromEntries(also.map((other) => [other, given.off[other]])), [name]: value };
   }
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("input", ({ target }) => {
+    if (searching) stop();
     if (target.type === "file") return;
     const fields = chosen(target);
     if (!fields) return;
@@ -275,70 +283,93 @@
     go({ ...state, [name]: value }, { says: `${target.labels[0].textContent}: from ${low} to ${high}.` });
   });
 
-  // What each switch would change -----------------------------------------------------------------------------------------
+  // What other values would change, and which cannot be -------------------------------------------------------------------
 
-  function besides({ switches = {}, longest = null }) {
-    given.switches.forEach((name) => {
-      const box = control(name), says = control(`${name}-says`), values = switches[name] || {};
+  function besides({ values = {}, longest = null, context = 0 }) {
+    given.besides.forEach((name) => {
+      const box = control(name), says = control(`${name}-says`), refused = [];
+      const options = box.type === "checkbox" ? [box] : [...box.options];
       says.replaceChildren();
-      if (box.type === "checkbox") return beside(box, says, values[String(!box.checked)], box.checked);
-      const refused = [];
-      [...box.options].forEach((option) => {
-        const one = values[option.value];
-        if (one?.words) says.append(el("div", {}, `${option.textContent}: ${one.words}`));
-        option.disabled = Boolean(one?.refused) && !root.classList.contains("refused") && !option.selected;
-        if (option.disabled) refused.push(el("p", {}, `${option.textContent}: ${one.refused}`));
+      options.forEach((option) => {
+        const value = option === box ? String(!box.checked) : option.value, one = values[name]?.[value];
+        const words = ["model", "card"].includes(name) ? value : option.textContent;
+        const label = option === box ? (box.checked ? "off" : "on") : words;
+        const here = option === box ? box === document.activeElement : option.selected; // this one must stay as it is
+        option.disabled = Boolean(one?.refused) && !root.classList.contains("refused") && !here;
+        option.title = option.disabled ? one.refused : "";
+        if (option.disabled) refused.push([label, one.refused, { ...one.instead, [name]: value }]);
+        if (one?.words) says.append(el("div", {}, `${label}: ${one.words}`));
+        if (option === box && one?.says) says.append(el("div", {}, one.says));
       });
-      if (refused.length) says.append(el("details", {}, el("summary", {}, `Not possible here: ${refused.length}`), ...refused));
+      if (refused.length) says.append(impossible(refused));
     });
-    if (root.classList.contains("refused")) mends(switches);
-    mark(longest);
+    if (root.classList.contains("refused")) mends(values);
+    mark(longest, state.packing === "true" ? 0 : context);
   }
-  function beside(box, says, one, on) {
-    box.disabled = Boolean(one?.refused) && !root.classList.contains("refused") && box !== document.activeElement;
-    if (box.disabled) says.append(el("details", {}, el("summary", {}, "Not possible here"), one.refused));
-    if (one?.words) says.append(`${on ? "off" : "on"}: ${one.words}`);
-    if (one?.says) says.append(el("br"), one.says);
-  }
-  function mends(switches) { // single changes with which a refused choice works
-    const found = Object.entries(switches).flatMap(([name, values]) => Object.entries(values)
-      .filter(([, one]) => one.mends).map(([value]) => [name, value])).slice(0, 4);
-    done.replaceChildren(...found.map(([name, value]) => {
-      const button = el("button", { type: "button", class: "md-button" }, `Set ${name}=${value}`);
-      button.addEventListener("click", () => go({ ...state, [name]: value }));
-      return button;
+  function impossible(refused) { // the reasons, and a button where one more setting makes it possible
+    const names = refused.map(([label]) => label), short = names.length < 4 ? names.join(", ") : names.length;
+    return el("details", {}, el("summary", {}, `Not possible here: ${short}`), ...refused.map(([label, why, fields], at) => {
+      const [other, value] = Object.entries(fields)[0], before = refused[at - 1];
+      const same = before?.[1].replaceAll(before[0], label) === why;
+      const line = el("p", {}, same ? `${label}: for the same reason. ` : `${label}: ${why}. `);
+      if (Object.keys(fields).length > 1) line.append(button("link", `Take it with ${other}=${value}`, () => go({ ...state, ...fields })));
+      return line;
     }));
   }
-  function mark(longest) { // the longest row that fits, on the slider
+  function mends(values) { // single changes with which a refused choice works
+    const advised = ([name, value]) => verdict.textContent.includes(`${name}=${value}`); // what the refusal says comes first
+    const found = Object.entries(values).flatMap(([name, others]) => Object.entries(others)
+      .filter(([, one]) => one.mends).map(([value]) => [name, value])).sort((one, other) => advised(other) - advised(one)).slice(0, 4);
+    done.replaceChildren(...found.map(([name, value]) => button("md-button", `Set ${name}=${value}`, () => go({ ...state, [name]: value }))));
+  }
+  function mark(longest, context) { // the longest row that fits, on the slider
     const at = form.querySelector(".longest"), says = form.querySelector(".longest-says");
     at.hidden = !longest || longest < 8;
     says.textContent = longest === null ? "" : longest < 8 ? "No row fits." : `Longest row that fits: ${longest.toLocaleString("en")} tokens. `;
     if (at.hidden) return;
     at.style.left = `${(100 * (Math.log2(longest) - 3)) / 17}%`;
-    const take = el("button", { type: "button", class: "link" }, "Take it");
-    take.addEventListener("click", () => go({ ...state, tokens: String(longest) }));
-    says.append(take);
+    const [most, take] = context && context < longest ? [context, `Take the model's context, ${context.toLocaleString("en")}`] : [longest, "Take it"];
+    says.append(button("link", take, () => go({ ...state, tokens: String(most) })));
   }
 
   // Buttons ---------------------------------------------------------------------------------------------------------------
 
   const copy = (text, says) => navigator.clipboard.writeText(text).then(() => { done.textContent = says; },
     () => { done.textContent = "The browser does not let this page copy."; });
-  function search(aim) {
-    const choice = state;
-    done.textContent = "Searching ...";
-    root.setAttribute("aria-busy", "true");
-    ask("search", { choice, aim }, (found) => {
-      root.removeAttribute("aria-busy");
-      if (choice !== state) return;
-      if (found.refused) { done.textContent = found.refused; return; }
-      const says = found.set.length ? `Set: ${found.set.join(", ")}.` : aim === "fit" ? "It fits already: nothing was changed." : "Nothing that fits is faster.";
-      go({ ...state, ...found.changes }, { says });
+  function search(aim, { detail }) {
+    if (detail > 1) return; // a double click does not stop what it began
+    if (searching === aim) return stop();
+    const count = el("span", { "aria-hidden": "true" }), share = el("progress", { "aria-label": "sets of switches tried" });
+    done.replaceChildren("Searching ... ", share, count);
+    ask("search", { choice: state, aim }, (found) => {
+      if (!found.refused && found.set.length) return go({ ...state, ...found.changes }, { says: `Set: ${found.set.join(", ")}.` });
+      done.textContent = found.refused || (aim === "fit" ? "It fits already: nothing was changed." : "Nothing that fits is faster.");
+      aside();
+    }, { step: (tried, every) => {
+      if (!every) return;
+      Object.assign(share, { value: tried, max: every });
+      count.textContent = ` ${tried.toLocaleString("en")} of ${every.toLocaleString("en")} sets`;
+    } });
+    seeks(aim);
+  }
+  function seeks(aim) { // the button of the running search stops it
+    searching = aim;
+    root.setAttribute("aria-busy", String(Boolean(aim)));
+    root.querySelectorAll("[data-do=fit], [data-do=fastest]").forEach((one) => {
+      one.dataset.says ??= one.textContent;
+      one.style.minWidth ||= `${Math.ceil(one.getBoundingClientRect().width)}px`; // so that the other buttons stay where they are
+      one.textContent = one.dataset.do === aim ? "Stop" : one.dataset.says;
     });
   }
+  function stop() {
+    drop();
+    done.textContent = "Stopped: nothing was changed.";
+    aside();
+  }
+  document.addEventListener("keydown", ({ key }) => { if (key === "Escape" && searching) stop(); });
   const DO = {
-    fit: () => search("fit"),
-    fastest: () => search("fastest"),
+    fit: (event) => search("fit", event),
+    fastest: (event) => search("fastest", event),
     off: () => go({ ...state, ...given.off }),
     reset: () => { pinned = null; go(given.default); },
     pin: () => { pinned = pinned ? null : state; go({ ...state }); },
@@ -351,7 +382,7 @@
   };
   const numbers = () => ({ model_type: "llama", ...Object.fromEntries(Object.entries(given.config).map(([name, field]) => [field, Number(state[name])])),
     tie_word_embeddings: state.tied === "true", max_position_embeddings: 131072 });
-  root.addEventListener("click", ({ target }) => DO[target.closest("[data-do]")?.dataset.do]?.());
+  root.addEventListener("click", (event) => DO[event.target.closest("[data-do]")?.dataset.do]?.(event));
 
   // Begin -----------------------------------------------------------------------------------------------------------------
 

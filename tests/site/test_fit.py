@@ -55,6 +55,12 @@ def press(page, name):
     page.execute_script("document.querySelector(`[data-do=${arguments[0]}]`).click()", name)
 
 
+def choose(page, name, value):
+    """Choose a value in a list."""
+    take = "const box = document.getElementById(`fit-${arguments[0]}`); box.value = arguments[1];"
+    page.execute_script(take + "box.dispatchEvent(new Event('input', {bubbles: true}))", name, value)
+
+
 def test_the_browser_answers_as_python_does_here(page, capsys):
     """All 520 under CRIA_ALL=1; that these are the answers of ``cria plan`` is tests/test_fit_answers.py's."""
     took = []
@@ -126,12 +132,12 @@ def test_switches_say_what_they_save_and_what_is_not_possible(page):
     assert settles(page, ASIDE)
     choice = {**fields.default(), "model": "llama-3.2-1b"}
     here = json.loads(bridge.call("beside", json.dumps({"choice": choice})))
-    words = here["switches"]["gradient_checkpointing"]["false"]["words"]
+    words = here["values"]["gradient_checkpointing"]["false"]["words"]
     assert f"off: {words}" in shown(page, "#fit-gradient_checkpointing-says")
-    assert here["switches"]["chunked_loss"]["false"]["words"] in shown(page, "#fit-chunked_loss-says")
+    assert here["values"]["chunked_loss"]["false"]["words"] in shown(page, "#fit-chunked_loss-says")
     assert page.execute_script("return document.querySelector('#fit-precision [value=bf16]').disabled")
     reason = "return document.getElementById('fit-precision-says').textContent"
-    assert here["switches"]["precision"]["bf16"]["refused"] in page.execute_script(reason)
+    assert here["values"]["precision"]["bf16"]["refused"] in page.execute_script(reason)
     assert f"{here['longest']:,} tokens" in shown(page, ".longest-says")
     page.execute_script("document.querySelector('.longest-says button').click()")
     assert settles(page, f"location.hash.includes('tokens={here['longest']}') && {READY}")
@@ -141,13 +147,73 @@ def test_switches_say_what_they_save_and_what_is_not_possible(page):
 def test_a_switch_takes_those_with_it_that_need_it(page):
     go(page, model="llama-3.2-1b", card="t4")
     assert settles(page, ASIDE)
-    peft = "const box = document.getElementById('fit-peft'); box.value = 'none'; "
-    page.execute_script(peft + "box.dispatchEvent(new Event('input', {bubbles: true}))")
+    choose(page, "peft", "none")
     assert settles(page, "location.hash.includes('peft=none') && " + READY)
     assert page.execute_script(DONE).startswith("Also switched off: ")
     assert not page.execute_script(VERDICT).startswith("Refused")
     query = parse_qs(page.current_url.partition("#")[2])
     assert query["quantization"] == ["none"]
+
+
+def test_models_and_cards_that_cannot_be_are_disabled_with_the_reason(page):
+    go(page, card="l4", precision="bf16")
+    assert settles(page, ASIDE)
+    choice = {**fields.default(), "card": "l4", "precision": "bf16"}
+    here = json.loads(bridge.call("beside", json.dumps({"choice": choice})))["values"]["card"]["t4"]
+    option = "document.querySelector('#fit-card [value=t4]')"
+    assert page.execute_script(f"return [{option}.disabled, {option}.title]") == [True, here["refused"]]
+    assert not page.execute_script("return document.querySelector('#fit-card [value=a100]').disabled")
+    assert shown(page, "#fit-card-says") == "Not possible here: t4, t4x2, p100"
+    assert page.execute_script("return document.getElementById('fit-card').getAttribute('aria-describedby')") == (
+        "fit-card-says"
+    )
+    page.execute_script("document.querySelector('#fit-card-says summary').click()")
+    assert f"t4: {here['refused']}. Take it with precision=fp16" in shown(page, "#fit-card-says")
+    page.execute_script("document.querySelector('#fit-card-says button').click()")
+    assert settles(page, "location.hash.includes('card=t4') && " + READY)
+    assert page.execute_script(VERDICT).startswith("It fits.")
+    assert page.execute_script(f"return [{option}.disabled, {option}.title]") == [False, ""]
+
+
+def test_a_model_takes_the_switch_with_it_that_it_cannot_have(page):
+    go(page, model="llama-3.2-1b", card="t4")
+    assert settles(page, ASIDE)
+    choose(page, "model", "granite-3.1-2b")
+    assert settles(page, "location.hash.includes('granite') && " + READY)
+    assert page.execute_script(DONE) == "Also switched off: chunked_loss."
+    assert not page.execute_script(VERDICT).startswith("Refused")
+
+
+def test_a_search_can_be_stopped_and_stops_at_every_change(page):
+    """The search would take minutes, so an answer that waited for it would not come here."""
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    long = {"model": "smollm2", "card": "a100", "batch": "12", "gradient_accumulation": "60"}
+    label = "return document.querySelector('.fit [data-do=fastest]').innerText"
+    go(page, **long)
+    address = page.current_url
+    body = page.find_element(By.TAG_NAME, "body")
+    for stop in (lambda: press(page, "fastest"), lambda: body.send_keys(Keys.ESCAPE)):
+        press(page, "fastest")
+        assert page.execute_script(label) == "Stop"
+        assert page.execute_script(DONE).startswith("Searching")
+        stop()
+        assert page.execute_script(DONE) == "Stopped: nothing was changed."
+        assert page.execute_script(label) == "Make it fast"
+        assert settles(page, ASIDE), "Python is still at the search"
+    assert page.current_url == address
+    press(page, "fastest")
+    assert settles(page, "document.querySelector('.fit .done progress').value > 0"), "no progress"
+    choose(page, "card", "l4")
+    assert settles(page, "location.hash.includes('card=l4') && " + READY)
+    assert page.execute_script(label) == "Make it fast"
+    assert page.execute_script(DONE) == ""
+    press(page, "fit")
+    press(page, "reset")
+    assert settles(page, "location.hash.includes('batch=1&') && " + READY)
+    assert settles(page, ASIDE)
+    assert page.execute_script(DONE) == "", "the search went on"
 
 
 def test_a_refused_choice_names_the_field_and_offers_what_mends_it(page):
@@ -159,6 +225,7 @@ def test_a_refused_choice_names_the_field_and_offers_what_mends_it(page):
         "return document.querySelector('.wrong').contains(document.getElementById('fit-precision'))"
     )
     assert settles(page, "document.querySelector('.fit .done button')")
+    assert shown(page, ".fit .done button") == "Set precision=fp16", "what the refusal says comes first"
     page.execute_script("document.querySelector('.fit .done button').click()")
     assert settles(page, READY)
     assert not page.execute_script(VERDICT).startswith("Refused")
@@ -173,7 +240,7 @@ def test_make_it_fit_and_make_it_fast(page):
     go(page, model="llama-3.1-70b", card="t4")
     press(page, "fit")
     assert settles(page, "document.querySelector('.fit .done').innerText.includes('no set of toggles fits')")
-    go(page, model="smollm2", card="a100")
+    go(page, model="smollm2", card="a100", gradient_accumulation="1")
     press(page, "fastest")
     assert settles(page, "document.querySelector('.fit .done').innerText.startsWith('Set: ')")
 
@@ -182,8 +249,7 @@ def test_a_and_b_stand_beside_each_other_and_in_the_link(page, host):
     first = go(page, model="llama-3.2-1b", card="t4")
     press(page, "pin")
     assert settles(page, "document.querySelectorAll('.fit .stack').length === 2 && " + READY)
-    take = "const box = document.querySelector('#fit-card'); box.value = 'l4';"
-    page.execute_script(take + "box.dispatchEvent(new Event('input', {bubbles: true}))")
+    choose(page, "card", "l4")
     assert settles(page, "location.hash.includes('card=l4') && " + READY)
     address = page.current_url
     page.get("about:blank")
@@ -305,6 +371,11 @@ def test_rows_beyond_the_context_and_a_million_tokens_are_said(page):
     assert page.execute_script(VERDICT).startswith("It does not fit. ")
     go(page, model="tinyllama-1.1b", card="a100", tokens="4096", packing="true")
     assert "context" not in page.execute_script(VERDICT), "packed rows are many short ones"
+    assert settles(page, ASIDE)
+    assert shown(page, ".longest-says button") == "Take it"
+    go(page, model="tinyllama-1.1b", card="a100")
+    assert settles(page, ASIDE)
+    assert shown(page, ".longest-says button") == "Take the model's context, 2,048"
 
 
 def test_each_line_says_why(page):

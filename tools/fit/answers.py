@@ -16,12 +16,11 @@ from cria_tricks.data.lengths import Lengths, full
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.gpus import Gpu, find_gpu
 from cria_tricks.models.shape import BESIDE_HEAD, Shape, find_shape, shape_of
-from cria_tricks.predict import plan_data, toggles
+from cria_tricks.predict import plan_data
 from cria_tricks.predict.model_settings import lora_targets
-from cria_tricks.predict.toggles import Change, Target
+from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.run import search
-from tools.fit.fields import BY_NAME, CONFIG, FIELDS, NUMBERS, OF_SETTING, SWITCHES, as_text
+from tools.fit.fields import BY_NAME, CONFIG, FIELDS, NUMBERS, as_text
 
 Choice = Mapping[str, str]
 
@@ -196,76 +195,6 @@ def command(choice: Choice, verb: str = "plan") -> str:
     for setting in of.settings:
         words += ["--set", setting]
     return shlex.join(words)
-
-
-def beside(choice: Choice) -> dict[str, Any]:
-    """Say for each value of each switch what it would change, or why it cannot be; and the longest row that fits.
-
-    Returns:
-        ``switches``: name -> value -> ``refused`` (the reason), or ``saved_bytes`` and ``slowdown`` as in ``cria
-        plan``; ``also`` names switches that would have to go as well. ``longest``: tokens; ``None`` if the choice is
-        refused.
-    """
-    of = asked(choice)
-    works = of.target.works(of.recipe)
-    now = of.target.bill(of.recipe) if works else None
-    found: dict[str, dict[str, Any]] = {name: {} for name in SWITCHES}
-    for name in SWITCHES:
-        for value in BY_NAME[name].values:
-            if value != as_text(getattr(of.recipe.tricks, name)):
-                found[name][value] = _changed(of, now, name, value)
-    if works:
-        for change in toggles.removed(of.target, of.recipe):
-            name = change.set.partition("=")[0]
-            if name in found:
-                off = as_text(getattr(type(of.recipe.tricks)(), name))
-                also = [setting.partition("=")[0] for setting in change.beside]
-                found[name][off] = {"saved_bytes": -change.saved_bytes, "slowdown": _inverse(change), "also": also}
-    return {"switches": found, "longest": toggles.longest(of.target, of.recipe) if works else None}
-
-
-def _inverse(change: Change) -> float | None:
-    return 1 / change.slowdown if change.slowdown else None
-
-
-def _changed(of: Asked, now: toggles.Setting | None, name: str, value: str) -> dict[str, Any]:
-    """Say what one other value of a switch would change."""
-    parsed: Any = {"true": True, "false": False}.get(value, value)
-    recipe = toggles.with_toggles(of.recipe, {name: parsed})
-    try:
-        plan = of.target.resolve(recipe)
-    except BadInput as error:
-        return {"refused": str(error)}
-    if now is None:
-        return {"mends": True}
-    change = Change(name, (), now, of.target.bill(recipe, name))
-    new = [words for words in plan.warnings if words not in of.target.resolve(of.recipe).warnings]
-    return {"saved_bytes": change.saved_bytes, "slowdown": change.slowdown, "says": new[0] if new else ""}
-
-
-def searched(choice: Choice, aim: str) -> dict[str, Any]:
-    """Search the toggles with which a choice fits.
-
-    Args:
-        choice: what is wanted.
-        aim: ``fit``: the fewest changes with which it fits; or an aim of :mod:`cria_tricks.run.search`.
-
-    Returns:
-        ``changes``, the fields that differ, and ``set``, the same as ``--set`` takes it.
-
-    Raises:
-        BadInput: for a choice that the package refuses.
-        OutOfMemory: if no set of toggles fits.
-    """
-    of = asked(choice)
-    if aim == "fit":
-        limit = (1 - trust.MARGIN) * of.target.device.memory_bytes
-        nearest = search.smaller(of.target, of.recipe, of.lengths, limit, of.target.works, search.NEAREST)
-        found = nearest or search.search(of.target, of.recipe, "smallest", of.lengths).chosen
-    else:
-        found = search.search(of.target, of.recipe, aim, of.lengths).chosen
-    changes = dict(setting.split("=", 1) for setting in found.set)
-    return {"changes": {OF_SETTING[name]: value for name, value in changes.items()}, "set": list(found.set)}
 
 
 def fields_in(message: str) -> list[str]:

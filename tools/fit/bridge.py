@@ -1,22 +1,46 @@
 """Carry the questions of the page "Will it fit?" to :mod:`tools.fit.answers`, and the answers back, as JSON."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Generator
 from typing import Any
 
-from tools.fit import answers, show
+from tools.fit import answers, others, show
 from tools.fit.answers import Choice
+from tools.fit.others import Steps
 
 
-def call(job: str, given: str) -> str:
-    """Do a job of the page; ``fit-worker.js`` calls this.
+def steps(job: str, given: str) -> Generator[str, None, str]:
+    """Do a job of the page in small steps; ``fit-worker.js`` calls this, and listens for other questions in between.
 
     Args:
         job: ``answer``, ``beside`` or ``search``.
         given: its arguments as JSON.
+
+    Yields:
+        How many of how many sets of switches were tried, as JSON.
     """
-    jobs: dict[str, Callable[..., dict[str, Any]]] = {"answer": answer, "beside": beside, "search": search}
-    return json.dumps(jobs[job](**json.loads(given)), allow_nan=False)
+    jobs: Any = {"answer": _at_once, "beside": beside, "search": search}
+    work = jobs[job](**json.loads(given))
+    while True:
+        try:
+            yield json.dumps(next(work))
+        except StopIteration as end:
+            return json.dumps(end.value, allow_nan=False)
+
+
+def call(job: str, given: str) -> str:
+    """Do a job to its end."""
+    work = steps(job, given)
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return str(end.value)
+
+
+def _at_once(choice: Choice, pinned: Choice | None = None) -> Steps[dict[str, Any]]:
+    yield from ()
+    return answer(choice, pinned)
 
 
 def answer(choice: Choice, pinned: Choice | None = None) -> dict[str, Any]:
@@ -36,22 +60,22 @@ def answer(choice: Choice, pinned: Choice | None = None) -> dict[str, Any]:
     return {"data": found, "html": html, "commands": commands}
 
 
-def beside(choice: Choice) -> dict[str, Any]:
+def beside(choice: Choice) -> Steps[dict[str, Any]]:
     """Say what each value of each switch would change, in words, and which row is the longest that fits."""
     try:
-        found = answers.beside(choice)
+        found = yield from others.beside(choice)
     except answers.REFUSALS:
-        return {"switches": {}, "longest": None}
-    for values in found["switches"].values():
+        return {"values": {}, "longest": None, "context": 0}
+    for values in found["values"].values():
         for one in values.values():
             if "saved_bytes" in one:
                 one["words"] = show.saving(one)
     return found
 
 
-def search(choice: Choice, aim: str) -> dict[str, Any]:
-    """Search toggles with which a choice fits."""
+def search(choice: Choice, aim: str) -> Steps[dict[str, Any]]:
+    """Search switches with which a choice fits."""
     try:
-        return answers.searched(choice, aim)
+        return (yield from others.searched(choice, aim))
     except answers.REFUSALS as error:
         return {"refused": str(error), "at": answers.fields_in(str(error))}

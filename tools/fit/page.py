@@ -14,7 +14,7 @@ from cria_tricks.models.catalogue import CATALOGUE
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe
 from tools import notebooks
-from tools.fit import answers, bridge, fields
+from tools.fit import answers, bridge, fields, others
 from tools.fit.fields import BY_NAME, CONFIG, FIELDS, GROUPS, NUMBERS, TARGETS, Field
 
 PLACE = '<div id="fit"></div>'
@@ -59,7 +59,7 @@ def facts(first: dict[str, Any], missing: str) -> dict[str, Any]:
         "first": {"data": first["data"], "commands": first["commands"]},
         "default": fields.default(),
         "fields": {field.name: _limits(field) for field in FIELDS},
-        "switches": fields.SWITCHES,
+        "besides": (*others.LISTS, *fields.SWITCHES),
         "models": [*CATALOGUE, CONFIG, NUMBERS],
         "cards": list(GPUS),
         "aliases": ALIASES,

@@ -1,0 +1,186 @@
+"""Look at other choices than the one that was made: what each would change, which cannot be, and which one fits.
+
+This takes seconds in a browser. So it is done in small steps, and the page can ask something else between two of them.
+"""
+
+import re
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any, TypeVar
+
+from cria_tricks.common.errors import BadInput, OutOfMemory
+from cria_tricks.hardware import trust
+from cria_tricks.hardware.gpus import GPUS
+from cria_tricks.models.catalogue import CATALOGUE
+from cria_tricks.models.shape import find_shape
+from cria_tricks.predict import toggles
+from cria_tricks.predict.toggles import Change, Setting
+from cria_tricks.recipe import Recipe
+from cria_tricks.run import search
+from tools.fit.answers import Asked, Choice, asked
+from tools.fit.fields import BY_NAME, OF_SETTING, SWITCHES, TARGETS, as_text
+
+Found = TypeVar("Found")
+Steps = Generator[tuple[int, int], None, Found]
+"""A job in steps: each says how many of how many sets of switches were tried; 0 where nobody counts."""
+
+LISTS: Mapping[str, Iterable[str]] = {"model": CATALOGUE, "card": GPUS, "targets": TARGETS}
+"""The lists of the page beside the switches, of which some values may be impossible."""
+ADVICE = re.compile(r"(?:set|use) ([a-z_.]+)=([\w-]+)")
+"""How a refusal ends: with what can be set in place of what was refused."""
+
+
+def beside(choice: Choice) -> Steps[dict[str, Any]]:
+    """Say for each value of each switch what it would change, or why it cannot be; and the longest row that fits.
+
+    Returns:
+        ``values``: name -> value -> ``refused`` (the reason), or ``saved_bytes`` and ``slowdown`` as in ``cria plan``;
+        ``also`` names switches that would have to go as well; ``instead`` is a value of another field with which a
+        refused one would work. Of models, cards and LoRA's targets only the refused are there. ``longest``: tokens;
+        ``None`` if the choice is refused. ``context``: the model's longest row [tokens]; 0 if not known.
+    """
+    of = asked(choice)
+    works = of.target.works(of.recipe)
+    now = of.target.bill(of.recipe) if works else None
+    found: dict[str, dict[str, Any]] = {name: {} for name in (*LISTS, *SWITCHES)}
+    for name in SWITCHES:
+        for value in BY_NAME[name].values:
+            if value != as_text(getattr(of.recipe.tricks, name)):
+                yield 0, 0
+                found[name][value] = _changed(of, now, name, value)
+    if not works:
+        return {"values": found, "longest": None, "context": 0}
+    for change in toggles.removed(of.target, of.recipe):
+        name = change.set.partition("=")[0]
+        if name in SWITCHES:
+            off = as_text(getattr(type(of.recipe.tricks)(), name))
+            also = [setting.partition("=")[0] for setting in change.beside]
+            found[name][off] = {"saved_bytes": -change.saved_bytes, "slowdown": _inverse(change), "also": also}
+    yield 0, 0
+    longest = toggles.longest(of.target, of.recipe)
+    for name, values in LISTS.items():
+        for value in values:
+            yield 0, 0
+            if value != choice[name] and (reason := refusal({**choice, name: value})):
+                found[name][value] = {"refused": reason}
+    for name, others in found.items():
+        for value, one in others.items():
+            if "refused" in one:
+                yield 0, 0
+                others[value] = _with_way_out({**choice, name: value}, name, one)
+    return {"values": found, "longest": longest, "context": of.target.shape.context}
+
+
+def refusal(choice: Choice) -> str:
+    """Return why a choice cannot be; empty if it can."""
+    try:
+        of = asked(choice)
+        of.target.resolve(of.recipe)
+    except BadInput as error:
+        return str(error)
+    return ""
+
+
+def _with_way_out(refused: Choice, name: str, one: dict[str, Any]) -> dict[str, Any]:
+    """Add to a refused value what else could be set so that it works, if its refusal says so."""
+    whole = {**refused, "chunked_loss": "false"}
+    if name == "model" and find_shape(refused["model"]).beside_head and not refusal(whole):
+        return {"also": ["chunked_loss"]}  # cria plan, too, switches it off where nobody asked for it
+    for setting, value in ADVICE.findall(one["refused"]):
+        other = OF_SETTING.get(setting, name)
+        if other != name and not refusal({**refused, other: value}):
+            return one | {"instead": {other: value}}
+    return one
+
+
+def _inverse(change: Change) -> float | None:
+    return 1 / change.slowdown if change.slowdown else None
+
+
+def _changed(of: Asked, now: Setting | None, name: str, value: str) -> dict[str, Any]:
+    """Say what one other value of a switch would change."""
+    parsed: Any = {"true": True, "false": False}.get(value, value)
+    recipe = toggles.with_toggles(of.recipe, {name: parsed})
+    try:
+        plan = of.target.resolve(recipe)
+    except BadInput as error:
+        return {"refused": str(error)}
+    if now is None:
+        return {"mends": True}
+    change = Change(name, (), now, of.target.bill(recipe, name))
+    new = [words for words in plan.warnings if words not in of.target.resolve(of.recipe).warnings]
+    return {"saved_bytes": change.saved_bytes, "slowdown": change.slowdown, "says": new[0] if new else ""}
+
+
+def searched(choice: Choice, aim: str) -> Steps[dict[str, Any]]:
+    """Search the switches with which a choice fits.
+
+    Args:
+        choice: what is wanted.
+        aim: ``fit``: the fewest changes with which it fits; or an aim of :mod:`cria_tricks.run.search`.
+
+    Returns:
+        ``changes``, the fields that differ, and ``set``, the same as ``--set`` takes it.
+
+    Raises:
+        BadInput: for a choice that the package refuses.
+        OutOfMemory: if no set of switches fits.
+    """
+    of = asked(choice)
+    found = None
+    if aim == "fit":
+        found = yield from _nearest(of)
+    if not found:
+        found = yield from _best(of, "smallest" if aim == "fit" else aim)
+    changes = dict(setting.split("=", 1) for setting in found.set)
+    return {"changes": {OF_SETTING[name]: value for name, value in changes.items()}, "set": list(found.set)}
+
+
+def _wanted(of: Asked, aim: str) -> search.Wanted:
+    limit = (1 - trust.MARGIN) * of.target.device.memory_bytes
+    return search.Wanted(of.target, of.recipe, aim, of.lengths, limit)
+
+
+def _nearest(of: Asked) -> Steps[search.Choice | None]:
+    """Do what ``search.smaller`` does, in steps; sets with few changes come first, and those with more are left out."""
+    wanted = _wanted(of, search.NEAREST)
+    by_changes: dict[int, list[Recipe]] = {}
+    for one in search._candidates(of.target, of.recipe, search.EXACT, ()):
+        yield 0, 0
+        changes = [change for change in search.differences(of.recipe, one) if "gradient_checkpointing" not in change]
+        by_changes.setdefault(len(changes), []).append(one)
+    every, tried = sum(map(len, by_changes.values())), 0
+    found: list[search.Choice] = []
+    for least in sorted(by_changes):
+        if found and len(found[0].set) < least:
+            break
+        for one in by_changes[least]:
+            tried += 1
+            yield tried, every
+            if of.target.works(one):
+                found += wanted.choices([one])
+        found.sort(key=wanted.order)
+    return found[0] if found else None
+
+
+def _best(of: Asked, aim: str) -> Steps[search.Choice]:
+    """Do what ``search.search`` does, in steps."""
+    search._refuse_unknown(of.target, aim, ())
+    exact = search.LONG if of.recipe.data.max_length > of.target.shape.width else search.EXACT
+    candidates = []
+    for one in search._candidates(of.target, of.recipe, exact, ()):
+        yield 0, 0
+        candidates.append(one)
+    wanted = _wanted(of, aim)
+    found: list[search.Choice] = []
+    for place, one in enumerate(candidates):
+        yield place + 1, len(candidates)
+        candidates[place] = search._with_free(of.target, one)
+        found += wanted.choices([candidates[place]])
+    if found:
+        return min(found, key=wanted.order)
+    sizes = []
+    for one in candidates:
+        yield len(candidates), len(candidates)
+        sizes.append(of.target.memory(one).needed_bytes)
+    smallest = [one for one, size in zip(candidates, sizes, strict=True) if size == min(sizes)][:1]
+    raise OutOfMemory(search._nothing_fits(of.target, of.recipe, smallest))
