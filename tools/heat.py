@@ -23,15 +23,22 @@ class Row(NamedTuple):
     changes: Mapping[str, float]
 
 
-def matrix(columns: Sequence[str], rows: Sequence[Row]) -> str:
-    """Draw the table, as HTML because Markdown has no colours."""
+def matrix(base: Mapping[str, float], rows: Sequence[Row]) -> str:
+    """Draw the table, as HTML because Markdown has no colours.
+
+    Args:
+        base: each column, and its value before the first switch [MiB].
+        rows: the switches.
+    """
+    columns = [*base]
     head = "".join(f'<th scope="col">{column}</th>' for column in columns)
     lines = "\n".join(
         f"<tr>{_label(row.switch)}{''.join(_cell(row, column) for column in columns)}</tr>" for row in rows
     )
     return (
         '<div class="scrolls" role="region" aria-label="What each switch saves" tabindex="0">\n<table class="map">\n'
-        f'<thead><tr><th scope="col">switch</th>{head}</tr></thead>\n<tbody>\n{lines}\n</tbody>\n</table>\n</div>'
+        f'<thead><tr><th scope="col">switch</th>{head}</tr></thead>\n<tbody>\n<tr><th scope="row">plain fp32</th>'
+        f"{''.join(f'<td><b>{value:,.0f}</b></td>' for value in base.values())}</tr>\n{lines}\n</tbody>\n</table>\n</div>"
     )
 
 

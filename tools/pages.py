@@ -232,7 +232,7 @@ def the_map() -> str:
         old, new = _largest(before.memory), _largest(after.memory)
         found = {name: (new[name] - old[name]) / 2**20 for name in old}
         changes.append(heat.Row(after.set[0], dict(choice), found))
-    return heat.matrix((*GROUPS, "peak"), changes)
+    return heat.matrix({name: size / 2**20 for name, size in _largest(rungs[0].memory).items()}, changes)
 
 
 def _largest(memory: Bill) -> dict[str, int]:
@@ -243,7 +243,7 @@ def _largest(memory: Bill) -> dict[str, int]:
         group: max(sum(line.bytes for line in moment.lines if line.name.startswith(names)) for moment in memory.moments)
         for group, names in GROUPS.items()
     }
-    return found | {"peak": memory.peak_bytes}
+    return {"peak": memory.peak_bytes} | found
 
 
 def fill_map() -> None:
