@@ -179,7 +179,7 @@ def test_a_cell_of_the_map_opens_the_calculator_with_its_switch_and_those_above_
     choices = [dict(setting.split("=") for setting in choice.split("&amp;")) for choice, _ in found]
     assert all(switch in choice.split("&amp;") for choice, switch in found)
     recipes_of = [with_settings(Recipe(), [f"tricks.{name}={value}" for name, value in one.items()]) for one in choices]
-    assert recipes_of[0].tricks == with_settings(Recipe(), ["tricks.precision=fp16"]).tricks
+    assert recipes_of[0].tricks == with_settings(Recipe(), ["tricks.peft=lora"]).tricks
     assert recipes_of[-1].tricks == recipes.capstone(find_card("t4").device).tricks
 
 

@@ -35,10 +35,11 @@ def matrix(base: Mapping[str, float], rows: Sequence[Row]) -> str:
     lines = "\n".join(
         f"<tr>{_label(row.switch)}{''.join(_cell(row, column) for column in columns)}</tr>" for row in rows
     )
+    first = "".join(f"<td><b>{value:,.0f}</b></td>" for value in base.values())
     return (
         '<div class="scrolls" role="region" aria-label="What each switch saves" tabindex="0">\n<table class="map">\n'
-        f'<thead><tr><th scope="col">switch</th>{head}</tr></thead>\n<tbody>\n<tr><th scope="row">plain fp32</th>'
-        f"{''.join(f'<td><b>{value:,.0f}</b></td>' for value in base.values())}</tr>\n{lines}\n</tbody>\n</table>\n</div>"
+        f'<thead><tr><th scope="col">switch</th>{head}</tr></thead>\n<tbody>\n'
+        f'<tr><th scope="row">plain fp32</th>{first}</tr>\n{lines}\n</tbody>\n</table>\n</div>'
     )
 
 
