@@ -48,7 +48,7 @@ SPOILT = [
     ("device/memory_bytes", -5, "device.memory_bytes: Input should be greater than 0"),
     ("device/colour", "green", "device.colour: Extra inputs are not permitted"),
     ("settings/rounds", ..., "settings.rounds: Field required"),
-    (f"{TOP}/seconds/0", "fast", "cases.together.ladder_lean_preparation.seconds.0: Input should be a valid number"),
+    (f"{TOP}/seconds/0", "fast", "cases.together.ladder_paged_optimizer.seconds.0: Input should be a valid number"),
     (f"{TOP}/median_seconds", 0.001, "median_seconds = 0.001 does not follow from seconds and tokens"),
     # provenance
     ("provenance/commit", "main", "provenance.commit: String should match pattern"),
