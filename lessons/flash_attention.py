@@ -10,7 +10,7 @@
 # # FlashAttention: exact attention without the matrix of scores
 # > **Promise.** You load a Llama with `attn_implementation="sdpa"`, the default, and expect it to save memory. On a T4
 # > it saves nothing, and no message says so. You will write FlashAttention yourself, prove that its numbers are right,
-# > find out which kernel really runs, and add the switch with which the course's job fits a T4 for the first time.
+# > find out which kernel really runs, and add the switch with which our job fits a T4 for the first time.
 # >
 # > **Card.** saves the T x T matrix of scores: B H T^2 numbers a block become B H T / costs a fifth matrix
 # > multiplication for each tile of the backward pass / exact within rounding / about 25 minutes / after [LoRA](lora.py)
@@ -67,7 +67,7 @@ share = all_heads / lines["saved activations"]
 print(f"that is {share:.0%} of all saved activations")
 
 # %% [markdown]
-# They also grow fastest: rows twice as long have four times as many, and everything else doubles.
+# They also grow fastest: rows twice as long have four times as many, while other activations double.
 #
 # ## 2. From scratch, in four steps
 # **Step 1: plain attention is the reference.** Llama uses [grouped-query
@@ -272,7 +272,7 @@ course.show(
 # %% [markdown]
 # **Step 4: write the backward pass.** Let $g_i$ be the gradient of the output $o_i$. For each tile we compute the
 # probabilities again from $L$. Then $v_j$ gets the gradient $\sum_i p_{ij} g_i$, and the probability $p_{ij}$ gets
-# $g_i\cdot v_j$. Through the softmax, the score gets $p_{ij} (g_i\cdot v_j-\Delta_i)$, where
+# $g_i\cdot v_j$. By the derivative of softmax, the score gets $p_{ij} (g_i\cdot v_j-\Delta_i)$, where
 # $\Delta_i=\sum_j p_{ij}\, (g_i\cdot v_j)$.
 #
 # $\Delta_i$ seems to need the whole row again. But $g_i$ does not depend on $j$, so it can leave the sum:
@@ -318,8 +318,8 @@ def ours(q, k, v):
 # %% [markdown]
 # ## 3. Prove it
 # The claim is *exact within rounding*, so we compare outputs and gradients with those of plain attention in float64. A
-# wrong formula would be off by far more than float64's rounding. In fp32 ours may be off by as much as plain attention
-# is. Then we count what ours stores: $q$, the repeated $k$ and $v$, the output, and $L$.
+# wrong formula would be off by far more than rounding. In fp32 ours may be off by as much as plain attention is. Then
+# we count what ours stores: $q$, the repeated $k$ and $v$, the output, and $L$.
 
 # %% Five implementations of attention tags=["hide-input"]
 ways = {
@@ -510,9 +510,9 @@ course.show(
 # %% [markdown]
 # Added to LoRA, `sdpa` alone saves 0 MiB, and both switches save 8,188 MiB: the 8,192 of your first guess, less $L$.
 # With CUDA's own memory a step needs 14,410 MiB, so the job fits a T4 for the first time. Taken away from the finished
-# job, they are worth half of the time, but only 1,288 MiB, because that job stores the probabilities of one block at a
-# time ([checkpointing](gradient_checkpointing.py)). There `sdpa` without `expand_kv` needs even more than eager
-# attention (2,837 MiB against 2,805), because the math kernel copies its 16-bit inputs to fp32.
+# job, they are worth over half of the time, but only 1,288 MiB, because that job stores the probabilities of one block
+# at a time ([checkpointing](gradient_checkpointing.py)). There `sdpa` without `expand_kv` needs even more than eager
+# attention (2,837 MiB against 2,805), because the math kernel computes in fp32 throughout.
 #
 # ## 6. Where it breaks
 # **`FlashAttention only supports Ampere GPUs or newer.`** You see this on a T4 with
