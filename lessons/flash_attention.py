@@ -1,30 +1,39 @@
 # ---
 # jupyter:
+#   question: How can attention work without a score for every pair of tokens in memory, and why does a T4 store them?
 #   jupytext:
 #     cell_metadata_filter: tags,-all
 #     text_representation: {extension: .py, format_name: percent}
 # ---
 
 # %% [markdown]
-# # FlashAttention: a softmax that never sees its whole row
-# > **Promise.** You write attention that keeps 520 KiB where plain attention keeps 2,496, with the same numbers within
-# > rounding; and you find out which kernel a T4 really runs, and why one repeat changes it.
+# # FlashAttention: exact attention without the matrix of scores
+# > **Promise.** You load a Llama with `attn_implementation="sdpa"`, the default, and expect it to save memory. On a T4
+# > it saves nothing, and no message says so. You will write FlashAttention yourself, prove that its numbers are right,
+# > find out which kernel really runs, and add the switch with which our job fits a T4 for the first time.
+# >
+# > **Card.** saves the T x T matrix of scores: B H T^2 numbers a block become B H T / costs a fifth matrix
+# > multiplication for each tile of the backward pass / exact within rounding / about 25 minutes / after [LoRA](lora.py)
 #
-# > **Card.** saves the T x T scores: B H T^2 numbers a block become B H T / costs 5 products a tile in the backward
-# > pass for plain attention's 4 / exact within rounding / 40 minutes / after [paged optimizers](optimizers.py)
+# We fine-tune Llama-3.2-1B on rows of 2,048 tokens, on a T4 with 15,095 MiB, and [LoRA](lora.py) left the peak at
+# 22,201 MiB. Of these, 14,334 MiB are [saved activations](../docs/glossary.md#activation), and more than half of them
+# come from one operation inside attention.
 #
-# The job is still QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. [The lesson on
-# paged optimizers](optimizers.py) left the bill at 5,373 MiB. Now the largest thing inside every block goes: the
-# matrix of every token against every other. By how many MiB will the bill fall? Write a guess down for section 5.
+# ## 1. The bill
+# Attention makes a query $q$, a key $k$ and a value $v$ of $D$ numbers for each token. The *score* of query $i$ and key
+# $j$ is $s_{ij}=q_i\cdot k_j / \sqrt{D}$. A softmax over $j$ turns the scores of one query into *probabilities*
+# $p_{ij}$, and the output is $o_i=\sum_j p_{ij} v_j$. Here attention is *causal*: no query sees a later key.
+#
+# With $T$ tokens a head has $T\times T$ probabilities, and every block stores them, because the backward pass needs
+# them. Llama-3.2-1B has 16 blocks with 32 heads each, and every number takes 4 bytes (fp32). How many MiB of
+# probabilities do all blocks store for a row of 2,048 tokens?
 
-# %% Your guess: MiB that the bill falls tags=["predict"]
+# %% Your guess: MiB of probabilities in all 16 blocks tags=["predict"]
 guess = 0  # @param {type:"number"}
 
 # %% Imports and settings tags=["hide-input"]
-import math
 from unittest.mock import patch
 
-import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -37,41 +46,58 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.attention_kernels import attention_kernel, kernel_for
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.measure.counting import SavedBytes, Traffic, flops
+from cria_tricks.measure.counting import Traffic, flops
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.step_plan import diff
-from cria_tricks.tricks.expand_kv import expand_kv
-from cria_tricks.tricks.flash_attention import flash_attention
+from cria_tricks.tricks import expand_kv, flash_attention
 from cria_tricks.tricks.folds import step
 
-torch.manual_seed(0)
 KIB, MIB = 1024, 2**20
 
+# %%
+before = course.so_far("lora")
+shape = find_shape(before.model)
+one_head = 2048 * 2048 * 4  # bytes of one T x T matrix in fp32
+all_heads = shape.layers * shape.heads * one_head
+print(f"one head {one_head / MIB:,.0f} MiB")
+course.reveal(guess, all_heads / MIB, "MiB")
+lines = {line.name: line.bytes for line in course.bill(before).lines}
+share = all_heads / lines["saved activations"]
+print(f"that is {share:.0%} of all saved activations")
+
 # %% [markdown]
-# ## 1. The bill
-# Each token has a query $q$, a key $k$ and a value $v$, all $D$ wide. The *score* of two tokens is
-# $s_{ij} = q_i \cdot k_j / \sqrt{D}$; a softmax over $j$ turns scores into weights $w_{ij}$; the output is
-# $o_i = \sum_j w_{ij} v_j$. *Causal*: nobody looks ahead. *Grouped-query*: $G$ query heads share a head of keys and
-# values, which plain attention repeats first.
+# They also grow fastest: rows twice as long have four times as many, while other activations double.
+#
+# ## 2. From scratch, in four steps
+# **Step 1: plain attention is the reference.** Llama uses [grouped-query
+# attention](../docs/glossary.md#grouped-query-attention), in which several query heads share one head of keys and
+# values. Plain attention first repeats these, so that each query head has its own copy. Then we count what autograd
+# stores: $q$, the repeated $k$ and $v$, the probabilities, and the mask that hides later keys.
 
 # %%
-# rows, query heads, key heads, tokens, width of a head
+import math
+
+import torch
+
+from cria_tricks.measure.counting import SavedBytes
+
+torch.manual_seed(0)
+# rows, query heads, heads of keys and values, tokens, width of a head
 B, H, K, T, D = 1, 8, 2, 256, 16
-G, INF = H // K, float("inf")
+INF = float("inf")
 
 
 def repeat(x):
-    """(B, K, T, D) to (B, H, T, D): each query head gets a copy of the head it
-    shares."""
-    return x[:, :, None].expand(-1, -1, G, -1, -1).flatten(1, 2)
+    """Give each query head its own copy: (B, K, T, D) becomes (B, H, T, D)."""
+    return x.repeat_interleave(H // K, dim=1)
 
 
 def plain(q, k, v):
     k, v = repeat(k), repeat(v)
-    ahead = torch.ones(T, T, dtype=torch.bool).triu(1)
-    return (q @ k.mT / D**0.5).masked_fill(ahead, -INF).softmax(dim=-1) @ v
+    later = torch.ones(T, T, dtype=torch.bool).triu(1)
+    s = (q @ k.mT / D**0.5).masked_fill(later, -INF)
+    return s.softmax(dim=-1) @ v
 
 
 q, grad = (torch.randn(B, H, T, D, dtype=torch.float64) for _ in range(2))
@@ -79,54 +105,40 @@ k, v = (torch.randn(B, K, T, D, dtype=torch.float64) for _ in range(2))
 
 
 def inputs(dtype):
-    return *(x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)), grad.to(dtype)
+    """Copies of q, k and v that need gradients."""
+    return [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
 
 
-# %% [markdown]
-# What waits for the backward pass, at 4 bytes a number? What the two products multiplied: $q$, repeated $k$ and $v$,
-# and the weights, which the softmax keeps, too. And a mask of a byte an entry. Which share has a $T^2$ in it?
-
-# %%
-squares = 4 * H * T * T + T * T
-with SavedBytes() as kept:
-    plain(*inputs(torch.float32)[:3])
-print(
-    f"predicted {(4 * 3 * H * T * D + squares) / KIB:,.0f} KiB, "
-    f"counted {kept.peak / KIB:,.0f}",
-    end="; ",
-)
-print(f"{squares / kept.peak:.0%} of it grows with the square")
-assert kept.peak == 4 * 3 * H * T * D + squares
-shape = find_shape(course.CAPSTONE.model)
-# the softmax in fp32, and under autocast a copy in 16 bits
-one_block = shape.heads * 2048**2 * (4 + 2)
-print(
-    f"Llama-3.2-1B: {one_block / MIB:,.0f} MiB of w in a block, "
-    f"{shape.layers * one_block / MIB:,.0f} in all"
-)
+squares = 4 * H * T * T + T * T  # probabilities of 4 bytes, mask of 1 byte
+predicted = 4 * 3 * H * T * D + squares
+with SavedBytes() as plain_stores:
+    plain(*inputs(torch.float32))
+print(f"predicted {predicted / 1024:,.0f} KiB, counted {plain_stores.peak / 1024:,.0f}")
+print(f"{squares / predicted:.0%} of it grows with the square of T")
+assert plain_stores.peak == predicted
 
 # %% [markdown]
-# ## 2. From scratch, in four steps
-# **A sum that can change its mind.** The softmax of a row is $e^{s_j} / \sum_j e^{s_j}$. In fp32 $e^{89}$ is infinite
-# (in fp16, $e^{12}$), so subtract the row's largest score $m$ from all: the fraction stays the same. But that takes the
-# row twice, to find $m$ and to add up. Unless $m$ may be corrected later. Let $\ell = \sum e^{s_j - m}$ be the sum so
-# far, and a larger $m'$ turn up. Then $\sum e^{s_j - m'} = \ell \cdot e^{m - m'}$: one multiplication corrects all that
-# was added before.
+# **Step 2: compute a softmax in one pass.** The softmax of a row is $e^{s_j} / \sum_j e^{s_j}$. In fp32 $e^{89}$ is
+# already infinite, so every softmax first subtracts the largest score $m$, whose factor $e^{-m}$ cancels. This seems to
+# need the row twice: once to find $m$, and once to add up.
+#
+# One pass is enough if we correct the sum later. Keep the largest score so far, $m$, and the sum so far,
+# $\ell=\sum e^{s_j-m}$. When a larger score $m'$ arrives, multiply the sum by $e^{m-m'}$. This corrects all terms at
+# once, because $e^{s_j-m}\cdot e^{m-m'}=e^{s_j-m'}$.
 
 # %%
 row = [98.0, 100.0, 99.0, 101.0]
-naive = torch.tensor(row).exp() / torch.tensor(row).exp().sum()
 m, total = -INF, 0.0
-for s in row:
-    higher = max(m, s)
-    m, total = higher, total * math.exp(m - higher) + math.exp(s - higher)
-    print(f"score {s:5.0f}: largest {m:5.0f}, sum {total:.4f}")
-print(
-    f"without the largest: {naive.tolist()}; "
-    f"with it m + log(sum) = {m + math.log(total):.4f}"
-)
-assert naive.isnan().all()  # inf / inf
-assert abs(m + math.log(total) - torch.tensor(row).logsumexp(0).item()) < 1e-4
+for score in row:
+    higher = max(m, score)
+    total = total * math.exp(m - higher) + math.exp(score - higher)
+    m = higher
+    print(f"score {score:5.0f}: largest {m:5.0f}, sum {total:.4f}")
+naive = torch.tensor(row).exp() / torch.tensor(row).exp().sum()
+print(f"without subtracting: {naive.tolist()}")
+assert naive.isnan().all()  # infinity / infinity
+right = torch.tensor(row).logsumexp(0).item()
+assert abs(m + math.log(total) - right) < 1e-4
 
 
 # %% Draw figure 1 tags=["hide-input"]
@@ -149,16 +161,16 @@ def one_row(theme: Theme):
         largest,
         color=theme.series[1],
         drawstyle="steps-post",
-        label="m, the largest so far",
+        label="largest so far, m",
     )
     right.plot(
         sums,
         color=theme.series[0],
         drawstyle="steps-post",
-        label="sum of exp(score - m) so far",
+        label="sum so far",
     )
-    for axes, ylabel in ((left, "score"), (right, "sum")):
-        axes.set(xlabel="key, in the order in which they come", ylabel=ylabel)
+    for axes, ylabel in ((left, "score"), (right, "sum of exp(score - m)")):
+        axes.set(xlabel="key, in the order of reading", ylabel=ylabel)
         axes.grid(axis="y")
         axes.legend(loc="lower left", ncols=2, bbox_to_anchor=(-0.02, 1.0))
     return drawn
@@ -166,41 +178,45 @@ def one_row(theme: Theme):
 
 course.show(
     one_row,
-    "Figure 1. A row of scores, read once: whenever a larger score turns up, "
+    "Figure 1. One row of scores is read once: each time a larger score arrives, "
     "the sum so far is scaled down.",
 )
 
 # %% [markdown]
-# **A tile at a time.** The output is a sum as well, so the same factor corrects it. For a tile of queries and a tile of
-# keys, update three things: $m$, $\ell$ and the output so far. At the end divide by $\ell$. One number of each row is
-# worth keeping, the *log-sum-exp* $L_i = m + \log \ell$: with it $w_{ij} = e^{s_{ij} - L_i}$ needs no sum.
+# **Step 3: go through the matrix tile by tile.** The output is a sum as well, $\sum_j e^{s_j-m} v_j$, divided by $\ell$
+# at the end, so the same factor corrects it. We cut queries and keys into [tiles](../docs/glossary.md#tile) of 32
+# tokens. For a tile of queries we visit the tiles of keys one after the other, and compute only the scores of that
+# pair. Each visit updates $m$, $\ell$ and the output so far. Causal attention hides the tiles above the diagonal, so we
+# skip them.
+#
+# For the backward pass we store one more number for each query, the [log-sum-exp](../docs/glossary.md#log-sum-exp)
+# $L_i=m+\log \ell$. It gives back the probabilities of any tile: $p_{ij}=e^{s_{ij}-L_i}$.
 
 # %%
 TILE = 32
 TILES = [slice(n, n + TILE) for n in range(0, T, TILE)]
 
 
+def scores(q, k, rows, keys):
+    """The scores of one tile; on the diagonal, later keys are hidden."""
+    s = q[..., rows, :] @ k[..., keys, :].mT / D**0.5
+    if rows == keys:
+        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -INF)
+    return s
+
+
 def start(q):
-    return (
-        torch.full_like(q[..., :1], -INF),
-        torch.zeros_like(q[..., :1]),
-        torch.zeros_like(q),
-    )
+    """The largest score, the sum and the output, before the first tile."""
+    one_each = q[..., :1]
+    return torch.full_like(one_each, -INF), torch.zeros_like(one_each), q * 0
 
 
 def update(m, total, out, s, v):
+    """The same three after one more tile."""
     higher = torch.maximum(m, s.amax(-1, keepdim=True))
-    shrink, w = (m - higher).exp(), (s - higher).exp()
-    return higher, total * shrink + w.sum(-1, keepdim=True), out * shrink + w @ v
-
-
-def scores(q, k, rows, keys):
-    s = q[..., rows, :] @ k[..., keys, :].mT / D**0.5
-    return (
-        s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -INF)
-        if rows == keys
-        else s
-    )
+    shrink = (m - higher).exp()
+    p = (s - higher).exp()
+    return higher, total * shrink + p.sum(-1, keepdim=True), out * shrink + p @ v
 
 
 # %% Draw figure 2 tags=["hide-input"]
@@ -217,7 +233,7 @@ def matrix(theme: Theme):
                 3.2 + 3.2 * row,
                 2.8,
                 2.8,
-                "s, w" if here else "",
+                "s, p" if here else "",
                 color=1,
                 kept=here,
             )
@@ -233,35 +249,35 @@ def matrix(theme: Theme):
         sketch.tensor(
             22.8,
             3.2 + 3.2 * row,
-            0.8,
+            1.4,
             2.8,
             "L" if row == 2 else "",
             color=2,
             kept=row < 2,
         )
     sketch.arrow((17.6, 11), (19.0, 11))
-    sketch.text(25, 1.4, "q, k, v: (T, D), in tiles", align="left")
-    sketch.text(25, 6.2, "o: (T, D), and L: (T, 1)", align="left")
-    sketch.text(25, 7.8, "all five are kept", align="left", quiet=True)
-    sketch.text(25, 11, "one tile of scores lives at a time", align="left")
-    sketch.text(25, 12.6, "dashed: gone, or still to come", align="left", quiet=True)
-    sketch.text(25, 14.2, "above the diagonal: never made", align="left", quiet=True)
+    sketch.text(25.4, 1.4, "q, k, v, o, L: saved", align="left")
+    sketch.text(25.4, 6.2, "s, p: one tile at a time", align="left")
+    sketch.text(25.4, 11, "dashed: freed,", align="left", quiet=True)
+    sketch.text(25.4, 12.8, "or not computed yet", align="left", quiet=True)
     return sketch.figure
 
 
 course.show(
     matrix,
-    "Figure 2. The third tile of queries has met its second tile of keys. "
-    "No T x T matrix is anywhere.",
+    "Figure 2. The third tile of queries meets its second tile of keys: only one tile "
+    "of scores is in memory, and no T x T matrix ever is.",
 )
 
 # %% [markdown]
-# **Walk back without the weights.** Let $g_i$ be the gradient of $o_i$. Make a tile's weights again, from $L$. Then
-# $v_j$ gets $\sum_i w_{ij} g_i$, and a weight $g_i \cdot v_j$. Through the softmax, a score gets
-# $w_{ij} (g_i \cdot v_j - \Delta_i)$ with $\Delta_i = \sum_j w_{ij}\, g_i \cdot v_j$, again a sum over the whole row.
-# But pull $g_i$ out of it: $\Delta_i = g_i \cdot o_i$. The output knows it already.
+# **Step 4: write the backward pass.** Let $g_i$ be the gradient of the output $o_i$. For each tile we compute the
+# probabilities again from $L$. Then $v_j$ gets the gradient $\sum_i p_{ij} g_i$, and the probability $p_{ij}$ gets
+# $g_i\cdot v_j$. By the derivative of softmax, the score gets $p_{ij} (g_i\cdot v_j-\Delta_i)$, where
+# $\Delta_i=\sum_j p_{ij}\, (g_i\cdot v_j)$.
 #
-# **Both passes in one Function:**
+# $\Delta_i$ seems to need the whole row again. But $g_i$ does not depend on $j$, so it can leave the sum:
+# $\Delta_i=g_i\cdot\sum_j p_{ij} v_j=g_i\cdot o_i$, and the forward pass has computed $o_i$. In PyTorch, a pair of
+# hand-written passes is an `autograd.Function`:
 
 
 # %%
@@ -274,26 +290,24 @@ class Flash(torch.autograd.Function):
             for keys in TILES[: n + 1]:  # up to the diagonal
                 state = update(*state, scores(q, k, rows, keys), v[..., keys, :])
             m, total, summed = state
-            out[..., rows, :], lse[..., rows, :] = summed / total, m + total.log()
-        ctx.save_for_backward(q, k, v, out, lse)
+            out[..., rows, :] = summed / total
+            lse[..., rows, :] = m + total.log()
+        ctx.save_for_backward(q, k, v, out, lse)  # and no T x T matrix
         return out
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         delta = (grad * out).sum(-1, keepdim=True)
         for n, rows in enumerate(TILES):
+            g = grad[..., rows, :]
             for keys in TILES[: n + 1]:
-                w = (scores(q, k, rows, keys) - lse[..., rows, :]).exp()
-                ds = (
-                    w
-                    * (grad[..., rows, :] @ v[..., keys, :].mT - delta[..., rows, :])
-                    / D**0.5
-                )
+                p = (scores(q, k, rows, keys) - lse[..., rows, :]).exp()
+                ds = p * (g @ v[..., keys, :].mT - delta[..., rows, :]) / D**0.5
                 dq[..., rows, :] += ds @ k[..., keys, :]
                 dk[..., keys, :] += ds.mT @ q[..., rows, :]
-                dv[..., keys, :] += w.mT @ grad[..., rows, :]
+                dv[..., keys, :] += p.mT @ g
         return dq, dk, dv
 
 
@@ -303,162 +317,262 @@ def ours(q, k, v):
 
 # %% [markdown]
 # ## 3. Prove it
-# The claim is *exact within rounding*, so say how much. Let $u$ be half the distance from 1 to the next number
-# ($2^{-24}$ in fp32). A score sums $D$ products: off by at most $(D + 2)\,u A$, with $A$ the largest
-# $\sum_d |q_d k_d| / \sqrt{D}$. An exponent, up to the scores' range $R$, rounds by $uR$; so do all corrections
-# together. Adding $T$ numbers costs $Tu$, each of $n$ tiles $3u$. So a weight is off by the share
-# $\eta = u\,((D + 2) A + 2R + T + 3n + 4)$, above the fraction's line and below it, and an output by
-# $2\eta \max |v|$ at most.
+# The claim is *exact within rounding*, so we compare outputs and gradients with those of plain attention in float64. A
+# wrong formula would be off by far more than rounding. In fp32 ours may be off by as much as plain attention is. Then
+# we count what ours stores: $q$, the repeated $k$ and $v$, the output, and $L$.
 
-# %%
+# %% Five implementations of attention tags=["hide-input"]
 ways = {
+    "plain": plain,
     "ours": ours,
-    "the package's": lambda q, k, v: flash_attention(q, k, v, tile=TILE),
-    "torch's, grouped": lambda q, k, v: F.scaled_dot_product_attention(
+    "cria_tricks": lambda q, k, v: flash_attention.flash_attention(q, k, v, tile=TILE),
+    "torch, grouped": lambda q, k, v: F.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=True
     ),
-    "torch's, expanded": lambda q, k, v: F.scaled_dot_product_attention(
-        q, expand_kv(k, G), expand_kv(v, G), is_causal=True
+    "torch, repeated": lambda q, k, v: F.scaled_dot_product_attention(
+        q, repeat(k), repeat(v), is_causal=True
     ),
 }
 
 
-def with_gradients(way, q, k, v, grad):
-    out = way(q, k, v)
-    return out, *torch.autograd.grad(out, (q, k, v), grad)
+def with_gradients(way, dtype):
+    """The output of one of these ways, and the gradients of q, k and v."""
+    given = inputs(dtype)
+    out = way(*given)
+    return [out, *torch.autograd.grad(out, given, grad.to(dtype))]
 
-
-true = with_gradients(plain, *inputs(torch.float64))
-A = (q.abs() @ repeat(k).abs().mT).max() / D**0.5
-R = 2 * (q @ repeat(k).mT).abs().max() / D**0.5
-assert torch.equal(repeat(k), expand_kv(k, G))
-for dtype, gradients_within in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
-    eta = torch.finfo(dtype).eps / 2 * ((D + 2) * A + 2 * R + T + 3 * len(TILES) + 4)
-    bound = (2 * eta * v.abs().max()).item()
-    print(
-        f"{dtype}: outputs may be off by {bound:.1e}, "
-        f"gradients by {gradients_within:.0e}"
-    )
-    for name, way in ways.items():
-        off = [
-            (a - b).abs().max().item()
-            for a, b in zip(with_gradients(way, *inputs(dtype)), true, strict=True)
-        ]
-        print(f"  {name:18} output {off[0]:.1e}, gradients {max(off[1:]):.1e}")
-        assert off[0] < 2 * bound  # two roundings of one value, in float64
-        assert max(off[1:]) < gradients_within
-
-# %% [markdown]
-# The float64 lines prove the mathematics: no error in a formula is that small. Of the worst case, less than a hundredth
-# came true. (The bound of gradients is that of the package's tests, `tests/tolerances.py`.)
-#
-# Now the mechanism. Kept should be $q$, repeated $k$ and $v$, the output, and $L$.
 
 # %%
-with SavedBytes() as kept:
-    out = ours(*inputs(torch.float32)[:3])
-print(
-    f"predicted {4 * (4 * H * T * D + H * T) / KIB:,.0f} KiB, "
-    f"counted {kept.peak / KIB:,.0f}"
-)
-assert kept.peak == 4 * (4 * H * T * D + H * T)
+true = with_gradients(plain, torch.float64)
+for dtype, within in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+    for name, way in ways.items():
+        found = with_gradients(way, dtype)
+        off = max((a - b).abs().max().item() for a, b in zip(found, true, strict=True))
+        print(f"{dtype!s:14} {name:15} off by at most {off:.0e}")
+        assert off < within
+
+with SavedBytes() as stores:
+    ours(*inputs(torch.float32))
+print(f"ours stores {stores.peak / KIB:,.0f} KiB, plain {plain_stores.peak / KIB:,.0f}")
+assert stores.peak == 4 * (4 * H * T * D + H * T)
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: a bound for the rounding error
+# How far off may an output be? Let $u$ be half the distance from 1 to the next number ($2^{-24}$ in fp32). A score is a
+# sum of $D$ terms, so it is off by at most $(D+2)\,u A$, where $A$ is the largest $\sum_d |q_d k_d| / \sqrt{D}$. An
+# exponent can be as large as the scores' range $R$, so its rounding costs $uR$. All corrections together cost another
+# $uR$. Adding $T$ numbers costs $Tu$, and each of $n$ tiles $3u$. Therefore a probability has a relative error of at
+# most $\eta=u\,((D+2) A+2R+T+3n+4)$ in the numerator and the same in the denominator, and an output is off by at most
+# $2\eta \max |v|$. The cell checks this bound, and finds that less than a hundredth of it is used.
+
+# %% tags=["deep"]
+A = (q.abs() @ repeat(k).abs().mT).max() / D**0.5
+R = 2 * (q @ repeat(k).mT).abs().max() / D**0.5
+for dtype in (torch.float64, torch.float32):
+    eta = torch.finfo(dtype).eps / 2 * ((D + 2) * A + 2 * R + T + 3 * len(TILES) + 4)
+    bound = (2 * eta * v.abs().max()).item()
+    for name, way in ways.items():
+        off = (way(*inputs(dtype)) - true[0]).abs().max().item()
+        print(f"{dtype!s:14} {name:15} bound {bound:.1e}, found {off:.1e}")
+        assert off < 2 * bound  # in float64 both values are rounded
+        assert off < bound / 100
 
 # %% [markdown]
 # ## 4. What it costs
-# **Products.** Two forward; four backward, or five, as scores are made again. But plain attention makes all $n^2$
-# tiles, and only $n (n + 1) / 2$ lie on or under the diagonal. So 7 products in place of 6, on 36 tiles in place of 64.
+# **Arithmetic:** plain attention takes two matrix multiplications in the forward pass and four in the backward pass.
+# FlashAttention takes five in the backward pass, because it computes the scores again. However, plain attention works
+# on all $8\times8$ tiles, and FlashAttention only on the 36 tiles on and below the diagonal.
 #
-# **Bytes.** Does ours, which keeps a fifth, also move fewer bytes between chip and memory? Guess.
+# **Traffic:** ours stores a fifth of plain attention's bytes. Does it also move fewer bytes between memory and chip, if
+# we count what each operation reads and writes?
+
+# %% Your guess: bytes that ours moves, compared with plain attention tags=["predict"]
+guess = "no guess"  # @param ["no guess", "fewer", "about as many", "more"]
 
 # %%
-n, product = len(TILES), 2 * H * TILE * TILE * D
-for name, way, predicted in (
-    ("plain", plain, 6 * n * n),
-    ("ours", ours, 7 * n * (n + 1) // 2),
-):
+n = len(TILES)
+one_tile = 2 * H * TILE * TILE * D  # FLOPs of one matrix multiplication, of a tile
+a_score = {}
+for name, predicted in (("plain", 6 * n * n), ("ours", 7 * n * (n + 1) // 2)):
     with Traffic() as moved:
-        counted = flops(lambda way=way: with_gradients(way, *inputs(torch.float32)))
-    a_score = (moved.products + moved.others) / (H * T * T)
-    print(
-        f"{name:6} predicted {predicted} products of tiles, "
-        f"counted {counted / product:.0f}; {a_score:.0f} B a score"
-    )
-    assert counted == predicted * product
-at_best = 4 * (12 * H * T * D + 2 * H * T) / (H * T * T)
-print(
-    "a kernel that reads or writes 12 tensors of H T D, and L twice: "
-    f"{at_best:.1f} B a score"
-)
+        counted = flops(lambda way=ways[name]: with_gradients(way, torch.float32))
+    assert counted == predicted * one_tile
+    a_score[name] = (moved.products + moved.others) / (H * T * T)
+    print(f"{name:5} {predicted} matrix multiplications of tiles, as counted")
+    print(f"      {a_score[name]:.0f} bytes moved for each score")
+course.reveal(guess, "more" if a_score["ours"] > a_score["plain"] else "fewer")
+least = 4 * (12 * H * T * D + 2 * H * T) / (H * T * T)
+print(f"one kernel for the whole: at least {least:.1f} bytes for each score")
 
 # %% [markdown]
-# It moves *more*. Each of our operations reads its tile from memory and writes it back. A kernel holds the tile in the
-# chip's own small memory from the first product to the last; that is why FlashAttention is one kernel, and fast, not
-# only small. (The last line is the lower limit. Real kernels read $k$ and $v$ again for each tile of queries.)
+# Ours moves more, because each of its small operations reads a tile from memory and writes its result back. A GPU
+# kernel keeps the tile in the chip's own fast memory from the first matrix multiplication to the last. This is why
+# FlashAttention is written as one kernel, and why that kernel is fast as well as small.
 #
-# For our job the package reckons with bytes, products, and half of a T4's rates. Estimated, not measured:
+# The next cell predicts attention's time in our job for one row. It assumes half of a T4's peak rates, and its range is
+# from 0.6 to 1.7 times. Then come measurements with techniques of later lessons, so that they fit a T4. Without a GPU
+# you see a CPU's results for rows of 128 tokens, where attention is too small a part to move the peak.
 
 # %%
-before, after = course.so_far("optimizers"), course.so_far("flash_attention")
+after = course.so_far("flash_attention")
 alone = with_settings(after, ["tricks.expand_kv=false"])
-settings = {"eager": before, "sdpa": alone, "sdpa and expand_kv": after}
+settings = {"eager": before, "sdpa alone": alone, "sdpa, expand_kv": after}
 for name, recipe in settings.items():
-    work = step(recipe, shape, CARDS["t4"])
-    (part,) = (part for part in work.parts if part.name == "attention")
+    parts = step(recipe, shape, CARDS["t4"]).parts
+    (part,) = [part for part in parts if part.name == "attention"]
     print(
-        f"{name:19} attention {part.seconds:4.1f} s of {work.seconds:4.1f} s a "
-        f"step; {part.bytes / 1e9:5,.0f} GB moved"
+        f"{name:16} attention {part.seconds:4.2f} s, {part.bytes / 1e9:3.0f} GB moved"
     )
 
-# %% [markdown]
-# `sdpa` alone changes nothing: section 5 says why. On a GPU (committed is a CPU's step, of 128 tokens; what went there
-# is the mask, 64 KiB):
-
-# %%
-rest = "precision=best chunked_loss=true gradient_checkpointing=true"
-course.on_a_gpu(
-    "flash_attention", off=f"peft=lora {rest}", on=f"peft=lora attention=sdpa {rest}"
-)
-course.on_a_gpu(
-    "expand_kv",
-    off=f"peft=lora attention=sdpa {rest}",
-    on=f"peft=lora attention=sdpa expand_kv=true {rest}",
-)
+rest = "peft=lora precision=best chunked_loss=true gradient_checkpointing=true"
+course.on_a_gpu("flash_attention", off=rest, on=f"{rest} attention=best")
 
 # %% [markdown]
 # ## 5. The production switch
-# torch's `scaled_dot_product_attention`, *sdpa*, has several kernels and does not say which one ran. *flash* is
-# FlashAttention-2, from compute capability 8.0. *memory-efficient* is the same idea, for older cards too; it takes
-# masks, and in torch 2.13 no groups. *math* is plain attention in fp32. For 16 bits, and what a mere flag does here:
+# According to the prediction, `sdpa` alone changes nothing on a T4. To see why, look inside torch's
+# `scaled_dot_product_attention`, [sdpa](../docs/glossary.md#sdpa) for short. It contains several kernels, and picks one
+# in each call:
+#
+# - *flash* is FlashAttention-2. It needs 16-bit numbers and [compute
+#   capability](../docs/glossary.md#compute-capability) 8.0.
+# - *memory-efficient* is the same idea for older cards and for fp32. In torch 2.13 it needs as many heads of keys as of
+#   queries.
+# - *math* is plain attention. It stores the T x T matrix in fp32.
+#
+# torch does not say which one ran. The package knows torch's rules, so the next cell asks it. Then it counts what two
+# of the kernels store for 16-bit inputs. (A CPU's flash kernel stores what the memory-efficient one stores.)
 
 # %%
+print("card  dtype            grouped heads       equal heads")
+for name in ("t4", "a100"):
+    for dtype in (torch.float32, torch.float16):
+        picked = [
+            kernel_for(CARDS[name].device, dtype, masked=False, grouped=grouped)
+            for grouped in (True, False)
+        ]
+        print(f"{name:5} {dtype!s:13} {picked[0]:>16} {picked[1]:>17}")
+
+halves = inputs(torch.float16)
+with sdpa_kernel(SDPBackend.MATH), SavedBytes() as math_stores:
+    ways["torch, grouped"](*halves)
+with SavedBytes() as fused_stores:
+    ways["torch, repeated"](*halves)
 print(
-    f"{'':6}"
-    + "".join(
-        f"{case:>19}"
-        for case in ("grouped", "equal heads", "masked, grouped", "masked, equal")
-    )
+    f"math stores {math_stores.peak / KIB:,.0f} KiB, "
+    f"fused {fused_stores.peak / KIB:,.0f}"
 )
-for name, card in CARDS.items():
-    found = [
-        kernel_for(card.device, torch.float16, masked=m, grouped=g)
-        for m in (False, True)
-        for g in (True, False)
-    ]
-    print(f"{name:6}" + "".join(f"{kernel:>19}" for kernel in found))
-for dropout in (0.0, 0.1):
-    kernel = attention_kernel(
-        lambda p=dropout: F.scaled_dot_product_attention(
-            q, k, v, dropout_p=p, enable_gqa=True
-        )
-    )
-    print(f"this CPU, with dropout {dropout} in attention: {kernel}")
+assert math_stores.peak == 4 * (H * T * T + 3 * H * T * D)
+assert fused_stores.peak == 2 * 4 * H * T * D + 4 * H * T
 
 # %% [markdown]
-# Which column does a run get? Listen in on a small Llama of transformers, with its own attention function and with
-# ours, which repeats first:
-
+# In Llama-3.2-1B, 32 query heads share 8 heads of keys and values. transformers passes them to torch as they are, if no
+# row is padded. A T4 then has only the math kernel, which stores as much as eager attention. The cure is to repeat keys
+# and values before the call, as in step 1. This switch is called `expand_kv`. Here is the complete command, then plain
+# Hugging Face code, and what both are worth:
+#
+# ```bash
+# cria train kwanzaa --set tricks.attention=sdpa --set tricks.expand_kv=true
+# ```
 
 # %%
+print(flash_attention.PLAIN)
+print(expand_kv.PLAIN)
+course.show_worth("attention")
+course.show_worth("attention", "expand_kv")
+course.show_bill(before, after)
+
+
+# %% Check the numbers of the text tags=["hide-input"]
+def peak(recipe, *changes):
+    """The peak of a step, in whole MiB."""
+    return round(course.bill(with_settings(recipe, list(changes))).peak_bytes / MIB)
+
+
+assert (peak(before), peak(alone), peak(after)) == (22_201, 22_201, 14_013)
+assert round(lines["saved activations"] / MIB) == 14_334
+assert round(T4.memory_bytes / MIB) == 15_095
+assert course.bill(after).fits
+assert not course.bill(before).fits
+eager = ("tricks.attention=eager", "tricks.expand_kv=false")
+job = course.CAPSTONE
+assert (peak(job), peak(job, *eager)) == (1_516, 2_805)
+assert peak(job, "tricks.expand_kv=false") == 2_837
+a_block = course.bill(before).peak_bytes - course.bill(after).peak_bytes
+assert a_block == shape.layers * (shape.heads * (one_head - 4 * 2048))
+
+# %% Draw figure 3 tags=["hide-input"]
+course.show(
+    course.staircase("flash_attention"),
+    "Figure 3. The bill after each switch: sdpa alone changes nothing on a T4, and "
+    "with expand_kv the job fits for the first time.",
+)
+
+# %% [markdown]
+# Added to LoRA, `sdpa` alone saves 0 MiB, and both switches save 8,188 MiB: the 8,192 of your first guess, less $L$.
+# With CUDA's own memory a step needs 14,410 MiB, so the job fits a T4 for the first time. Taken away from the finished
+# job, they are worth over half of the time, but only 1,288 MiB, because that job stores the probabilities of one block
+# at a time ([checkpointing](gradient_checkpointing.py)). There `sdpa` without `expand_kv` needs even more than eager
+# attention (2,837 MiB against 2,805), because the math kernel computes in fp32 throughout.
+#
+# ## 6. Where it breaks
+# **`FlashAttention only supports Ampere GPUs or newer.`** You see this on a T4 with
+# `attn_implementation="flash_attention_2"`. It comes late, in the *first forward pass*, because transformers 5.23
+# checks the card for versions 3 and 4 but not for 2. Use sdpa. Our plan refuses before any weight is loaded:
+
+# %%
+try:
+    resolve(with_settings(alone, ["tricks.attention=flash_attention_2"]), T4)
+except BadInput as error:
+    print(error)
+    assert "needs compute capability 8.0, and Tesla T4 has 7.5" in str(error)
+assert resolve(after, T4).model["attn_implementation"] == "sdpa_expanded"  # the cure
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: `nan`, but on left-padded rows only
+# Padding on the left hides the first keys from all queries. If the whole first tile is hidden, its largest score is
+# $m=-\infty$, and $-\infty-(-\infty)$ is `nan`. The row never recovers, whatever comes after it. (Causal order alone
+# cannot cause this, because every query sees the first key.) The cure is to subtract 0 as long as no largest score has
+# been seen; the function `careful` does that. A query that sees no key at all still ends as 0 / 0. In this case torch's
+# sdpa gives 0, and a plain softmax gives `nan`.
+
+
+# %% tags=["deep"]
+def careful(m, total, out, s, v):
+    """As update, but right also if a whole tile is hidden."""
+    higher = torch.maximum(m, s.amax(-1, keepdim=True))
+    safe = higher.masked_fill(higher == -INF, 0)
+    shrink, p = (m - safe).exp(), (s - safe).exp()
+    return higher, total * shrink + p.sum(-1, keepdim=True), out * shrink + p @ v
+
+
+hidden = torch.arange(T) < 40  # one tile and a quarter of padding
+last = slice(T - TILE, T)
+visible = ~hidden & (torch.arange(T) <= torch.arange(T)[last, None])
+right = F.scaled_dot_product_attention(
+    q[..., last, :], repeat(k), repeat(v), attn_mask=visible
+)
+for name, rule in (("update", update), ("careful", careful)):
+    state = start(q[..., last, :])
+    for keys in TILES:
+        s = scores(q, repeat(k), last, keys).masked_fill(hidden[keys], -INF)
+        state = rule(*state, s, repeat(v)[..., keys, :])
+    found = state[2] / state[1]
+    print(f"{name:8} {found.isnan().float().mean():.0%} nan")
+    if name == "update":
+        assert found.isnan().all()
+    else:
+        assert torch.allclose(found, right, rtol=0, atol=1e-12)
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: padding and dropout change the kernel
+# With padding there is a mask, and then transformers repeats keys and values by itself. So a T4 gets its slow kernel
+# only for rows without a mask, such as one row at a time. We can listen in on a small Llama, with transformers' own
+# attention function and with ours, which always repeats. (A mask has a price of its own: it is stored, and tiles above
+# the diagonal are computed. And flash takes no mask, so even an A100 runs the memory-efficient kernel then.) Dropout
+# inside attention sends a CPU to the math kernel.
+
+
+# %% tags=["deep"]
 def listen(q, k, v, attn_mask=None, **named):
     heard.append((attn_mask is not None, k.shape[1] != q.shape[1]))
     return sdpa(q, k, v, attn_mask=attn_mask, **named)
@@ -480,180 +594,27 @@ for function in ("sdpa", "sdpa_expanded"):
             f"{masked = !s:5} {grouped = !s:5} -> on a T4 {kernel}"
         )
 assert heard == [(False, True), (True, False), (False, False), (True, False)]
-
-# %% [markdown]
-# With padding there is a mask, and transformers repeats by itself. Rows without any, such as our one row at a time,
-# have none and are left to torch: on a T4 those get the slow kernel. **`expand_kv`** is the cure: repeat, always. What
-# each kernel keeps can be counted here: math is the same code on a CPU, and the CPU's flash kernel keeps what the
-# memory-efficient one does, but for 16 bytes of random state. (A mask has a price of its own: it is stored, and tiles
-# above the diagonal are made.)
-
-# %%
-halves = inputs(torch.float16)[:3]
-with sdpa_kernel(SDPBackend.MATH), SavedBytes() as math_keeps:
-    ways["torch's, grouped"](*halves)
-with SavedBytes() as fused_keeps:
-    ways["torch's, expanded"](*halves)
-print(
-    f"math {math_keeps.peak / KIB:,.0f} KiB, "
-    f"fused and expanded {fused_keeps.peak / KIB:,.0f} KiB"
-)
-# in fp32, whatever it is given
-assert math_keeps.peak == 4 * (H * T * T + 3 * H * T * D)
-assert fused_keeps.peak == 2 * 4 * H * T * D + 4 * H * T
-
-# %%
-print("--set tricks.attention=sdpa --set tricks.expand_kv=true")
-print(diff(resolve(before, T4), resolve(after, T4)))
-course.show_bill(before, after)
-first, second = course.bill(before), course.bill(after)
-assert first.peak_bytes - second.peak_bytes == 4 * 2048**2
-course.reveal(guess, (first.peak_bytes - second.peak_bytes) / MIB, "MiB")
-
-# %% [markdown]
-# 16 MiB, and all of it is *batch*: eager adds a mask of $T \times T$ fp32 numbers, causal kernels need none. Where are
-# the 12,288? [The lesson on checkpointing](gradient_checkpointing.py) had them already: with checkpointing only one
-# block is open, and the peak is at the logits. Without it they are there, less the output and $L$ that are kept now.
-# With it, look inside a block:
-
-
-# %%
-def deepest(recipe):
-    return max(
-        moment.bytes for moment in course.bill(recipe).moments if "block" in moment.name
-    )
-
-
-def peak(recipe, setting):
-    return course.bill(with_settings(recipe, [setting])).peak_bytes
-
-
-saved = peak(before, "tricks.gradient_checkpointing=false") - peak(
-    after, "tricks.gradient_checkpointing=false"
-)
-output_and_lse = 2 * 2048 * shape.query_width + 4 * 2048 * shape.heads
-print(f"without checkpointing {saved / MIB:,.0f} MiB less; with it:")
-assert saved == shape.layers * (one_block - output_and_lse)
-for name, recipe in settings.items():
-    later = peak(recipe, "tricks.chunked_loss=true")
-    print(
-        f"{name:19} deepest in a block {deepest(recipe) / MIB:7,.1f} MiB; "
-        f"peak after the lesson on the chunked loss {later / MIB:7,.1f}"
-    )
-assert deepest(alone) - deepest(before) == 16 * MIB
-assert deepest(after) < deepest(before)
-
-
-# %% Draw figure 3 tags=["hide-input"]
-def inside_a_block(theme: Theme):
-    """The deepest moment of a block, in three settings, beside the moment of the
-    logits."""
-    drawn, axes = course.figure(height=2.3)
-    for place, recipe in enumerate(settings.values()):
-        axes.barh(
-            place,
-            deepest(recipe) / MIB,
-            color=theme.series[0] if place == 2 else theme.quiet,
-            height=0.6,
+a100 = CARDS["a100"].device
+assert kernel_for(a100, torch.float16, masked=True, grouped=False) == "memory-efficient"
+for dropout in (0.0, 0.1):
+    kernel = attention_kernel(
+        lambda p=dropout: F.scaled_dot_product_attention(
+            q, k, v, dropout_p=p, enable_gqa=True
         )
-    for at, says in (
-        (peak(after, "tricks.chunked_loss=true"), "with a chunked loss"),
-        (second.peak_bytes, "now"),
-    ):
-        axes.axvline(at / MIB, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3)))
-        axes.text(
-            at / MIB,
-            -0.72,
-            f"logits, {says} ",
-            color=theme.alarm,
-            va="center",
-            ha="right",
-        )
-    axes.set_yticks(
-        range(3),
-        [f"{name}: {deepest(recipe) / MIB:,.0f}" for name, recipe in settings.items()],
     )
-    axes.set(
-        xlabel="deepest moment inside a block, MiB", xlim=(0, 5800), ylim=(2.5, -1.1)
-    )
-    return drawn
-
-
-course.show(
-    inside_a_block,
-    "Figure 3. sdpa alone deepens a block a little; "
-    "with expand_kv attention is no longer its deepest point. The "
-    "logits hide that, until the lesson on the chunked loss.",
-)
-
-# %% [markdown]
-# `sdpa` alone is *worse* than eager: 24 MiB for fp32 copies of $q$, $k$ and $v$, less the mask's 16. With `expand_kv`
-# the deepest point moves to the MLP, 1,142 MiB lower. Once the logits are chunked, that is 819 MiB of peak.
-
-# %%
-course.show(
-    course.staircase("flash_attention"),
-    "Figure 4. The bill so far: a step too small to see, for now.",
-)
-
-# %% [markdown]
-# ## 6. Where it breaks
-# **`FlashAttention only supports Ampere GPUs or newer.`** On a T4, with `attn_implementation="flash_attention_2"`. The
-# package flash-attn says so, in its C++ (`mha_fwd`), so not before the *first forward pass*: transformers 5.23 checks
-# the card for versions 3 and 4, not for 2. A CPU cannot raise it. Cure: sdpa. Our plan refuses before anything loads:
-
-# %%
-try:
-    resolve(with_settings(alone, ["tricks.attention=flash_attention_2"]), T4)
-except BadInput as error:
-    print(error)
-    assert "needs compute capability 8.0, and Tesla T4 has 7.5" in str(error)
-assert resolve(after, T4).model["attn_implementation"] == "sdpa_expanded"  # the cure
-
-# %% [markdown]
-# **`nan`, but on left-padded rows only.** Padding on the left hides the first keys from all queries. A first tile that
-# is all $-\infty$ has $m = -\infty$, and $-\infty - (-\infty)$ is nan: the row never recovers, whatever comes after.
-# (Causal order alone cannot do that: everybody sees the first key.) Cure: subtract 0 where there is no largest yet. A
-# query that sees no key at all is left with 0 / 0; there torch's sdpa gives 0, a plain softmax nan.
-
-
-# %%
-def careful(m, total, out, s, v):
-    higher = torch.maximum(m, s.amax(-1, keepdim=True))
-    safe = higher.masked_fill(higher == -INF, 0)
-    shrink, w = (m - safe).exp(), (s - safe).exp()
-    return higher, total * shrink + w.sum(-1, keepdim=True), out * shrink + w @ v
-
-
-hidden = torch.arange(T) < 40  # one tile and a quarter of padding
-last = slice(T - TILE, T)
-visible = ~hidden & (torch.arange(T) <= torch.arange(T)[last, None])
-right = F.scaled_dot_product_attention(
-    q[..., last, :], repeat(k), repeat(v), attn_mask=visible
-)
-for name, rule in (("update", update), ("careful", careful)):
-    state = start(q[..., last, :])
-    for keys in TILES:
-        s = scores(q, repeat(k), last, keys).masked_fill(hidden[keys], -INF)
-        state = rule(*state, s, repeat(v)[..., keys, :])
-    found = state[2] / state[1]
-    print(f"{name:8} {found.isnan().float().mean():.0%} nan")
-    assert (
-        found.isnan().all()
-        if name == "update"
-        else torch.allclose(found, right, rtol=0, atol=1e-12)
-    )
+    print(f"this CPU, with dropout {dropout} in attention: {kernel}")
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** `expand_kv` keeps copies. How many MiB more does a block of Llama-3.2-1B keep, in 16 bits at 2,048
-#    tokens, than with a kernel that takes groups? Your answer is a number of MiB.
+# 1. **Predict.** `expand_kv` stores repeated keys and values. How many MiB more does a block of Llama-3.2-1B store than
+#    with a kernel that takes grouped heads? Take 2,048 tokens, 16-bit numbers, and heads that are 64 wide.
 # 2. **Build.** In a *sliding window* a query sees itself and the `window - 1` tokens before it. Fill in `windowed`,
-#    forward only, heads equal. It returns a tensor shaped like $q$. Go tile by tile, as `Flash` does, but make no tile
-#    in which no query sees a key. (About ten lines; which of the two update rules?)
-# 3. **Reach.** $m$ need only be near the largest score. Fill in `lazy`, which takes and returns what `update` does. But
-#    it moves a row's $m$ to the tile's largest score in that row only if this score is more than 8 above $m$. Every row
-#    decides for itself. (FlashAttention-4 skips corrections by such a rule.)
+#    forward pass only, for equally many heads of `q`, `k` and `v`. It returns a tensor shaped like `q`. Go tile by tile
+#    as `Flash` does, but skip each tile in which no query sees a key. The first tile of a query may be hidden
+#    completely, so use `careful` from section 6 (folded) in place of `update`.
+# 3. **Reach.** $m$ need only be near the largest score. Fill in `lazy`, which takes and returns what `update` does. It
+#    moves a row's $m$ to the tile's largest score in that row only if this score is more than 8 above $m$, and each row
+#    decides for itself.
 
 # %% tags=["exercise"]
 more_mib = None
@@ -684,7 +645,7 @@ def of_windows(answer):
         with patch.object(F, "scaled_dot_product_attention", no_other_kernel):
             if (out := answer(*q_k_v, window)) is None:
                 raise NotImplementedError
-            made = flops(lambda window=window: answer(*q_k_v, window)) / (2 * product)
+            made = flops(lambda window=window: answer(*q_k_v, window)) / (2 * one_tile)
         assert out.shape == q.shape, (
             f"the shape is {tuple(out.shape)}, and q's is {tuple(q.shape)}"
         )
@@ -806,33 +767,34 @@ course.check(
 # def lazy(m, total, out, s, v):
 #     largest = s.amax(-1, keepdim=True)
 #     new = torch.where(largest > m + 8, largest, m)
-#     shrink, w = (m - new).exp(), (s - new).exp()
-#     return new, total * shrink + w.sum(-1, keepdim=True), out * shrink + w @ v
+#     shrink, p = (m - new).exp(), (s - new).exp()
+#     return new, total * shrink + p.sum(-1, keepdim=True), out * shrink + p @ v
 # ```
 #
 # </details>
 #
 # ## In one breath
-# - **Saves** the T x T scores: $B H T^2$ numbers a block $\to$ $B H T$. Beside checkpointing, those of one block.
-# - **Costs** a fifth product in the backward pass; causal rows make half the tiles, so fewer in all. As one kernel it
-#   is faster, too; as tiles in plain torch it is not.
-# - **Exact within rounding**: outputs within $2 \eta \max |v|$, in fact within a hundredth of that.
-# - **When**: always, and look which kernel ran: `cria doctor` says it. Add `expand_kv` on a T4, with grouped heads and
-#   rows without a mask, until your torch is newer than 2.13: then the memory-efficient kernel takes groups.
-# - **When not**: you want to look at the weights; or something changes the scores. Gemma 2 caps them, sdpa has no
-#   place for that, and transformers 5.23 refuses (5.16 left the cap out in silence). And not in bf16 on a T4, which
-#   only emulates it: no fused kernel takes it there.
+# - **Saves** the T x T matrices: $B H T^2$ numbers in each block become $B H T$.
+# - **Costs** a fifth matrix multiplication in the backward pass. Causal rows need only half of the tiles, so there is
+#   less arithmetic in all. As one kernel it is also faster; as tiles in plain torch it is not.
+# - **Exact within rounding**: in fp32 it is off by as much as plain attention is.
+# - **When**: always, but check which kernel ran; `cria doctor` says it. On a T4 add `expand_kv` for models with grouped
+#   heads and rows without a mask, until your torch is newer than 2.13 and its memory-efficient kernel takes groups.
+# - **When not**: if you want to look at the probabilities, or if something changes the scores. Gemma 2 caps them, sdpa
+#   cannot, and transformers 5.23 refuses (5.16 left the cap out without a message).
+# - **Not in bf16 on a T4**: the card only emulates it, and no fused kernel takes it there.
 #
 # ## Sources
-# - Milakov and Gimelshein 2018, *Online normalizer calculation for softmax*, arXiv 1805.02867, section 3 (step 1).
+# - Milakov and Gimelshein 2018, *Online normalizer calculation for softmax*, arXiv 1805.02867, section 3 (step 2).
 # - Dao et al. 2022, *FlashAttention*, arXiv 2205.14135, section 3; Dao 2023, *FlashAttention-2*, arXiv 2307.08691,
-#   section 3.1 (steps 2 and 3). Rabe and Staats 2021, arXiv 2112.05682 (memory-efficient). Ainslie et al. 2023, *GQA*,
+#   section 3.1 (steps 3 and 4). Rabe and Staats 2021, arXiv 2112.05682 (memory-efficient). Ainslie et al. 2023, *GQA*,
 #   arXiv 2305.13245, section 2.2.
-# - Higham 2002, *Accuracy and Stability of Numerical Algorithms*, chapter 3 (sums of products, section 3 here).
+# - Higham 2002, *Accuracy and Stability of Numerical Algorithms*, chapter 3 (the bound of section 3).
 # - torch 2.13: `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`; groups after it: pytorch pull request 191085.
 # - transformers 5.23: `integrations/sdpa_attention.py`, `masking_utils.py`, `modeling_flash_attention_utils.py`. Its
 #   issue 48633 and pull request 45776 have math on a T4 (answering became 1.62 to 1.84 times as fast with repeats).
-# - flash-attn: `csrc/flash_attn/flash_api.cpp` (the message), `flash_attn/cute/softmax.py` (`rescale_threshold`).
+# - flash-attn: `csrc/flash_attn/flash_api.cpp` (the message), `flash_attn/cute/softmax.py` (`rescale_threshold`, the
+#   rule of exercise 3, in FlashAttention-4).
 # - Ours: `flash_attention.py` and `expand_kv.py` in `cria_tricks/tricks/`, `attention.py` and `model.py` (Gemma 2) in
 #   `cria_tricks/load/`, `cria_tricks/hardware/attention_kernels.py`, `cria_tricks/bill/step_time.py` (the estimate of
 #   section 4), and their tests.

@@ -1,5 +1,6 @@
 # ---
 # jupyter:
+#   question: What does training store between forward and backward pass, and how much of it can we compute again?
 #   jupytext:
 #     cell_metadata_filter: tags,-all
 #     text_representation: {extension: .py, format_name: percent}
@@ -7,46 +8,76 @@
 
 # %% [markdown]
 # # Gradient checkpointing: forget, and compute again
-# > **Promise.** You keep 169 KiB where plain training keeps 912, and no bit of any gradient moves.
+# > **Promise.** `CUDA out of memory` often comes in the middle of the forward pass, because each block stores
+# > activations for later, and gradient checkpointing is the usual cure. You will build it in three steps, meet a bug
+# > that leaves the loss perfect and the gradients wrong, and choose how many blocks to checkpoint on your card.
+# >
+# > **Card.** saves the activations inside all blocks but one / costs a second forward pass of each checkpointed block /
+# > exact, bit for bit / about 20 minutes / after [FlashAttention](flash_attention.py)
 #
-# > **Card.** saves what blocks keep for the backward pass / costs one more forward pass / exact, bit for bit / 25
-# > minutes / after [gradient accumulation](gradient_accumulation.py)
+# [FlashAttention](flash_attention.py) left the peak of our job at 14,013 MiB. That fits a T4 with rows of 2,048 tokens,
+# but with 3,072 it does not. 6,146 MiB of the peak are [saved activations](../docs/glossary.md#activation), and this
+# lesson removes nearly all of them. (The technique is also called activation checkpointing, recomputation, or remat.)
 #
-# [The lesson on gradient accumulation](gradient_accumulation.py) ended with a bill of 40 GiB for one row of 2,048
-# tokens. A T4 has 14.74. The largest line of that bill is not the weights. It is called *saved activations*, and this
-# lesson removes nearly all of it. (Elsewhere: activation checkpointing, recomputation, remat.)
+# ## 1. The bill
+# Why are activations stored at all? For the gradient of a weight, the backward pass needs the input that this weight
+# was multiplied with. Therefore each matrix multiplication stores its input, and so does each nonlinear function.
+# Frozen weights help little here, because the [LoRA](lora.py) adapter next to a matrix multiplies the same input. The
+# first block stores its activations longest, because the backward pass reaches it last.
+#
+# Suppose that each of the 16 blocks stores nothing but its own input, which has 2,048 tokens of 2,048 numbers in fp32.
+# How many MiB of the 6,146 remain?
+
+# %% Your guess: MiB of saved activations that remain tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %% Imports and settings tags=["hide-input"]
 import warnings
 
-import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from cria_tricks import course
 from cria_tricks.bench.style import Theme
 from cria_tricks.hardware import T4
-from cria_tricks.measure.counting import SavedBytes, flops
+from cria_tricks.hardware.cards import CARDS
+from cria_tricks.measure.counting import flops
+from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import with_settings
-from cria_tricks.resolve import resolve
-from cria_tricks.step_plan import diff
+from cria_tricks.tricks import folds, gradient_checkpointing
 from cria_tricks.tricks.activation_offload import Offloaded
-from cria_tricks.tricks.gradient_checkpointing import checkpointed
 
-torch.manual_seed(0)
-KIB = 1024
-
-# %% [markdown]
-# ## 1. The bill
-# Why does anything wait? To get a weight's gradient, the backward pass multiplies by what that weight was multiplied
-# with on the way forward. So every product keeps its input, every nonlinearity keeps its own, and they wait until the
-# backward pass has come all the way back to them. The first block waits longest.
-#
-# We take a stack small enough to count by hand: $L$ blocks, each of them
-# $y = x + W_2 \cdot \text{dropout}(\text{gelu}(W_1 \cdot \text{norm}(x)))$.
+KIB, MIB = 2**10, 2**20
 
 # %%
+before = course.so_far("flash_attention")
+after = course.so_far("gradient_checkpointing")
+shape = find_shape(before.model)
+inputs = shape.layers * 2048 * shape.width * 4
+course.reveal(guess, inputs / MIB, "MiB")
+for recipe in (before, after):
+    lines = {line.name: line.bytes for line in course.bill(recipe).lines}
+    print(f"by the bill {lines['saved activations'] / MIB:,.0f} MiB")
+assert inputs == lines["saved activations"]
+
+# %% [markdown]
+# ## 2. From scratch, in three steps
+# We take a stack small enough to count by hand: $L$ blocks, and each of them computes
+# $y=x+W_2\,\text{dropout}(\text{gelu}(W_1\,\text{norm}(x)))$. At 4 bytes a number, one block stores:
+#
+# - its input $x$ for the norm, which is $BTD$ numbers; we call these bytes $s$
+# - a mean and a spread for each token ($2BT$), the normed $x$ for `up` ($BTD$), the input of gelu ($BTH$), the mask of
+#   dropout ($BTH$), and the input of `down` ($BTH$); we call all these bytes $a$
+#
+# So plain training stores $L\,(s+a)$, and the loss stores its own input, which is another $s$.
+
+# %%
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cria_tricks.measure.counting import SavedBytes
+
+torch.manual_seed(0)
 B, T, D, H, L = 2, 64, 16, 64, 8  # rows, tokens, width, inner width, blocks
 
 
@@ -55,7 +86,8 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(D, H, bias=False), nn.Linear(H, D, bias=False)
+        self.up = nn.Linear(D, H, bias=False)
+        self.down = nn.Linear(H, D, bias=False)
 
     def forward(self, x):
         inner = F.gelu(self.up(F.layer_norm(x, (D,))))
@@ -65,80 +97,38 @@ class Block(nn.Module):
 blocks = nn.ModuleList(Block() for _ in range(L))
 x = torch.randn(B, T, D, requires_grad=True)
 
-# %% [markdown]
-# What does one block keep, at 4 bytes a number? Write your guess down, then read on.
-
-# %% Your guess: KiB that one block keeps tags=["predict"]
-guess = 0  # @param {type:"number"}
-
-# %% [markdown]
-# - the norm: its input $x$ ($BTD$), and a mean and a spread for each token ($2BT$)
-# - `up`: what it multiplied, the normed $x$ ($BTD$)
-# - gelu: its input ($BTH$)
-# - dropout: the mask ($BTH$), on a CPU in fp32 like the rest
-# - `down`: what it multiplied ($BTH$)
-#
-# Call the block's input $s$, and all the rest, its inside, $a$. Plain training keeps $L\,(s + a)$.
-
-# %%
-s = 4 * B * T * D
-a = 4 * (2 * B * T + B * T * D + 3 * B * T * H)
-print(f"one block: input s = {s / KIB:.0f} KiB, inside a = {a / KIB:.0f} KiB")
-print(f"predicted: {L * (s + a) / KIB:,.0f} KiB wait in {L} blocks")
-course.reveal(guess, (s + a) / KIB, "KiB")
-
-
-# %%
-def forward(way):
-    """The loss, with the same dropout every time; gradients begin at zero."""
-    torch.manual_seed(1)
-    blocks.zero_grad()
-    x.grad = None
-    y = x
-    for block in blocks:
-        y = way(block, y)
-    return y.square().mean()
-
 
 def step(way):
-    """One forward and one backward pass: what autograd kept, the loss, and all
-    gradients."""
-    with SavedBytes(besides=blocks.parameters()) as kept:
-        loss = forward(way)
+    """Train one step: what autograd stored, the loss, and all gradients."""
+    torch.manual_seed(1)  # the same dropout in every step
+    blocks.zero_grad()
+    x.grad = None
+    with SavedBytes(besides=blocks.parameters()) as stored:
+        y = x
+        for block in blocks:
+            y = way(block, y)
+        loss = y.square().mean()
         loss.backward()
-    return kept, loss.detach(), gradients()
+    return stored, loss.detach(), [x.grad, *(p.grad for p in blocks.parameters())]
 
 
-def gradients():
-    return [x.grad, *(p.grad for p in blocks.parameters())]
+def plainly(block, x):
+    return block(x)
 
 
-plain, plain_loss, plain_grads = step(lambda block, x: block(x))
-print(
-    f"counted:   {plain.peak / KIB:,.0f} KiB at the peak; "
-    "the loss keeps its input too, s more"
-)
+s = 4 * B * T * D
+a = 4 * (2 * B * T + B * T * D + 3 * B * T * H)
+plain, plain_loss, plain_grads = step(plainly)
+print(f"one block: input s = {s / 1024:.0f} KiB, all else a = {a / 1024:.0f} KiB")
+print(f"L blocks and the loss: {plain.peak / 1024:,.0f} KiB, as predicted")
 assert plain.peak == L * (s + a) + s
-
-# %% [markdown]
-# On a card one of these is smaller. There dropout is another operation, `native_dropout`, and its mask is a bool: one
-# byte a number instead of four. It runs on a CPU too, so we can count it.
-
-# %%
-with SavedBytes(besides=[x]) as mask:
-    torch.native_dropout(x, 0.1, True)
-assert mask.peak == x.numel()
-print(
-    f"with a mask of one byte a number {L * (s + a - 3 * B * T * H) / KIB:,.0f} "
-    "KiB would wait"
-)
 
 
 # %% Draw figure 1 tags=["hide-input"]
 def keeping(theme: Theme):
-    """What waits at the end of the forward pass, plain and checkpointed."""
-    sketch = course.Sketch(theme, 41, 11)
-    for row, (way, every) in enumerate((("plain", True), ("checkpointed", False))):
+    """What is stored at the end of the forward pass, plain and checkpointed."""
+    sketch = course.Sketch(theme, 42.2, 11)
+    for row, (way, every) in enumerate((("plain", True), ("check-\npointed", False))):
         top = 1 + 5.4 * row
         sketch.text(0, top + 1.5, way, align="left")
         for n in range(4):
@@ -146,35 +136,25 @@ def keeping(theme: Theme):
             sketch.tensor(left, top, 1.4, 3, "s", color=0)
             sketch.tensor(left + 2, top, 4.4, 3, "a", color=1, kept=every)
             sketch.arrow((left + 6.5, top + 1.5), (left + 8.4, top + 1.5))
-        sketch.text(
-            24,
-            top + 3.8,
-            "kept: 4 s + 4 a" if every else "kept: 4 s; one a at a time comes back",
-            quiet=True,
-        )
+        stored = "stored: 4 s + 4 a" if every else "stored: 4 s"
+        sketch.text(24, top + 3.8, stored, quiet=True)
     return sketch.figure
 
 
 course.show(
     keeping,
-    "Figure 1. Four blocks at the end of the forward pass: filled is kept, "
-    "dashed is gone.",
+    "Figure 1. Four blocks at the end of the forward pass: plain training stores all "
+    "of s and a, and checkpointing stores only each block's input s.",
 )
 
 # %% [markdown]
-# ## 2. From scratch, in three steps
-# **Keep only the input.** A forward pass that records nothing keeps nothing. So run the block without recording, and
-# remember $x$.
-
-# %%
-with SavedBytes(besides=blocks.parameters()) as kept, torch.no_grad():
-    y = blocks[0](x)
-assert kept.peak == 0
-
-# %% [markdown]
-# **Compute again on the way back.** When the gradient of $y$ arrives, run the block once more, this time recording, and
-# walk back through that one block alone. torch calls such a pair of hand-written passes a `Function`. The weights are
-# arguments so that their gradients have somewhere to go.
+# **Step 1: store only the input.** A forward pass inside `torch.no_grad()` records nothing, so it stores nothing. Run
+# the block in this way, and store its input $x$.
+#
+# **Step 2: compute again in the backward pass.** When the gradient of $y$ arrives, run the block a second time. This
+# time autograd records, so that we can go back through this one block. In PyTorch, a pair of hand-written passes is an
+# `autograd.Function`, and nothing is recorded inside its forward pass. The weights are arguments, so that their
+# gradients are returned. Then we compare loss and gradients with plain training.
 
 
 # %%
@@ -188,7 +168,7 @@ class Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        x = x.detach().requires_grad_()  # the same numbers, cut off from what made them
+        x = x.detach().requires_grad_()  # the same numbers, without their history
         with torch.enable_grad():
             y = ctx.block(x)
         return None, *torch.autograd.grad(y, [x, *ctx.block.parameters()], grad)
@@ -198,23 +178,20 @@ def forgetful(block, x):
     return Recompute.apply(block, x, *block.parameters())
 
 
-# %% [markdown]
-# The loss is right. Are the gradients?
-
-# %%
 _, loss, grads = step(forgetful)
 wrong = sum(not torch.equal(p, q) for p, q in zip(plain_grads, grads, strict=True))
-print(
-    f"loss equal: {torch.equal(loss, plain_loss)}; gradients that differ: "
-    f"{wrong} of {len(grads)}"
-)
+print(f"the loss is equal: {torch.equal(loss, plain_loss)}")
+print(f"gradients that differ: {wrong} of {len(grads)}")
 assert torch.equal(loss, plain_loss)
 assert wrong > 0
 
 # %% [markdown]
-# No error, a perfect loss, and wrong gradients: the worst kind of bug. The second forward pass drew *another dropout
-# mask*. **Replay the random state:** save the states of the random number generators with $x$, and restore them before
-# computing again. There is one generator for the CPU and one for each card; dropout on a card uses the card's.
+# There is no error, the loss is perfect, and all gradients are wrong. The reason is dropout, because the second forward
+# pass drew *another mask*.
+#
+# **Step 3: restore the [random state](../docs/glossary.md#random-state-rng).** Store the states of all random number
+# generators together with $x$, and restore them before the second run. The CPU has one generator and each card has one;
+# dropout on a card draws from the card's.
 
 # %%
 if torch.cuda.is_available():
@@ -222,27 +199,23 @@ if torch.cuda.is_available():
 generators = [torch.default_generator, *torch.cuda.default_generators]
 
 
-def states():
-    return [generator.get_state() for generator in generators]
-
-
-def restore(saved):
-    for generator, state in zip(generators, saved, strict=True):
+def restore(states):
+    for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
 
 
 class Replay(Recompute):
     @staticmethod
     def forward(ctx, block, x, *weights):
-        ctx.states = states()
+        ctx.states = [generator.get_state() for generator in generators]
         return Recompute.forward(ctx, block, x, *weights)
 
     @staticmethod
     def backward(ctx, grad):
-        now = states()
+        now = [generator.get_state() for generator in generators]
         restore(ctx.states)
         found = Recompute.backward(ctx, grad)
-        restore(now)  # what is drawn later does not change
+        restore(now)  # so that later draws do not change
         return found
 
 
@@ -250,32 +223,63 @@ def ours(block, x):
     return Replay.apply(block, x, *block.parameters())
 
 
-def of_torch(block, x):
-    # the production version: the same idea
-    return checkpoint(block, x, use_reentrant=False)
-
-
 # %% [markdown]
 # ## 3. Prove it
-# The claim is *exact*, so the proof asks for equal bits, with dropout on. And it asks for the mechanism: $L$ inputs,
-# and the inside of the one block that is open, $L\,s + a$, not $L\,(s + a)$.
+# The claim is *exact*, so we ask for equal bits in the loss and in every gradient, with dropout on. We also count the
+# bytes, which should be those of $L$ inputs and of the inside of one block, the block that is being recomputed:
+# $L\,s+a$ in place of $L\,(s+a)$.
 
 # %%
-predicted = L * s + a  # what the loss kept is gone by then
-kept, loss, grads = step(ours)
+predicted = L * s + a  # the loss's input is freed before a block is recomputed
+stored, loss, grads = step(ours)
 assert torch.equal(loss, plain_loss)
 assert all(torch.equal(p, q) for p, q in zip(plain_grads, grads, strict=True))
-print(
-    f"predicted {predicted / KIB:,.0f} KiB, counted {kept.peak / KIB:,.0f} KiB, "
-    f"plain {plain.peak / KIB:,.0f} KiB"
+print(f"predicted {predicted / KIB:,.0f} KiB, counted {stored.peak / KIB:,.0f} KiB")
+print(f"plain training stores {plain.peak / KIB:,.0f} KiB")
+assert stored.peak == predicted
+
+
+# %% Draw figure 2 tags=["hide-input"]
+def over_time(theme: Theme):
+    """Bytes stored, change by change."""
+    drawn, axes = course.figure(height=2.8)
+    for (label, one), color in zip(
+        (("plain", plain), ("checkpointed", stored)), theme.series, strict=False
+    ):
+        share = [n / len(one.history) for n in range(len(one.history))]
+        axes.plot(
+            share,
+            [now / KIB for now in one.history],
+            color=color,
+            drawstyle="steps-post",
+            label=label,
+        )
+    axes.set(
+        xlabel="one step, from its first to its last change",
+        ylabel="stored by autograd, KiB",
+        ylim=(0, None),
+    )
+    axes.grid(axis="y")
+    axes.legend()
+    return drawn
+
+
+course.show(
+    over_time,
+    "Figure 2. Plain training stores more and more until the loss; with checkpointing "
+    "it stores eight inputs, and then one block after the other is recomputed and "
+    "freed.",
 )
-assert kept.peak == predicted
 
-# %% [markdown]
-# If we replayed only the CPU's generator, this proof would still hold, but gradients on a card would be wrong. Let a
-# generator of our own stand for the card's. Without its state the bug is back; with its state the bug is gone.
+# %% [markdown] tags=["deep"]
+# ### Deeper: the card's random state, and its smaller dropout mask
+# If we restored only the CPU's generator, this proof would still hold, but gradients on a card would be wrong. Let a
+# generator of our own stand for the card's. Without its state the bug is back, and with its state the bug is gone.
+#
+# On a card the mask of dropout is also smaller. There dropout is another operation, `native_dropout`, and its mask is
+# boolean, with one byte a number. A CPU can run this operation too, so we can count it.
 
-# %%
+# %% tags=["deep"]
 of_a_card = torch.Generator()
 
 
@@ -290,193 +294,206 @@ def gradient_of_x(way):
 
 
 on_a_card = OnACard().eval()  # its own dropout is off
-plainly = gradient_of_x(lambda block, x: block(x))
-assert not torch.equal(gradient_of_x(ours), plainly)
+right = gradient_of_x(plainly)
+assert not torch.equal(gradient_of_x(ours), right)
 generators.append(of_a_card)
-assert torch.equal(gradient_of_x(ours), plainly)
+assert torch.equal(gradient_of_x(ours), right)
 generators.remove(of_a_card)
 
-
-# %% Draw figure 2 tags=["hide-input"]
-def over_time(theme: Theme):
-    """Bytes kept, change by change."""
-    drawn, axes = course.figure(height=2.8)
-    for (label, one), color in zip(
-        (("plain", plain), ("checkpointed", kept)), theme.series, strict=False
-    ):
-        share = [n / len(one.history) for n in range(len(one.history))]
-        axes.plot(
-            share,
-            [now / KIB for now in one.history],
-            color=color,
-            drawstyle="steps-post",
-            label=label,
-        )
-    axes.set(
-        xlabel="one step, from its first to its last change",
-        ylabel="kept by autograd, KiB",
-        ylim=(0, None),
-    )
-    axes.grid(axis="y")
-    axes.legend()
-    return drawn
-
-
-course.show(
-    over_time,
-    "Figure 2. Plain training climbs until the loss and comes down again; "
-    "with checkpointing it takes eight small "
-    "steps up, then one block after the other opens and closes.",
-)
+with SavedBytes(besides=[x]) as mask:
+    torch.native_dropout(x, 0.1, True)
+assert mask.peak == x.numel()
+smaller = L * (s + a - 3 * B * T * H)
+print(f"with a boolean mask {smaller / KIB:,.0f} KiB would be stored in plain training")
 
 # %% [markdown]
 # ## 4. What it costs
-# One more forward pass. In a plain step a product costs one unit forward and two backward (the gradient of its input,
-# the gradient of its weight), so 3 become 4: +33 %. When the weights are frozen, as they will be from [the lesson on
-# LoRA](lora.py) on, the backward pass is one unit, so 2 become 3: +50 %. Predict, then count.
+# The price is one more forward pass. In a plain step each matrix multiplication takes one unit of work in the forward
+# pass and two in the backward pass: one for the gradient of its input, and one for the gradient of its weight. With
+# checkpointing 3 units become 4, which is 33 % more. When the weights are *frozen*, no gradient of a weight is
+# computed. How many per cent more is it then?
+
+# %% Your guess: % more matrix multiplications with frozen weights tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 
 # %%
-def more(way) -> float:
-    """The share of products that a way adds to a plain step."""
-    return flops(lambda: step(way)) / flops(lambda: step(lambda block, x: block(x))) - 1
+def of_torch(block, x):
+    return checkpoint(block, x, use_reentrant=False)  # the production version
 
 
-for trains, backward in (("all weights", 2), ("frozen", 1)):
-    blocks.requires_grad_(trains == "all weights")
-    expected = 1 / (1 + backward)
+def more(way):
+    """The share of matrix multiplications that a way adds to a plain step."""
+    return flops(lambda: step(way)) / flops(lambda: step(plainly)) - 1
+
+
+for frozen in (False, True):
+    blocks.requires_grad_(not frozen)
+    ours_costs = more(gradient_checkpointing.checkpointed)  # ours, in the package
     print(
-        f"{trains:12} predicted {expected:+.0%}, ours {more(checkpointed):+.0%}, "
-        f"torch's {more(of_torch):+.0%}"
+        f"frozen: {frozen!s:5}  ours {ours_costs:+.0%}, torch's {more(of_torch):+.0%}"
     )
-    assert abs(more(checkpointed) - expected) < 1e-9
-    assert abs(more(of_torch) - expected / 2) < 1e-9
+    assert abs(ours_costs - (1 / 2 if frozen else 1 / 3)) < 1e-9
+    assert abs(more(of_torch) - ours_costs / 2) < 1e-9
 _ = blocks.requires_grad_(True)
+course.reveal(guess, 100 * ours_costs, "%")
 
 # %% [markdown]
-# Ours costs what we said (`checkpointed` is the same twenty lines from the package, able to leave frozen weights out).
-# torch's costs half of it! It *stops early*: as soon as the second forward pass has made the last thing that the
-# backward pass will ask for, the rest of the block is not computed. Here that is `down`, half of all products. In a
-# Llama with LoRA the last product is an adapter's thin one, and early stop gains next to nothing: +47 %, counted. So
-# when somebody says "checkpointing costs 33 %", ask of what. A third more time is a quarter fewer tokens a second;
-# torchtune measured 21 % fewer, and 42 % less memory (Llama-3.2-3B, A100).
+# Ours costs what we predicted, and torch's version only half of it, because it *stops early*. As soon as the second run
+# has computed the last tensor that the backward pass needs, the rest of the block is skipped. Here the rest is `down`,
+# half of all work. In a Llama with LoRA the rest is only a small matrix of an adapter. So early stop gains nearly
+# nothing there, and we count +47 %. For this reason, ask what is trained when somebody says that "checkpointing costs
+# 33 %". torchtune measured 21 % fewer tokens a second and 42 % less memory (Llama-3.2-3B, A100).
 #
-# And in bytes and seconds, on our own benchmark, the same step without and with it. What is committed is of a CPU, a
-# model of two layers and rows of 128 tokens: there is little to save in two blocks. Our job comes next.
+# The next cell shows our own measurements of a step without and with it. Without a GPU you see a CPU's committed
+# results, of a model with two blocks and rows of 128 tokens, where there is little to save.
 
 # %%
-step_of = "peft=lora attention=best precision=best chunked_loss=true"
+rest = "peft=lora attention=best precision=best chunked_loss=true"
 course.on_a_gpu(
-    "gradient_checkpointing", off=step_of, on=f"{step_of} gradient_checkpointing=true"
+    "gradient_checkpointing", off=rest, on=f"{rest} gradient_checkpointing=true"
 )
 
 # %% [markdown]
 # ## 5. The production switch
-# In the Kwanzaa run it is one line, and the plan shows what that line becomes: an edit of the loaded model. It calls
-# transformers' own method, which wraps every block in torch's `checkpoint`.
+# In plain Hugging Face code it is one argument of the Trainer, which then wraps every block in torch's `checkpoint`.
+# With this package it is one command, and `cria plan` in place of `cria train` prints only the bill:
+#
+# ```bash
+# cria train kwanzaa --set tricks.gradient_checkpointing=true
+# ```
 
 # %%
-before, after = (
-    course.so_far("gradient_accumulation"),
-    course.so_far("gradient_checkpointing"),
-)
-print("--set tricks.gradient_checkpointing=true")
-print(diff(resolve(before, T4), resolve(after, T4)))
-
-# %%
+print(gradient_checkpointing.PLAIN)
+course.show_worth("gradient_checkpointing")
 course.show_bill(before, after)
-assert course.bill(after).peak_bytes < 0.6 * course.bill(before).peak_bytes
-highest, second, *_ = sorted(
-    course.bill(after).moments, key=lambda moment: -moment.bytes
-)
-assert (highest.name, second.name) == ("loss", "log-softmax")
-assert round((highest.bytes - second.bytes) / KIB**2) == 485
 
-# %% [markdown]
-# Read the two columns slowly. *Saved activations* fell from 18,368 MiB to 256: sixteen inputs. 1,856 MiB of them were
-# 16-bit copies of the weights. No block saves these now, but autocast would: it caches each copy until the forward pass
-# ends, in case the weight is used again. No block uses a weight twice, so our 16-bit switch turns this cache off where
-# whole matrices train. With the cache the end of the forward pass, now 485 MiB below the peak, would be the new peak,
-# 1,371 MiB higher. A trick shrinks its own line; what you gain is the distance to the next peak. Most of what is left,
-# weights, gradients and states, is for [the lesson on LoRA](lora.py).
 
-# %%
+# %% Check the numbers of the text tags=["hide-input"]
+def peak(recipe, *changes):
+    """The peak of a step, in whole MiB."""
+    return round(course.bill(with_settings(recipe, list(changes))).peak_bytes / MIB)
+
+
+def seconds(recipe):
+    """The predicted time of one row, half of a T4's peak rates."""
+    return folds.step(recipe, shape, CARDS["t4"]).seconds
+
+
+off = "tricks.gradient_checkpointing=false"
+assert (peak(before), peak(after), peak(before) - peak(after)) == (14_013, 8_122, 5_891)
+assert course.bill(before).fits
+assert not course.bill(with_settings(before, ["data.max_length=3072"])).fits
+long = with_settings(after, ["data.max_length=4096"])
+fitting = [
+    number
+    for number in range(1, 17)
+    if course.bill(
+        with_settings(long, [f"tricks.gradient_checkpointing={number}"])
+    ).fits
+]
+assert fitting == [12, 13, 14, 15, 16]
+assert (peak(course.CAPSTONE), peak(course.CAPSTONE, off)) == (1_516, 4_711)
+assert course.bill(after).peak.name == course.bill(before).peak.name == "loss"
+logits = next(line for line in course.bill(after).lines if line.name == "logits")
+assert round(logits.bytes / MIB) == 3_006
+
+# %% Draw figure 3 tags=["hide-input"]
 course.show(
     course.staircase("gradient_checkpointing"),
-    "Figure 3. The bill so far: still beyond a T4.",
+    "Figure 3. The bill after each switch: checkpointing takes the peak from 13.7 to "
+    "7.9 GiB, about half of a T4.",
 )
 
 # %% [markdown]
-# **Or only some blocks.** `gradient_checkpointing=3` checkpoints the first 3 blocks. The last ones keep everything, so
-# they cost no extra pass. On the way back they free what they kept before block 3 needs room to be recomputed. So take
-# as many blocks out of checkpointing as your card has room for. Predict, then count:
+# Added to the lessons before, it saves 5,890 MiB and makes a row 38 % slower. Taken away from the finished job, it is
+# worth 3,195 MiB and 34 %. (The times are predicted, and may really be 0.6 to 1.7 times as long. Both times of a pair
+# move together, so the percentages are surer.) The peak stays at the loss, when no block is being recomputed. Of the
+# saved activations only the 16 inputs are left there, and the largest line after the weights is now 3,006 MiB of
+# [logits](../docs/glossary.md#logits).
+#
+# **Checkpoint only some blocks.** `gradient_checkpointing=3` checkpoints the first 3 blocks. The last blocks then store
+# everything and cost no extra pass. In the backward pass they have freed it before block 3 is recomputed, so its $a$
+# adds nothing to the peak. Predict the bytes of our toy, and count:
 
 # %%
 k = 3
 first = set(blocks[:k])
-kept, _, grads = step(lambda block, x: ours(block, x) if block in first else block(x))
-predicted_k = L * s + (L - k) * a + s  # the loss's input waits, too
-print(f"predicted {predicted_k / KIB:,.0f} KiB, counted {kept.peak / KIB:,.0f} KiB")
-assert kept.peak == predicted_k
+some, _, grads = step(lambda block, x: ours(block, x) if block in first else block(x))
+predicted_k = L * s + (L - k) * a + s  # and the loss's input
+print(f"predicted {predicted_k / KIB:,.0f} KiB, counted {some.peak / KIB:,.0f} KiB")
+assert some.peak == predicted_k
 assert all(torch.equal(p, q) for p, q in zip(plain_grads, grads, strict=True))
 
 # %% [markdown]
-# **Or all but attention.** A recomputed block has its queries, keys and values again. Besides these, attention's
-# backward pass needs only its output and one number for each query ([FlashAttention](flash_attention.py) shows why).
-# With `keep_attention=true` a checkpointed block keeps these two, so attention runs once and not twice. torch calls
-# this *selective* checkpointing. It pays for long rows only, because torch then asks a Python function about every
-# operation. On a CPU, SmolLM2's blocks were 12 % slower with 128 tokens and 6 % faster with 2,048. Here is the whole
-# choice for our job, as it will be after [the lesson on lean preparation](mixed_precision.py):
+# **Store attention's result as well.** A recomputed block has $q$, $k$ and $v$ again. In addition, the backward pass of
+# [FlashAttention](flash_attention.py) needs only its output and one number for each query. With `keep_attention=true` a
+# checkpointed block stores these two, so attention runs once in place of twice. torch calls this *selective*
+# checkpointing. It pays for long rows only, because torch then calls a Python function for every operation: on a CPU,
+# blocks of SmolLM2 were 12 % slower with 128 tokens and 6 % faster with 2,048. In our job it takes 260 MiB more and
+# saves 0.12 of 8.22 s. Here is the whole choice for the job, as predicted:
 
-# %%
-job = course.so_far("mixed_precision")
-fitting = []
+# %% The whole choice for our job tags=["hide-input"]
+print("gradient_checkpointing  keep_attention  peak, MiB  seconds a row")
+peaks, times = [], []
 for number in ("true", 12, 8, 4, "false"):
     for keep in ("false", "true") if number != "false" else ("false",):
         changed = with_settings(
-            job, [f"gradient_checkpointing={number}", f"keep_attention={keep}"]
+            after,
+            [
+                f"tricks.gradient_checkpointing={number}",
+                f"tricks.keep_attention={keep}",
+            ],
         )
-        peak = course.bill(changed).peak_bytes
-        fitting.append(peak)
-        print(
-            f"gradient_checkpointing={number!s:5} keep_attention={keep:5} "
-            f"{peak / KIB**3:.2f} GiB"
-        )
-assert fitting == sorted(fitting)
-assert max(fitting) < T4.memory_bytes / 2
+        peaks.append(peak(changed))
+        times.append(seconds(changed))
+        print(f"{number!s:22}  {keep:14}  {peaks[-1]:9,}  {times[-1]:13.2f}")
+assert peaks == sorted(peaks)
+assert times == sorted(times, reverse=True)
+assert peaks[1] - peaks[0] == 260
+assert [round(time, 2) for time in times[:2]] == [8.22, 8.1]
+assert max(peaks) * MIB < T4.memory_bytes
 
 # %% [markdown]
-# All of them fit a T4. So why recompute anything there? Because rows may get longer, and cards smaller. The cheapest
-# set is the one with the smallest number that still fits. (transformers' own `every_n_layers=2` checkpoints every
-# second block instead.)
+# Checkpoint as few blocks as your card allows, because each of them costs time. All lines of this table fit a T4, so
+# for rows of 2,048 tokens the last line is the best. However, with rows of 4,096 tokens at least 12 of the 16 blocks
+# must be checkpointed, and a larger model or a smaller card also needs more of them. (transformers' own
+# `every_n_layers=2` checkpoints every second block instead of the first ones.)
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: send saved activations to the host
+# A second switch does not drop the activations of a block. It copies them to the [host's](../docs/glossary.md#host)
+# memory and fetches them for the backward pass: `activation_offload`. Nothing is computed twice, but it costs traffic
+# over PCIe. Together with checkpointing it has to copy only the $L$ inputs. It is also exact, because the same bits
+# come back.
 #
-# **A second switch: put it elsewhere.** Instead of dropping the saved activations of a block, the trainer can copy them
-# to the host's memory and fetch them back: `activation_offload`. It computes nothing twice, but it costs PCIe traffic.
-# With checkpointing it has to copy only the $L$ inputs. It is exact, too: the same bits come back.
+# For rows with tens of thousands of tokens, the one block that is being recomputed is at least as large as all saved
+# inputs together. [The lesson on long rows](long_rows.py) uses offloading there, and cuts the MLP of that block into
+# tiles (`tiled_mlp`).
 
-# %%
+# %% tags=["deep"]
 offload = Offloaded(weights=blocks.parameters())
+torch.manual_seed(1)
+blocks.zero_grad()
+x.grad = None
 with offload:  # around the forward pass
-    loss = forward(ours)
+    y = x
+    for block in blocks:
+        y = ours(block, y)
+    loss = y.square().mean()
 loss.backward()
-print(
-    f"to the host {offload.bytes_to_host / KIB:.0f} KiB, "
-    f"back {offload.bytes_to_device / KIB:.0f} KiB"
-)
+grads = [x.grad, *(p.grad for p in blocks.parameters())]
+print(f"to the host {offload.bytes_to_host / KIB:.0f} KiB")
+print(f"back {offload.bytes_to_device / KIB:.0f} KiB")
 assert offload.bytes_to_host == L * s + s  # the blocks' inputs, and the loss's
-assert all(torch.equal(p, q) for p, q in zip(plain_grads, gradients(), strict=True))
-
-# %% [markdown]
-# **For long rows**, with tens of thousands of tokens, the block that is being recomputed is at least as large as all
-# saved inputs together. [The lesson on long rows](long_rows.py) cuts its MLP into tiles (`tiled_mlp`), and sends the
-# inputs to the host.
+assert all(torch.equal(p, q) for p, q in zip(plain_grads, grads, strict=True))
 
 # %% [markdown]
 # ## 6. Where it breaks
 # **`element 0 of tensors does not require grad and does not have a grad_fn`.** torch has an older checkpoint,
-# `use_reentrant=True`, which looks at a block's *input* to see whether anything learns. Above a frozen embedding the
-# input does not, so the adapters inside get no gradient. Cure: `use_reentrant=False` (our switch), or
-# `model.enable_input_require_grads()`.
+# `use_reentrant=True`, which looks only at a block's *input* to see whether anything is trained. With LoRA the
+# embedding is frozen, so the first input needs no gradient, and the adapters inside the block get none. The cure is
+# `use_reentrant=False` (our switch) or `model.enable_input_require_grads()`.
 
 # %%
 frozen = x.detach()
@@ -489,14 +506,16 @@ except RuntimeError as error:
     assert "does not require grad" in str(error)
 checkpoint(blocks[0], frozen, use_reentrant=False).sum().backward()  # the cure
 
-# %% [markdown]
-# **`A different number of tensors was saved during the original forward and recomputation`.** The block did something
-# else the second time: it has a side effect, such as filling a cache. Cure: take that out of training
-# (`model.config.use_cache = False`; transformers does so by itself when it notices). Its sibling, `Recomputed values
-# for the following tensors have different metadata`, means other shapes or dtypes: a cache that grew. Values are never
-# compared, so there is no error when code draws other random numbers from Python's `random`, which nothing replays.
+# %% [markdown] tags=["deep"]
+# ### Deeper: a block that does something else the second time
+# **`A different number of tensors was saved during the original forward and recomputation`.** The block has a side
+# effect, such as filling a cache, so its second run differs from the first. The cure is to take that out of training
+# (`model.config.use_cache = False`; transformers does so by itself when it notices). A similar error is
+# `Recomputed values for the following tensors have different metadata`. It means other shapes or dtypes, for example
+# because a cache has grown. Values are never compared, so there is no error if code draws from Python's `random`, whose
+# state nobody restores.
 
-# %%
+# %% tags=["deep"]
 cache = {}
 
 
@@ -514,14 +533,14 @@ except CheckpointError as error:
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** Rows become twice as long, $T = 128$. How many bytes does our checkpointed stack keep at its peak?
-#    The answer is a number of bytes.
-# 2. **Build.** Checkpoint two blocks at a time: fewer inputs are kept, and two insides are open at once. Fill in
-#    `in_pairs(blocks, x)`: it runs all blocks, an even number of them, and returns the last output, shaped like `x`.
-#    (About four lines. `nn.Sequential` makes one block of two, and `ours` takes any block.)
-# 3. **Reach.** In groups of $k$ blocks the peak is about $\frac{L}{k}\,s + k\,(s + a)$, less the $s$ that is counted
-#    twice. With $L = 64$ and $a = 15\,s$, at which $k$ is it lowest? The answer is a whole number of blocks. (The
-#    paper's answer is a square root.)
+# 1. **Predict.** Rows become twice as long, $T=128$. How many bytes does our checkpointed stack store at its peak? The
+#    answer is a number of bytes.
+# 2. **Build.** Checkpoint two blocks at a time, so that fewer inputs are stored, and the insides of two blocks are
+#    recomputed together. Fill in `in_pairs(blocks, x)`: it runs all blocks, an even number of them, and returns the
+#    last output, shaped like `x`. (About four lines. `nn.Sequential` makes one block of two, and `ours` takes any
+#    block.)
+# 3. **Reach.** In groups of $k$ blocks the peak is about $\frac{L}{k}\,s+k\,(s+a)$, less the $s$ that is counted twice.
+#    With $L=64$ and $a=15\,s$, at which $k$ is it lowest? The answer is a whole number of blocks.
 
 # %% tags=["exercise"]
 bytes_at_twice_the_length = None
@@ -626,14 +645,14 @@ course.check(3, best_k, of_k, "a whole number of blocks")
 # </details>
 #
 # ## In one breath
-# - **Saves** the insides of all blocks but one: $L\,(s + a) \to L\,s + a$.
-# - **Costs** one more forward pass: a third of a step's products when all train, half on a frozen base, less with early
-#   stop.
-# - **Exact**, bit for bit, if all random states are replayed, the card's included.
-# - **When**: one row at a time ([gradient accumulation](gradient_accumulation.py)) still does not fit; on a small card,
-#   almost always. Nothing else takes as much off the activations.
-# - **How many blocks**: as few as the card needs. A number $k$ costs $k / L$ of the extra pass.
-# - **When not**: when the step fits already, or its peak is elsewhere, in the logits or the optimizer.
+# - **Saves** the activations inside all blocks but one: $L\,(s+a)$ becomes $L\,s+a$.
+# - **Costs** one more forward pass: a third more matrix multiplications when all weights are trained, half more on a
+#   frozen base, and less where torch can stop early.
+# - **Exact**, bit for bit, if all random states are restored, including the card's.
+# - **When**: your row, your model or your card needs it. It removes nearly all saved activations that FlashAttention
+#   leaves.
+# - **How many blocks**: as few as the card allows. The first $k$ blocks cost $k / L$ of the extra pass.
+# - **When not**: if the step fits already, or if its peak is elsewhere, for example in the logits or the optimizer.
 #
 # ## Sources
 # - Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv 1604.06174, section 4.
