@@ -94,7 +94,7 @@ SETS = {
     "attention": Set(
         "A step with LoRA: eager attention, and SDPA",
         {"lora": "off", "attention": "SDPA with expanded K/V heads"},
-        "Memory during a training step with eager attention: the scores of each block stand out as peaks",
+        "Memory during a training step with eager attention: each block adds its scores to the saved activations",
     ),
     "chunked_loss": Set(
         "A step with LoRA, SDPA and checkpointing, without and with the chunked loss",

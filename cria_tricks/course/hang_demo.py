@@ -1,9 +1,9 @@
 """Two processes share a training, and one of them waits for rows that never come: a hang to look at.
 
-``with hanging(folder, seconds) as processes:`` starts both and ends them. Lesson 27 and ``tests/drills/hang.py`` look
-at them from outside. In each process a thread keeps writing what torch's flight recorder holds, because the main thread
-of a process that hangs writes nothing. Only the two processes import torch: the program that
-starts them does not need it.
+``with hanging(folder, seconds) as processes:`` starts both and ends them. The lesson on monitoring and
+``tests/drills/hang.py`` look at them from outside. In each process a thread keeps writing what torch's flight recorder
+holds, because the main thread of a process that hangs writes nothing. Only the two processes import torch: the program
+that starts them does not need it.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Train the tiny model by 3D parallelism (``parallel/hybrid.py``), and in one process on the same rows.
 
-Lesson 24 compares the losses of the two. The processes form a cube with the axes data, stage and tensor.
+``lessons/hybrid.py`` compares the losses of the two. The processes form a cube with the axes data, stage and tensor.
 """
 
 import random

@@ -5,8 +5,8 @@ trainer, loss, evaluation) with the installed versions, and compares the result 
 way. The model has the shape of ``random:tiny``, and its tokenizer makes a token of each byte. Both are made on the
 spot, so the selftest needs no network and no cache, and leaves no files behind. There are seven checks, and an eighth
 where Triton's kernels run. No check depends on what another one
-tests, so each failure is reported once. The checks stand in the order in which a run would meet the failures. Lesson 18
-shows every failure with the plain libraries.
+tests, so each failure is reported once. The checks stand in the order in which a run would meet the failures.
+``lessons/when_libraries_lie.py`` shows every failure with the plain libraries.
 """
 
 import shutil

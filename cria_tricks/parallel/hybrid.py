@@ -9,7 +9,7 @@ Needs    N x S x M processes, and what each axis needs: k divisible by N, k / N 
 Breaks   what breaks one of the axes: packed weights, heads that do not divide, fewer micro-batches than stages
 Sources  Narayanan et al. 2021, arXiv:2104.04473, sec. 3 (how long to make each axis: tensor within a machine, stages
          across machines)
-Ours     which processes share rows, blocks and matrices. Lesson 24 trains the tiny model in this way, and compares its
+Ours     which processes share rows, blocks and matrices. lessons/hybrid.py trains the tiny model so, and compares its
          losses with those of one process: the trainer is the pipeline's, the matrices are cut as by
          parallel.strategy=tensor
 

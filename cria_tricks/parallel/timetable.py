@@ -1,7 +1,8 @@
 """Compute when each stage of a pipeline runs each pass, if sending takes no time, and the share of time it is idle.
 
-Lesson 23 and the tests compare this share with the formula (``bubble`` in ``parallel/pipeline.py``). The trainer
-records the passes that it has measured as :class:`Slot`, too (``trainer/pipeline_stage.py``).
+``lessons/pipeline_parallel.py`` and the tests compare this share with the formula (``bubble`` in
+``parallel/pipeline.py``). The trainer records the passes that it has measured as :class:`Slot`, too
+(``trainer/pipeline_stage.py``).
 """
 
 from collections.abc import Sequence
