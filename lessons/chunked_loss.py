@@ -404,7 +404,7 @@ assert list(units.values()) == [2, 2, 3]
 #
 # **Measured.** With a GPU, the cell below measures a step of the 1B model without and with the chunked loss. Without a
 # GPU it prints what we measured on a CPU, for a tiny model. There the head is most of the work, so skipping the logits
-# of prompts halves the time. In the 1B model the blocks are nearly all of the work, so we predict no such gain.
+# of prompts halves the time. In the 1B model the blocks are most of the work, so we predict no such gain.
 
 # %% Draw figure 2, and check the package's choice tags=["hide-input"]
 t4 = CARDS["t4"]
