@@ -1,6 +1,6 @@
 # Wrong answers to the exercises of lessons/packing.py. A cell is one answer: "# %% EXERCISE: words of the hint it must get".
 
-# %% 1: all four into one row
+# %% 1: all four into one sequence
 bytes_of_the_mask = 4 * 2048**2
 
 # %% 1: one byte
