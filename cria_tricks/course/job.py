@@ -68,6 +68,8 @@ def show_worth(*fields: str) -> None:
         fields: names of toggles in ``recipe.tricks`` that belong to one lesson, such as ``quantization``.
     """
     on = toggles.switched_on(CAPSTONE)
+    if unknown := [field for field in fields if field not in on]:
+        raise ValueError(f"the job has no {', '.join(unknown)}; it has {', '.join(on)}")
     earlier = on[: min(on.index(field) for field in fields)]
     rest = [field for field in on if field not in fields]
     target = toggles.Target(find_shape(CAPSTONE.model), T4)

@@ -52,7 +52,9 @@ plain = model.forward
 
 @functools.wraps(plain)
 def forward(*arguments, **named):
-    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):  # it takes weights along
+    with torch.autograd.graph.save_on_cpu(
+        pin_memory=torch.cuda.is_available()
+    ):  # it takes weights along
         return plain(*arguments, **named)
 
 

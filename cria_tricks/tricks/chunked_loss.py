@@ -41,13 +41,19 @@ from transformers import AutoModelForCausalLM, Trainer
 
 
 class ChunkedTrainer(Trainer):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(
+        self, model, inputs, return_outputs=False, num_items_in_batch=None
+    ):
         labels = inputs.pop("labels")[:, 1:]
         hidden = model.base_model(**inputs).last_hidden_state[:, :-1][labels != -100]
         chunks = zip(hidden.split(256), labels[labels != -100].split(256))
         losses = [
             torch.utils.checkpoint.checkpoint(
-                lambda h, y: F.cross_entropy(model.lm_head(h).float(), y, reduction="sum"), *chunk, use_reentrant=False
+                lambda h, y: F.cross_entropy(
+                    model.lm_head(h).float(), y, reduction="sum"
+                ),
+                *chunk,
+                use_reentrant=False,
             )
             for chunk in chunks
         ]

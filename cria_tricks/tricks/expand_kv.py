@@ -32,14 +32,21 @@ LESSON = "flash_attention"
 REFERENCE = ("expand_kv",)
 PLAIN = """
 import types
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 
 def expanded(module, query, key, value, *arguments, **named):
     groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    key, value = (
+        key.repeat_interleave(groups, dim=1),
+        value.repeat_interleave(groups, dim=1),
+    )
     ungrouped = types.SimpleNamespace(is_causal=module.is_causal)
     return sdpa_attention_forward(ungrouped, query, key, value, *arguments, **named)
 

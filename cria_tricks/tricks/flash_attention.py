@@ -37,7 +37,9 @@ REFERENCE = ("_FlashAttention.forward",)
 PLAIN = """
 from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="sdpa")  # or flash_attention_2
+model = AutoModelForCausalLM.from_pretrained(
+    base, attn_implementation="sdpa"
+)  # or flash_attention_2
 """
 TILE = 128
 """Tokens along each side of a tile."""

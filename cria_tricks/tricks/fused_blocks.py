@@ -44,7 +44,11 @@ from transformers import AutoModelForCausalLM
 from cria_tricks.load.fused import fuse_blocks  # transformers has it as kernels only
 
 model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
-model = fuse_blocks(get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")))
+model = fuse_blocks(
+    get_peft_model(
+        model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
+    )
+)
 """
 KINDS = ("granite", "llama", "mistral", "mixtral", "qwen2", "qwen3", "smollm3")
 """Kinds of model whose norms are those of Llama, and whose whole heads are rotated."""

@@ -40,7 +40,11 @@ from transformers import AutoModelForCausalLM
 from cria_tricks.load.fused import fuse  # neither peft nor transformers has it
 
 model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
-model = fuse(get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")))
+model = fuse(
+    get_peft_model(
+        model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
+    )
+)
 """
 
 

@@ -35,7 +35,9 @@ REFERENCE = ("accumulated",)
 PLAIN = """
 from transformers import TrainingArguments
 
-arguments = TrainingArguments("plain", max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=8)
+arguments = TrainingArguments(
+    "plain", max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=8
+)
 """
 
 Batch = dict[str, torch.Tensor]

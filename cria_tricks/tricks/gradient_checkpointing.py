@@ -40,7 +40,10 @@ PLAIN = """
 from transformers import TrainingArguments
 
 arguments = TrainingArguments(
-    "plain", max_steps=1, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}
+    "plain",
+    max_steps=1,
+    gradient_checkpointing=True,
+    gradient_checkpointing_kwargs={"use_reentrant": False},
 )
 """
 

@@ -31,8 +31,12 @@ PLAIN = """
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained(base, dtype="float32").requires_grad_(False)
-model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())  # untied, and trained
+model = AutoModelForCausalLM.from_pretrained(base, dtype="float32").requires_grad_(
+    False
+)
+model.lm_head.weight = nn.Parameter(
+    model.lm_head.weight.detach().clone()
+)  # untied, and trained
 """
 
 

@@ -33,7 +33,9 @@ REFERENCE = ("quantize_rows", "linear_8bit")
 PLAIN = """
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-model = AutoModelForCausalLM.from_pretrained(base, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+model = AutoModelForCausalLM.from_pretrained(
+    base, quantization_config=BitsAndBytesConfig(load_in_8bit=True)
+)
 """
 THRESHOLD = 6.0
 """A column of the input in which any number is as large as this is an outlier column, multiplied in 16 bits."""

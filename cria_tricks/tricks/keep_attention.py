@@ -47,7 +47,9 @@ import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM
 
-kernels = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]  # a card has others
+kernels = [
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+]  # a card has others
 keep = functools.partial(create_selective_checkpoint_contexts, kernels)
 model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="sdpa")
 model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep})

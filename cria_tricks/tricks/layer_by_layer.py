@@ -37,11 +37,15 @@ REFERENCE = ("one_pass",)
 PLAIN = """
 import torch
 from transformers import AutoModelForCausalLM
-from cria_tricks.tricks.layer_by_layer import one_pass  # no library has it for a model of transformers
+from cria_tricks.tricks.layer_by_layer import (
+    one_pass,
+)  # no library has it for a model of transformers
 
 model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
 ids = torch.arange(3, 19)[None]
-one_pass(model.model.layers, [lambda: model(ids, labels=ids).loss] * 2, torch.Tensor.backward)
+one_pass(
+    model.model.layers, [lambda: model(ids, labels=ids).loss] * 2, torch.Tensor.backward
+)
 """
 
 

@@ -32,12 +32,18 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-model = AutoModelForCausalLM.from_pretrained(base, dtype="bfloat16")  # and no prepare_model_for_kbit_training
-model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+model = AutoModelForCausalLM.from_pretrained(
+    base, dtype="bfloat16"
+)  # and no prepare_model_for_kbit_training
+model = get_peft_model(
+    model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
+)
 for module in model.modules():
     if hasattr(module, "cast_input_dtype_enabled"):
         module.cast_input_dtype_enabled = False
-arguments = TrainingArguments("plain", max_steps=1, bf16=True, use_cpu=not torch.cuda.is_available())
+arguments = TrainingArguments(
+    "plain", max_steps=1, bf16=True, use_cpu=not torch.cuda.is_available()
+)
 """
 
 

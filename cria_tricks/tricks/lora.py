@@ -45,7 +45,9 @@ from transformers import AutoModelForCausalLM
 
 targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 config = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=targets)
-model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype="float32"), config)
+model = get_peft_model(
+    AutoModelForCausalLM.from_pretrained(base, dtype="float32"), config
+)
 """
 
 

@@ -40,7 +40,9 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
 # On a T4: fp16=True.
-arguments = TrainingArguments("plain", max_steps=1, bf16=True, use_cpu=not torch.cuda.is_available())
+arguments = TrainingArguments(
+    "plain", max_steps=1, bf16=True, use_cpu=not torch.cuda.is_available()
+)
 """
 
 

@@ -38,7 +38,9 @@ REFERENCE = ("normal_levels", "quantize", "dequantize")
 PLAIN = """
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+config = BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+)
 model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config)
 """
 SCALES = 256

@@ -45,7 +45,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
-optimizers = {weight: torch.optim.AdamW([weight], lr=2e-4, fused=True) for weight in model.parameters()}
+optimizers = {
+    weight: torch.optim.AdamW([weight], lr=2e-4, fused=True)
+    for weight in model.parameters()
+}
 
 
 def step(weight):

@@ -40,7 +40,8 @@ REFERENCE = ("best_fit", "by_document")
 PLAIN = """
 from transformers import DataCollatorWithFlattening
 
-# One row of all the batch's documents, with positions that start again, and no attention mask.
+# One packed sequence of all the batch's documents, whose positions start again, and no
+# attention mask.
 collate = DataCollatorWithFlattening()
 """
 IMPLEMENTATION = "sdpa_by_document"

@@ -36,7 +36,9 @@ from peft import PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=16)
-model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype="float32"), config)
+model = get_peft_model(
+    AutoModelForCausalLM.from_pretrained(base, dtype="float32"), config
+)
 """
 
 

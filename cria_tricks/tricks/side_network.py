@@ -40,7 +40,9 @@ import copy
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained(base, dtype="float32").requires_grad_(False)
+model = AutoModelForCausalLM.from_pretrained(base, dtype="float32").requires_grad_(
+    False
+)
 
 
 def put_beside(block):
@@ -48,7 +50,9 @@ def put_beside(block):
     join = nn.Linear(model.config.hidden_size, model.config.hidden_size, bias=False)
     nn.init.zeros_(join.weight)
     block.beside, block.join = beside, join
-    block.register_forward_hook(lambda _, x, named, y: y + join(beside(*x, **named)), with_kwargs=True)
+    block.register_forward_hook(
+        lambda _, x, named, y: y + join(beside(*x, **named)), with_kwargs=True
+    )
 
 
 for block in model.model.layers[-2:]:

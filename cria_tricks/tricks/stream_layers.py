@@ -39,13 +39,18 @@ LESSON = "weights_elsewhere"
 REFERENCE = ("Streamed.enter", "Streamed._send", "Copies")
 PLAIN = """
 from transformers import AutoModelForCausalLM, TrainingArguments
-from cria_tricks.load.streaming import stream  # accelerate's cpu_offload fetches a module when it runs, not ahead
+from cria_tricks.load.streaming import (
+    stream,
+)  # accelerate's cpu_offload fetches a module when it runs, not ahead
 
 model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
 model.model.layers.requires_grad_(False)
 stream(model.model.layers)
 arguments = TrainingArguments(
-    "plain", max_steps=1, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}
+    "plain",
+    max_steps=1,
+    gradient_checkpointing=True,
+    gradient_checkpointing_kwargs={"use_reentrant": False},
 )
 """
 SLOTS = 2
