@@ -47,10 +47,10 @@ MIB, GIB = 2**20, 2**30
 # In fp32 a trained weight takes 16 bytes during the update: 4 for itself, 4 for its gradient, and 8 for AdamW's two
 # states. A *frozen* weight (`requires_grad=False`) takes only its own 4 bytes, but it cannot learn.
 #
-# So LoRA freezes every matrix $W$ and adds a trained change to it: $W + \frac{\alpha}{r} BA$. Here $A$ has only $r$
-# rows, and $B$ has only $r$ columns. The [rank](../docs/glossary.md#matrix-rank) $r$ is usually from 8 to 64, so both
-# are thin. Together they are an [adapter](../docs/glossary.md#adapter), and each of its $r\,(D_{in} + D_{out})$ numbers
-# takes 16 bytes.
+# So LoRA freezes the model and adds a trained change to each matrix $W$ of its blocks: $W + \frac{\alpha}{r} BA$. Here
+# $A$ has only $r$ rows, and $B$ only $r$ columns. The [rank](../docs/glossary.md#matrix-rank) $r$ is usually from 8 to
+# 64, so both are thin. Together they are an [adapter](../docs/glossary.md#adapter), and each of its $r\,(D_{in} +
+# D_{out})$ numbers takes 16 bytes.
 
 # %%
 before, after = course.so_far("the_bill"), course.so_far("lora")
@@ -121,12 +121,14 @@ def inputs(factor):
     """T tokens; the size of each direction is `factor` times the one before."""
     sizes = factor ** torch.arange(D)
     sizes = sizes * (D / sizes.square().sum()) ** 0.5  # always the same total
-    return T**0.5 * right_angles(T, D) * sizes @ right_angles(D, D).T
+    scaled = T**0.5 * right_angles(T, D) * sizes
+    return scaled @ right_angles(D, D).T  # mixes the columns, keeps the sizes
 
 
 def remaining(x, rank):
     """The share of the loss that the best change of this rank leaves."""
-    # The best approximation keeps the largest singular values (Eckart and Young).
+    # Singular values are the sizes of a matrix's independent directions. The best
+    # approximation keeps the largest of them (Eckart and Young).
     sizes = torch.linalg.svdvals(x @ change.T).square()
     return (sizes[rank:].sum() / sizes.sum()).item()
 
@@ -146,9 +148,9 @@ assert remaining(broad, 8) > 0.6
 assert remaining(narrow, 8) < 0.03
 
 # %% [markdown]
-# Rank 8 of 64 expresses little of an arbitrary change, but nearly all of what matters for narrow inputs. Real models
-# behave like this when the new task is small: Aghajanyan et al. trained only 200 numbers of RoBERTa, and reached 90 %
-# of the quality of full fine-tuning.
+# Rank 8 of 64 expresses little of an arbitrary change, but nearly all of what matters for few strong directions. Real
+# models behave like this when the new task is small: Aghajanyan et al. trained only 200 numbers of RoBERTa, and reached
+# 90 % of the quality of full fine-tuning.
 #
 # **Step 2: put two thin matrices next to the frozen one.** The matrix $BA$ is as large as $W$, so we never make it. We
 # multiply by $A$ first, which gives $r$ numbers for each token, and then by $B$.
@@ -458,14 +460,14 @@ course.show(
 # of both over many models and data sets. LoRA's best rate was about ten times the other one, and nearly the same for
 # all ranks. The paper of Biderman et al. (2024) has about the same factor. A rate that is too low gives no error: the
 # loss just falls slowly, and LoRA looks worse than it is. Where full fine-tuning uses 0.00002, our job uses 0.0002.
-# Runs of fewer than a hundred steps can need still more.
+# Runs below a hundred steps can need more.
 #
 # ### Which rank, alpha and matrices
 # - **Rank**: 8 or 16 for some hundreds of rows. With more data or new knowledge, try 64 to 256, and go back if the
 #   held-out loss does not fall.
-# - **Alpha** only scales the change, so it is nearly another learning rate. Fix it, usually at 32 or at twice the rank,
+# - **Alpha** only scales the change, so it is nearly another learning rate. Fix it, usually at 32 or twice the rank,
 #   and tune the rate instead. If you change $r$ alone, the scale $\frac{\alpha}{r}$ changes too.
-# - **Matrices** (`target_modules`): all seven of a block. Both papers found this better than attention alone.
+# - **Matrices** (`target_modules`): all seven of a block. Both sources found this better than attention alone.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: rsLoRA, DoRA, and other ways to train few weights

@@ -17,9 +17,9 @@
 # > lesson
 #
 # The course does one real job on one small card: it fine-tunes the language model Llama-3.2-1B on 107
-# [rows](../docs/glossary.md#row) (training examples) of at most 2,048 tokens. The card is an NVIDIA T4, which Google
-# Colab lends for free. A program can use 14.74 [GiB](../docs/glossary.md#gib) of its memory, and the plain job needs
-# more than twice as much. Each lesson adds one technique, until the job needs 1.5 GiB.
+# [rows](../docs/glossary.md#row) (training examples) of at most 2,048 tokens (pieces of words). The card is an NVIDIA
+# T4, which Google Colab lends for free. A program can use 14.74 [GiB](../docs/glossary.md#gib) of its memory, and the
+# plain job needs more than twice as much. Each lesson adds one technique, until the job needs 1.5 GiB.
 #
 # You need basic PyTorch: tensors, modules and `loss.backward()`. Some cells ask for your guess before they show a
 # number, because a number that surprised you is easy to remember.
@@ -42,7 +42,7 @@ bill_of_llama = course.bill(plain)
 # ## 1. The bill
 # A training step has four parts. The *forward pass* sends rows through the model. The *loss* is a number that says how
 # badly the model predicted each next token. The *backward pass* computes a gradient for each weight: how the loss
-# changes when this weight changes. At the end the *optimizer* updates the weights; ours is AdamW, the usual one.
+# changes when this weight changes. At the end the *optimizer* updates the weights; ours is AdamW.
 #
 # Five kinds of tensors take memory during such a step. Here they are for Llama-3.2-1B and one row of 2,048 tokens. All
 # $P$ = 1,235,814,400 weights are trained (*full fine-tuning*), and every number is stored in fp32, in 4 bytes.
@@ -238,7 +238,7 @@ def peaks(counter):
 
 counter = MemoryCounter()
 train(counter)
-print([f"{peak / KIB:,.0f} KiB" for peak in peaks(counter)])
+print(len(counter.history), "operations in", len(peaks(counter)), "parts")
 
 # %% [markdown]
 # ## 3. Prove it
