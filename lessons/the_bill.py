@@ -1,35 +1,30 @@
 # ---
 # jupyter:
+#   question: What fills the memory of a GPU during a training step, and how can you predict the peak before you run it?
 #   jupytext:
 #     cell_metadata_filter: tags,-all
 #     text_representation: {extension: .py, format_name: percent}
 # ---
 
 # %% [markdown]
-# # The bill: where the bytes of a training step go
-# > **Promise.** You predict the memory of a training step to the last byte. A weight is said to cost 16 bytes, and you
-# > find 4 of them that cost nothing on long rows: 4.6 GiB for Llama-3.2-1B.
+# # The bill: where the memory of a training step goes
+# > **Promise.** You start to fine-tune a small language model, and after a few seconds the run stops with `CUDA out of
+# > memory. Tried to allocate 1002.00 MiB.` After this lesson you can say which tensor that was. You can list what a
+# > training step keeps in memory, and predict its peak before you run it: 31.3 GiB for a model of 1.2 billion weights.
+# >
+# > **Card.** saves nothing by itself, but shows what every later technique can save / costs a millisecond / exact for
+# > the small model of this lesson, within 3 % of a dry run for real models / about 25 minutes / this is the first
+# > lesson
 #
-# > **Card.** saves nothing / costs a millisecond / exact for the small model, within 3 % of a dry run for real ones /
-# > 25 minutes / the first lesson
+# The course does one real job on one small card: it fine-tunes the language model Llama-3.2-1B on 107
+# [rows](../docs/glossary.md#row) (training examples) of at most 2,048 tokens (pieces of words). The card is an NVIDIA
+# T4, which Google Colab lends for free. A program can use 14.74 [GiB](../docs/glossary.md#gib) of its memory, and the
+# plain job needs more than twice as much. Each lesson adds one technique, until the job needs 1.5 GiB.
 #
-# This course does one real job on one small card: QLoRA ([LoRA](lora.py) and [NF4](nf4.py) say what that is) of
-# Llama-3.2-1B on 107 training rows of 2,048 tokens, on a free Colab T4, which has 14.74 GiB. Every lesson adds one
-# technique: you write it from scratch, prove what it claims, and see what it saves and what it costs. Read them in one
-# way, *predict, then run*: where a number is predicted write down your own first; an `assert` holds prediction and
-# count together.
-#
-# Trained plainly, the model does not fit. This lesson says what is in the way.
+# You need basic PyTorch: tensors, modules and `loss.backward()`. Some cells ask for your guess before they show a
+# number, because a number that surprised you is easy to remember.
 
 # %% Imports and settings tags=["hide-input"]
-import weakref
-
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
-
 from cria_tricks import course
 from cria_tricks.bench import results
 from cria_tricks.bench.figures import capacity
@@ -39,40 +34,83 @@ from cria_tricks.measure.counting import SavedBytes, peak_bytes
 from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.recipe import with_settings
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+MIB, GIB = 2**20, 2**30
+plain = course.so_far("the_bill")  # the job without any technique
+bill_of_llama = course.bill(plain)
 
 # %% [markdown]
 # ## 1. The bill
-# We take a decoder small enough to count by hand: $V$ words in the vocabulary, $D$ numbers a token, $L$ blocks with
-# attention and an MLP that is $H$ wide inside. Like Llama-3.2-1B it is *tied*: one matrix turns words into vectors and,
-# at the end, vectors into scores for all words. These scores are the *logits*.
+# A training step has four parts. The *forward pass* sends rows through the model. The *loss* is a number that says how
+# badly the model predicted each next token. The *backward pass* computes a gradient for each weight: how the loss
+# changes when this weight changes. At the end the *optimizer* updates the weights; ours is AdamW.
+#
+# Five kinds of tensors take memory during such a step. Here they are for Llama-3.2-1B and one row of 2,048 tokens. All
+# $P$ = 1,235,814,400 weights are trained (*full fine-tuning*), and every number is stored in fp32, in 4 bytes.
+#
+# - **Weights** are the numbers that the model consists of: $4P$ bytes, 4.6 GiB.
+# - **Gradients**: one number for each weight, made by the backward pass. $4P$ bytes, 4.6 GiB.
+# - **Optimizer states**: for each weight AdamW keeps two running averages, of the gradient and of its square. $8P$
+#   bytes, 9.2 GiB.
+# - **Saved activations** are results of the forward pass that the backward pass needs, so they stay in memory until
+#   then. Here they are 14.5 GiB, and they grow with the number of tokens.
+# - **Logits** are the model's scores: one for each of $V$ = 128,256 vocabulary tokens, at each of $T$ = 2,048
+#   positions. The loss needs three tensors of this size: $3 \cdot 4\,T\,V$ bytes, 2.9 GiB.
+#
+# We call this list *the bill* of a step, and each entry is a *line*. These lines add up to 35.9 GiB. But the card does
+# not need so much, because not all lines are in memory at the same time. We look at this in a model that is small
+# enough to count every byte.
+
+# %% Check these numbers tags=["hide-input"]
+lines = {line.name: line.bytes / GIB for line in bill_of_llama.lines}
+P_LLAMA = bill_of_llama.facts.shape.weights
+assert P_LLAMA == 1_235_814_400
+assert round(4 * P_LLAMA / GIB, 1) == 4.6
+assert round(lines["optimizer states"], 1) == round(8 * P_LLAMA / GIB, 1) == 9.2
+assert round(lines["saved activations"], 1) == 14.5
+assert round(lines["logits"], 1) == 2.9
+assert round(sum(lines.values()) + 4 * P_LLAMA / GIB, 1) == 35.9
+
+# %% [markdown]
+# ## 2. From scratch, in four steps
+# **Step 1: a small model with the parts of a Llama.** An *embedding* turns each token into a vector of $D$ numbers.
+# Then follow $L$ [blocks](../docs/glossary.md#block), each with attention and a feed-forward part (the MLP). At the end
+# the matrix of the embedding is used once more, to compute the logits, as in Llama-3.2-1B.
 
 # %%
-V, D, H, L = 512, 32, 128, 4  # vocabulary, width, inner width, blocks
-B, T = 2, 64  # rows, tokens of a row
-future = torch.full((T, T), -torch.inf).triu(1)  # the mask: no token looks ahead
+import weakref
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+V, D, H, L = 512, 32, 128, 4  # vocabulary, width, inner width of the MLP, blocks
+B, T = 2, 64  # rows in a batch, tokens in a row
+KIB = 1024
+mask = torch.full((T, T), -torch.inf).triu(1)  # no token may see a later token
 
 
 class Block(nn.Module):
-    """From (B, T, D) to (B, T, D)."""
+    """One block, from shape (B, T, D) to (B, T, D)."""
 
     def __init__(self):
         super().__init__()
-        self.qkv, self.out = (
-            nn.Linear(D, 3 * D, bias=False),
-            nn.Linear(D, D, bias=False),
-        )
-        self.up, self.down = nn.Linear(D, H, bias=False), nn.Linear(H, D, bias=False)
+        self.qkv = nn.Linear(D, 3 * D, bias=False)
+        self.out = nn.Linear(D, D, bias=False)
+        self.up = nn.Linear(D, H, bias=False)
+        self.down = nn.Linear(H, D, bias=False)
 
     def forward(self, x):
         q, k, v = self.qkv(F.layer_norm(x, (D,))).chunk(3, dim=-1)
-        scores = torch.baddbmm(future, q, k.transpose(1, 2), alpha=D**-0.5)
+        scores = q @ k.transpose(1, 2) / D**0.5 + mask
         x = x + self.out(scores.softmax(-1) @ v)
         return x + self.down(F.gelu(self.up(F.layer_norm(x, (D,)))))
 
 
 class Tiny(nn.Module):
-    """From token numbers (B, T) to logits (B, T, V)."""
+    """From token ids (B, T) to logits (B, T, V)."""
 
     def __init__(self):
         super().__init__()
@@ -80,221 +118,164 @@ class Tiny(nn.Module):
         self.blocks = nn.Sequential(*(Block() for _ in range(L)))
 
     def forward(self, ids):
-        return F.linear(
-            F.layer_norm(self.blocks(self.embedding(ids)), (D,)), self.embedding.weight
-        )
+        x = self.blocks(self.embedding(ids))
+        return F.linear(F.layer_norm(x, (D,)), self.embedding.weight)
 
 
 # %% [markdown]
-# Five things take memory. Each number is 4 bytes in fp32. What do they take here? Write five guesses down.
-#
-# - **weights**, $P$ of them: $VD$ in the embedding, $4D^2 + 2DH$ in each block
-# - **gradients**: one for each weight
-# - **optimizer states**: AdamW remembers two numbers for each weight (and a counter for each tensor, 4 bytes). We take
-#   the *fused* one, transformers' default, which makes no tensor of its own
-# - **activations**: what each block keeps for the backward pass. Per token that is $8D$ numbers (two norms' inputs and
-#   outputs, $q$, $k$, $v$, what attention gave), $2H$ (before and after gelu) and 4 (of the norms); and per row $T^2$
-#   softmaxed scores
-# - **logits**: $BTV$ numbers, three times: when the loss goes back, log-softmax, its gradient, and the logits' gradient
-#   live at once
+# **Step 2: predict each line** from the formulas of section 1, with $P = VD + L\,(4D^2 + 2DH)$ weights. A block saves
+# $8D + 2H + 4$ numbers for each token, and $T^2$ attention weights for each row. (The first deeper part below lists
+# these tensors.) Before you run the cell: how large are the logits?
 
-# %% Your guess: KiB of the logits tags=["predict"]
+# %% Your guess: KiB of the logits, all three tensors tags=["predict"]
 guess = 0  # @param {type:"number"}
 
 # %%
-P = V * D + L * (4 * D * D + 2 * D * H)
-STATES = 8 * P + 4 * (1 + 4 * L)  # 17 tensors
+P = V * D + L * (4 * D * D + 2 * D * H)  # weights
+WEIGHT_TENSORS = 1 + 4 * L  # AdamW counts its steps for each, in 4 bytes
 
 
-def blocks_keep(rows):
-    n = rows * T  # tokens
-    return 4 * L * (n * (8 * D + 2 * H + 4) + rows * T * T)
+def bill(rows=B):
+    """Predict each line of the bill [bytes]."""
+    tokens = rows * T
+    one_block = tokens * (8 * D + 2 * H + 4) + rows * T * T
+    final_norm = tokens * (2 * D + 2)
+    return {
+        "weights": 4 * P,
+        "gradients": 4 * P,
+        "optimizer states": 8 * P + 4 * WEIGHT_TENSORS,
+        "saved activations": 4 * (L * one_block + final_norm),
+        "logits": 3 * 4 * tokens * V,
+        # inputs and labels take 8 bytes a token
+        "batch and mask": 2 * 8 * tokens + 4 * T * T,
+    }
 
 
-predicted = {
-    "weights": 4 * P,
-    "gradients": 4 * P,
-    "optimizer states": STATES,
-    "blocks": blocks_keep(B),
-    "logits": 3 * 4 * B * T * V,
-}
+for name, size in bill().items():
+    print(f"{name:20}{size / KIB:8,.1f} KiB")
+print(f"{'sum of all lines':20}{sum(bill().values()) / KIB:8,.1f} KiB")
 
-# %% [markdown]
-# Now count, each thing alone.
+# %% Compare with your guess tags=["hide-input"]
+course.reveal(guess, bill()["logits"] / KIB, "KiB")
 
-# %%
-torch.manual_seed(0)
-model, ids = Tiny(), torch.randint(V, (B, T))
-optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-with SavedBytes(besides=(*model.parameters(), ids)) as kept:
-    hidden = model.blocks(model.embedding(ids))
-logits = torch.randn(B * T, V, requires_grad=True)
-of_loss = peak_bytes(
-    lambda: F.cross_entropy(logits, ids.flatten()).backward(), alive=(logits, ids)
-)
-hidden.sum().backward()
-optimizer.step()
-
-counted = {
-    "weights": sum(p.nbytes for p in model.parameters()),
-    "gradients": sum(p.grad.nbytes for p in model.parameters()),
-    "optimizer states": sum(
-        state.nbytes for states in optimizer.state.values() for state in states.values()
-    ),
-    "blocks": kept.peak,
-    # besides, the loss itself and the gradient it starts from: two numbers
-    "logits": of_loss - 8,
-}
-for name, size in predicted.items():
-    print(
-        f"{name:18}predicted {size / KIB:8,.1f} KiB   counted "
-        f"{counted[name] / KIB:8,.1f} KiB"
-    )
-assert counted == predicted
-print(f"added up: {sum(predicted.values()) / KIB:,.1f} KiB")
-course.reveal(guess, counted["logits"] / KIB, "KiB")
-
-# %% [markdown]
-# 65,536 weights take 16 bytes each with their gradients and states: 1 MiB. Together with the activations and the
-# logits, that is 2,952 KiB. Must the card have that much? Decide before you go on.
-
-# %% Your guess: KiB that the card must have tags=["predict"]
+# %% Your guess: KiB in memory at the fullest moment of a step tags=["predict"]
 guess = 0  # @param {type:"number"}
 
 # %% [markdown]
-# ## 2. From scratch, in four steps
-# **Count what lives.** A tensor's bytes lie in its *storage*. Views share one, and it dies with the last of them.
+# **Step 3: a counter.** PyTorch shows every operation to a *dispatch mode*, also those of the backward pass and of the
+# optimizer. After each operation our mode notes how many bytes are in memory. Several tensors can be views of one
+# *storage*, which holds the bytes. So the mode counts each storage once, until the last tensor that uses it is gone.
 
 
 # %%
-class Alive(TorchDispatchMode):
-    def __init__(self):
+class MemoryCounter(TorchDispatchMode):
+    """Note the bytes in memory after each operation."""
+
+    def __init__(self, capacity=float("inf")):
         super().__init__()
-        self.now, self.known = 0, set()
+        self.capacity = capacity  # bytes that our imaginary card has
+        self.now = 0  # bytes in memory
+        self.history = []  # bytes in memory after each operation
+        self.ends = [0]  # where each part of a step ends in the history
+        self.known = set()
 
-    def count(self, tensor):
+    def track(self, tensor):
         storage = tensor.untyped_storage()
-        if (key := storage._cdata) not in self.known:
-            self.known.add(key)
+        address = storage._cdata  # the same for all views of one storage
+        if address not in self.known:
+            self.known.add(address)
             self.now += storage.nbytes()
-            # called when it dies
-            weakref.finalize(storage, self.gone, key, storage.nbytes())
+            # Python calls self.free as soon as nothing uses the storage
+            weakref.finalize(storage, self.free, address, storage.nbytes())
 
-    def gone(self, key, size):
-        self.known.remove(key)
+    def free(self, address, size):
+        self.known.remove(address)
         self.now -= size
 
-
-alive, some = Alive(), torch.zeros(256)
-alive.count(some)
-alive.count(some[:10])  # a view: nothing new
-assert alive.now == 1024
-del some
-assert alive.now == 0
-
-# %% [markdown]
-# **Film it.** torch shows a *dispatch mode* every operation, in the backward pass and in the optimizer too. After each
-# one we write down what lives. And we refuse beyond a capacity, as a card does; section 6 needs that.
-
-
-# %%
-class Film(Alive):
-    def __init__(self, kib=torch.inf):
-        super().__init__()
-        self.capacity, self.frames, self.cuts = kib * KIB, [], [0]
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before, out = self.now, func(*args, **(kwargs or {}))
-        for made in tree_iter(out):
+        before = self.now
+        result = func(*args, **(kwargs or {}))
+        for made in tree_iter(result):
             if isinstance(made, torch.Tensor):
-                self.count(made)
+                self.track(made)
         if self.now > self.capacity:
+            size = (self.now - before) / KIB
             raise torch.OutOfMemoryError(
-                "CUDA out of memory. "
-                f"Tried to allocate {(self.now - before) / KIB:.2f} KiB."
+                f"CUDA out of memory. Tried to allocate {size:.2f} KiB."
             )
-        self.frames.append(self.now)
-        return out
+        self.history.append(self.now)
+        return result
 
-
-with Film() as film:
-    torch.ones(256) + 1
-assert film.frames == [1024, 2048]  # the ones, and then the sum beside them
-assert film.now == 0
 
 # %% [markdown]
-# **Train before it.** Two steps of a fresh model; `cuts` remembers where forward pass, backward pass and update end.
+# **Step 4: train for two steps with the counter.** `fused=True` chooses an AdamW that makes no temporary tensors, as
+# the `Trainer` of transformers does.
 
 
 # %%
-def train(film, rows=B, steps=2, set_to_none=True, way="fused"):
+def train(counter, rows=B, steps=2, set_to_none=True, fused=True):
     torch.manual_seed(0)
-    model, batch = Tiny(), torch.randint(V, (2, rows, T))
-    optimizer = torch.optim.AdamW(model.parameters(), **{way: True})
-    for tensor in (*model.parameters(), batch, future):
-        film.count(tensor)
-    with film:
+    model = Tiny()
+    inputs, labels = torch.randint(V, (2, rows, T))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused, foreach=not fused)
+    for tensor in (*model.parameters(), inputs, mask):
+        counter.track(tensor)  # labels share the storage of inputs
+    with counter:
         for _ in range(steps):
-            loss = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
-            film.cuts.append(len(film.frames))
+            loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
+            counter.ends.append(len(counter.history))
             loss.backward()
-            film.cuts.append(len(film.frames))
+            counter.ends.append(len(counter.history))
             optimizer.step()
             optimizer.zero_grad(set_to_none)
-            film.cuts.append(len(film.frames))
+            counter.ends.append(len(counter.history))
 
 
-def peaks(film):
-    return [
-        max(film.frames[start:end])
-        for start, end in zip(film.cuts, film.cuts[1:], strict=False)
-    ]
+def peaks(counter):
+    """The peak of each part: forward, backward, update, forward, ..."""
+    return [max(counter.history[start:end]) for start, end in pairwise(counter.ends)]
 
 
-train(film := Film())
-assert len(peaks(film)) == 2 * 3
+counter = MemoryCounter()
+train(counter)
+print(len(counter.history), "operations in", len(peaks(counter)), "parts")
 
 # %% [markdown]
-# **Write a bill for each moment.** The five things do not live at the same time. When backpropagation starts, no weight
-# gradients exist yet. When the optimizer steps, all activations are gone. So there are two bills, and the card must
-# have the larger one.
-
+# ## 3. Prove it
+# We write a bill for each of the two moments that can be the fullest one.
+#
+# - **When the backward pass starts**, no gradients exist yet. All other lines are in memory.
+# - **When the optimizer updates the weights**, all gradients exist, but the activations and logits have been freed.
+#
+# The claim is *exact*: prediction and count are the same number of bytes, at both moments of both steps. In the first
+# step the optimizer states do not exist until the update.
 
 # %%
-def bills(rows=B, states=STATES):
-    n = rows * T
-    # 8 bytes a token, and the mask
-    always = {"weights": 4 * P, "states": states, "batch": 2 * 8 * n + 4 * T * T}
-    kept = {
-        "blocks": blocks_keep(rows),
-        "final norm": 4 * n * (2 * D + 2),
-        "logits": 3 * 4 * n * V,
-    }
-    update = {"states": STATES, "gradients": 4 * P}
-    return always | kept | {"scalars": 8}, always | update | {"scalars": 4}
+lines = bill()
+at_loss = sum(lines.values()) - lines["gradients"]
+at_loss += 8  # the loss and the gradient that backpropagation starts with
+at_update = sum(lines.values()) - lines["saved activations"] - lines["logits"]
+at_update += 4  # the loss
 
-
-at_loss, at_update = (sum(rows.values()) for rows in bills())
-print(
-    f"predicted: {at_loss / KIB:,.1f} KiB at the loss, "
-    f"{at_update / KIB:,.1f} KiB in the update"
-)
-assert max(peaks(film)) == max(at_loss, at_update) == at_loss
+predicted = [at_loss - lines["optimizer states"], at_update, at_loss, at_update]
+forward1, backward1, update1, forward2, backward2, update2 = peaks(counter)
+counted = [backward1, update1, backward2, update2]
+print(f"predicted {predicted} bytes\ncounted   {counted} bytes")
+assert counted == predicted
+course.reveal(guess, max(peaks(counter)) / KIB, "KiB")
 
 
 # %% Draw figure 1 tags=["hide-input"]
-def who_lives(theme: Theme):
-    """The five things at three moments, in KiB."""
+def what_is_in_memory(theme: Theme):
+    """The five lines at three moments, in KiB."""
     sketch = course.Sketch(theme, 41, 15.2)
-    for column, when in enumerate(
-        ("backpropagation starts", "back at the first block", "in the update")
-    ):
+    for column, when in enumerate(("backward starts", "backward ends", "update")):
         sketch.text(13 + 10.5 * column, 0.7, when)
     for row, (name, color, sizes) in enumerate(
         (
             ("weights", 0, ("256", "256", "256")),
-            ("optimizer states", 0, ("512", "512", "512")),
-            ("blocks", 1, ("1,160", "one block's", "")),
+            ("states", 0, ("512", "512", "512")),
+            ("activations", 1, ("1,193", "one block", "")),
             ("logits", 2, ("768", "", "")),
             ("gradients", 3, ("", "nearly all", "256")),
         )
@@ -306,63 +287,38 @@ def who_lives(theme: Theme):
                 8.5 + 10.5 * column, top, 9, 1.6, size, color=color, kept=bool(size)
             )
     for name, y, sizes in (
-        ("all else", 12.7, ("51", "...", "18")),
-        ("together", 14.2, ("2,747", "less", "1,042")),
+        ("other", 12.7, ("18", "18", "18")),
+        ("total", 14.2, ("2,747", "less", "1,042")),
     ):
-        sketch.text(0, y, name, align="left", quiet=name == "all else")
+        sketch.text(0, y, name, align="left", quiet=name == "other")
         for column, size in enumerate(sizes):
-            sketch.text(13 + 10.5 * column, y, size, quiet=name == "all else")
+            sketch.text(13 + 10.5 * column, y, size, quiet=name == "other")
     return sketch.figure
 
 
 assert [round(size / KIB) for size in (at_loss, at_update)] == [2747, 1042]  # as drawn
+assert round(lines["saved activations"] / KIB) == 1193
 course.show(
-    who_lives,
-    "Figure 1. Filled boxes are alive, dashed boxes are not (sizes in KiB). "
-    "Activations and gradients take turns, so "
-    "the peak is less than the sum of all.",
+    what_is_in_memory,
+    "Figure 1. Filled boxes are in memory, dashed boxes are not (sizes in KiB). "
+    "Activations and gradients take turns, so the peak is less than the sum.",
 )
-
-# %% [markdown]
-# ## 3. Prove it
-# The claim is *exact*: not about right, but the same number of bytes, at both moments of both steps. In the first step
-# the states do not exist until the update. And the package's own counter, `LiveBytes`, must see the same.
-
-# %%
-first_loss, _ = (sum(rows.values()) for rows in bills(states=0))
-expected = [first_loss, at_update, at_loss, at_update]
-# backward pass and update of both steps
-found = [peak for phase, peak in enumerate(peaks(film)) if phase % 3]
-print(f"predicted {expected} bytes\ncounted   {found}")
-assert found == expected
-
-package = LiveBytes()
-# what `train` asks of a film
-package.count, package.frames, package.cuts = package.track, [], []
-train(package)
-assert package.peak == at_loss
-gradients = 4 * P
-print(
-    f"all rows added up: {(at_loss + gradients) / KIB:,.1f} KiB; "
-    f"the card needs {at_loss / KIB:,.1f}"
-)
-course.reveal(guess, at_loss / KIB, "KiB")
 
 
 # %% Draw figure 2 tags=["hide-input"]
 def over_time(theme: Theme):
-    """Bytes alive, operation by operation; every phase is drawn equally wide."""
+    """Bytes in memory, operation by operation; every part is drawn equally wide."""
     drawn, axes = course.figure(height=3.4)
-    for phase, (start, end) in enumerate(zip(film.cuts, film.cuts[1:], strict=False)):
-        frames = film.frames[start:end]
-        places = [phase + n / len(frames) for n in range(len(frames))]
+    for part, (start, end) in enumerate(pairwise(counter.ends)):
+        frames = counter.history[start:end]
+        places = [part + n / len(frames) for n in range(len(frames))]
         axes.plot(
             places,
             [now / KIB for now in frames],
-            color=theme.series[phase % 3],
+            color=theme.series[part % 3],
             drawstyle="steps-post",
         )
-    for left, peak in ((0, first_loss), (3, at_loss)):
+    for left, peak in ((0, predicted[0]), (3, at_loss)):
         axes.hlines(
             peak / KIB,
             left,
@@ -379,19 +335,19 @@ def over_time(theme: Theme):
             va="top",
             color=theme.quiet,
         )
-    added = (at_loss + gradients) / KIB
+    added = sum(bill().values()) / KIB
     axes.axhline(added, color=theme.alarm, linewidth=1, linestyle=(0, (1, 2)))
     axes.text(
         0.02,
         added + 40,
-        f"all rows added up: {added:,.0f}",
+        f"sum of all lines: {added:,.0f}",
         va="bottom",
         color=theme.alarm,
     )
     axes.set_xticks([n + 0.5 for n in range(6)], ["forward", "backward", "AdamW"] * 2)
     axes.set(
         xlabel="two steps, operation by operation",
-        ylabel="alive, KiB",
+        ylabel="in memory, KiB",
         xlim=(0, 6),
         ylim=(0, 3450),
     )
@@ -401,75 +357,106 @@ def over_time(theme: Theme):
 
 course.show(
     over_time,
-    "Figure 2. Two steps: the peak is where backpropagation starts, "
-    "and the second step is higher by the optimizer's "
-    "states.",
+    "Figure 2. The memory of two steps, operation by operation: the peak is where the "
+    "backward pass starts, and the second step is higher by the optimizer states.",
 )
 
 # %% [markdown]
-# That is the lesson's surprise. **These gradients cost nothing**, because the activations are gone when the gradients
-# are complete. The peak is a *maximum over moments*, not a sum of everything. Halving the gradients would not lower
-# this peak. (With short rows it would. Section 5 says how short.)
-#
-# The optimizer is part of the bill too. Without `fused=True`, `torch.optim.AdamW` uses *foreach* on a card: it updates
-# all tensors at once, so it makes the square roots of all second states. Predict how much they add to the update.
+# The fullest moment needs 2,747 KiB, although all lines add up to 3,003. **The gradients cost nothing here**, because
+# the activations are freed while the gradients are made. The [peak](../docs/glossary.md#peak) of a step is a *maximum
+# over its moments*, and not the sum of all that it uses.
 
-# %%
-train(foreach := Film(), way="foreach")
-roots = peaks(foreach)[-1] - at_update
-print(
-    f"foreach adds {roots:,} bytes to the update, {roots / P:.0f} for each weight; "
-    "in Llama-3.2-1B 4.6 GiB"
+# %% [markdown] tags=["deep"]
+# ### Deeper: count each line alone, and the tensors behind the saved activations
+# A block of the small model saves $8D + 2H + 4$ numbers for each token. Its two norms save their inputs and outputs
+# ($4D$) and two statistics each (4). Attention saves $q$, $k$, $v$ and its result ($4D$). The MLP saves the numbers
+# before and after gelu ($2H$). In addition, attention saves the softmax of its scores: $T^2$ numbers for each row. The
+# final norm saves its input, its output and two statistics.
+#
+# The loss needs three tensors as large as the logits. At the moment when its backward pass runs, these are the result
+# of log-softmax, the gradient of that result, and the gradient of the logits.
+
+# %% tags=["deep"]
+torch.manual_seed(0)
+model, ids = Tiny(), torch.randint(V, (B, T))
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+with SavedBytes(besides=(*model.parameters(), ids)) as saved:
+    hidden = F.layer_norm(model.blocks(model.embedding(ids)), (D,))
+    # the multiplication that makes the logits saves the output of the final norm
+    scores = F.linear(hidden, model.embedding.weight)
+logits = torch.randn(B * T, V, requires_grad=True)
+of_loss = peak_bytes(
+    lambda: F.cross_entropy(logits, ids.flatten()).backward(), alive=(logits, ids)
 )
-assert roots == 4 * P
-assert max(peaks(foreach)) == at_loss  # it does not add to the peak here
+scores.sum().backward()
+optimizer.step()
+
+states = [state for kept in optimizer.state.values() for state in kept.values()]
+counted = {
+    "weights": sum(p.nbytes for p in model.parameters()),
+    "gradients": sum(p.grad.nbytes for p in model.parameters()),
+    "optimizer states": sum(state.nbytes for state in states),
+    "saved activations": saved.peak,
+    # without two numbers: the loss, and the gradient that backpropagation starts with
+    "logits": of_loss - 8,
+}
+assert counted == {name: bill()[name] for name in counted}
+
+# The package has a counter of its own, LiveBytes. It must see the same peak.
+of_package = LiveBytes()
+of_package.history, of_package.ends = [], []  # what `train` expects of a counter
+train(of_package)
+assert of_package.peak == at_loss
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: an optimizer can have a peak of its own
+# Without `fused=True`, `torch.optim.AdamW` uses another implementation on a card, called *foreach*. It updates all
+# tensors at once, so it makes the square roots of all second averages at once: 4 more bytes for each weight. In
+# Llama-3.2-1B these are 4.6 GiB. They do not raise the peak here, because the update is not the fullest moment.
+
+# %% tags=["deep"]
+foreach = MemoryCounter()
+train(foreach, fused=False)
+temporary = peaks(foreach)[-1] - at_update
+print(f"foreach adds {temporary / P:.0f} bytes for each weight to the update")
+assert temporary == 4 * P
+assert max(peaks(foreach)) == at_loss
 
 # %% [markdown]
 # ## 4. What it costs
-# A bill costs a millisecond of arithmetic, so its price is its error. The package walks a block on paper as we did, for
-# every technique. We held 3,000 such bills against a *dry run*: the real modules (most models cut to 2 to 4 blocks),
-# loss and optimizer on tensors without data, every storage counted. Model, card, length and every switch were drawn at
-# random. And we held the dry run against 24 real trainings of SmolLM2-135M on a CPU, two steps each. What error would
-# you accept?
+# Computing a bill takes about a millisecond. Its price is its error, because it comes from formulas and is not
+# measured. So we compared 3,000 bills of the package with *dry runs*. A dry run carries out the real training step on
+# tensors that have a shape but no data, and counts every storage. Model, card, length and techniques were drawn at
+# random.
 
-# %%
+# %% Read the errors of 3,000 bills tags=["hide-input"]
 study, dry_runs, on_a_card = (
     results.study(f"{name}_error") for name in ("estimate", "dry_run", "gpu")
 )
 if study and dry_runs:
-    print(
-        f"by hand against dry run, {study['settings']:,} settings: "
-        f"half are within {study['median_size']:.2%},"
-    )
-    print(
-        f"    the worst is {study['worst_over']:+.1%}, "
-        f"the worst that is too low {study['worst_under']:+.1%}"
-    )
-    print(
-        f"dry run against real steps, {len(dry_runs['cases'])} cases: "
-        f"the worst is {dry_runs['worst']:+.5%}"
-    )
-    allocator = (
-        f"the worst is {on_a_card['by_hand_worst']:+.1%}"
-        if on_a_card
-        else "not measured yet"
-    )
-    print(f"by hand against CUDA's allocator: {allocator}")
+    print(f"formulas against dry run, {study['settings']:,} settings:")
+    print(f"    half of the errors are below {study['median_size']:.2%}")
+    print(f"    the largest error is {study['worst_over']:+.1%}")
+    print(f"    the largest error on the low side is {study['worst_under']:+.1%}")
+    print(f"dry run against real training, {len(dry_runs['cases'])} cases:")
+    print(f"    the largest error is {dry_runs['worst']:+.5%}")
+    print("formulas against the memory of a real card:")
+    if on_a_card:
+        print(f"    the largest error is {on_a_card['by_hand_worst']:+.1%}")
+    else:
+        print("    not measured yet")
     assert -0.006 < study["worst_under"] < study["worst_over"] < 0.031
 else:
-    print(
-        "the committed results are not beside this package: "
-        "see benchmarks/results/cpu in the repository"
-    )
+    print("no committed results: see benchmarks/results/cpu in the repository")
 
 
 # %% Draw figure 3 tags=["hide-input"]
 def errors(theme: Theme):
-    """Every case: its size, and how far the bill by hand is off."""
+    """Every case: its size, and how far the bill is off."""
     drawn, axes = course.figure(height=3.0)
-    # counted, and by hand
+    # counted by dry run, and computed by formulas
     pairs = [[int(size) for size in case.split()[1:3]] for case in study["cases"]]
-    off = [100 * (by_hand / counted - 1) for counted, by_hand in pairs]
+    off = [100 * (computed / counted - 1) for counted, computed in pairs]
     axes.scatter(
         [counted / GIB for counted, _ in pairs],
         off,
@@ -496,81 +483,58 @@ def errors(theme: Theme):
 if study:
     course.show(
         errors,
-        "Figure 3. 3,000 bills by hand: most errors are too small to see, "
-        "and nearly every error over half a per cent "
-        "is a bill that is too high.",
+        "Figure 3. The errors of 3,000 bills: most are too small to see, and nearly "
+        "every error above half a per cent is a bill that is too high.",
     )
 
 # %% [markdown]
-# What these errors do not cover: a bill counts tensors. A card also holds a CUDA context and cuBLAS's workspaces (we
-# bill 400 MB and 16 MiB), and its allocator *reserves* more than it gives out ([allocated and reserved
-# memory](a_full_card.py)). Until then a bill is the *least* that a card must have.
+# So the numbers of a bill are *predicted*, within about 3 % of what the tensors need. A card also holds about 400 MB
+# for CUDA itself, and PyTorch's allocator takes more from the card than the tensors use ([the lesson on a full
+# card](a_full_card.py)). Therefore a bill is the *least* that a card must have.
 #
 # ## 5. The production switch
-# There is none yet: every later lesson has one, and shows this bill before and after. For Llama-3.2-1B the same
-# formulas hold. A block keeps $26\,D$ numbers a token: three of each norm, $q$, $k$, $v$, what attention gave, and
-# four tensors of the MLP that are $4D$ wide. And for each of its 32 heads $T^2$ scores. Predict the four large rows;
-# then ask the package.
+# You ask for a bill before a run. This command prints the one of the plain job, and downloads no weights. Its verdict
+# is larger than the peak, because it adds CUDA's own memory and the most that the allocator may take:
+#
+# ```bash
+# cria plan baseline --model llama-3.2-1b --set data.max_length=2048 --rows-full --gpu t4
+# ```
+#
+# After a run on your own card, PyTorch tells you the measured peak:
+#
+# ```python
+# torch.cuda.reset_peak_memory_stats()
+# trainer.train()  # two steps are enough
+# print(torch.cuda.max_memory_allocated() / 2**30, "GiB")
+# ```
+#
+# In the lessons, `course.so_far("the_bill")` is the [recipe](../docs/glossary.md#recipe) (all settings) after this
+# lesson, and `course.bill` computes its bill. The four large lines can be computed by hand, because a block of Llama
+# saves $26D + 2$ numbers for each token, and $T^2$ for each of its 32 attention heads.
 
 # %%
-# KEYS: width of keys, and of values
-V1, D1, H1, L1, T1, KEYS = 128_256, 2048, 8192, 16, 2048, 512
-P1 = V1 * D1 + L1 * (2 * D1 * D1 + 2 * D1 * KEYS + 3 * D1 * H1 + 2 * D1) + D1
+V1, D1, L1, HEADS, T1 = 128_256, 2048, 16, 32, 2048  # of Llama-3.2-1B
+P1 = 1_235_814_400
 by_hand = {
     "weights": 4 * P1,
     "optimizer states": 8 * P1,
-    "saved activations": 4 * L1 * (T1 * (26 * D1 + 2) + 32 * T1 * T1),
+    "saved activations": 4 * L1 * (T1 * (26 * D1 + 2) + HEADS * T1 * T1),
     "logits": 3 * 4 * T1 * V1,
 }
-
-plain = course.so_far("the_bill")  # the job with every switch off
-bill = course.bill(plain)
-for line in bill.lines:
-    print(f"{line.name:26}{line.bytes / MIB:10,.1f} MiB  {line.why}")
-print(
-    f"{'peak, at the ' + bill.peak.name:26}{bill.peak_bytes / MIB:10,.1f} MiB = "
-    f"{bill.peak_bytes / GIB:.1f} GiB"
-)
-print(
-    f"{'least, with CUDA':26}{bill.least_bytes / MIB:10,.1f} MiB; "
-    f"a T4 has {T4.memory_bytes / MIB:,.1f}"
-)
+bill_of_llama = course.bill(course.so_far("the_bill"))
+for line in bill_of_llama.lines:
+    print(f"{line.name:22}{line.bytes / MIB:10,.1f} MiB  {line.why}")
+print(f"peak: {bill_of_llama.peak_bytes / GIB:.1f} GiB")
 for name, size in by_hand.items():
-    assert size == sum(
-        line.bytes for line in bill.lines if line.name.startswith(name)
-    ), name
-assert P1 == bill.facts.shape.weights == 1_235_814_400
+    of_bill = [x.bytes for x in bill_of_llama.lines if x.name.startswith(name)]
+    assert sum(of_bill) == size, name
 
 # %% [markdown]
-# The same from a shell: `cria plan kwanzaa --gpu t4 --ladder` prints the bill of the finished job, and a ladder
-# that begins with this 31.3. Read the lines: 1.24 billion weights and their states are 13.8 GiB, the saved
-# activations 14.5 (8 of them $T \times T$ scores), the logits 2.9. There is no line for the gradients, although they
-# take 4.6 GiB, because they are not there at the peak. It was the same in the small model.
-#
-# That holds for long rows. Shorter rows have smaller activations and logits, but the gradients stay as large. At which
-# length does the peak move to a moment that has gradients in it?
+# The peak is 31.3 GiB. As in the small model, it has no line for the 4.6 GiB of gradients, because they do not exist
+# yet. Now suppose that a perfect trick makes all 3,006 MiB of logits disappear. How much lower is the peak then?
 
-# %%
-for tokens in (256, 1000, 1001, 1032, 1033, 2048):
-    short = course.bill(with_settings(plain, [f"data.max_length={tokens}"]))
-    held = sum(line.bytes for line in short.lines if line.name == "gradients")
-    print(
-        f"{tokens:5,} tokens: {short.peak_bytes / GIB:.1f} GiB, "
-        f"at the {short.peak.name}; gradients {held / GIB:.1f}"
-    )
-    expected = (
-        (4 * P1, "embedding")
-        if tokens <= 1000
-        else (0, "head")
-        if tokens <= 1032
-        else (0, "loss")
-    )
-    assert (held, short.peak.name) == expected
-
-# %% [markdown]
-# Up to 1,000 tokens the peak is at the end of the backward pass, where the *embedding* gets its gradient. There all
-# gradients are alive, at 4 bytes each. From 1,033 tokens on they cost nothing. In between the peak is at the *head*,
-# whose gradient comes first, on a line of its own.
+# %% Your guess: MiB by which the peak falls without any logits tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 
 # %% Draw figure 4 tags=["hide-input"]
@@ -579,12 +543,12 @@ def all_moments(theme: Theme):
     kinds = {
         "weights": (("weights",), theme.series[0]),
         "optimizer states": (("optimizer states",), theme.series[3]),
-        "blocks, batch": (("saved", "open block", "batch"), theme.series[1]),
+        "activations, batch": (("saved", "open block", "batch"), theme.series[1]),
         "logits": (("logits", "final norm"), theme.series[2]),
         "gradients": (("gradients", "embedding", "head"), theme.quiet),
     }
     drawn, axes = course.figure(height=3.6)
-    found = bill.moments
+    found = bill_of_llama.moments
     for place, moment in enumerate(found):
         left = 0.0
         for starts, color in kinds.values():
@@ -600,92 +564,114 @@ def all_moments(theme: Theme):
         axes.barh(0, 0, color=color, label=name)
     capacity(axes, theme)
     axes.set_yticks(range(len(found)), [moment.name for moment in found])
-    axes.set(xlabel="alive, GiB", xlim=(0, 36), ylim=(len(found) - 0.4, -1.2))
+    axes.set(xlabel="in memory, GiB", xlim=(0, 36), ylim=(len(found) - 0.4, -1.2))
     axes.grid(axis="x")
     drawn.legend(loc="outside lower center", ncols=5, fontsize=8)
     return drawn
 
 
+moments = {moment.name: moment.bytes for moment in bill_of_llama.moments}
+fall = bill_of_llama.peak_bytes - moments["last block"]
+assert 1100 < fall / MIB < 1150
+course.reveal(guess, fall / MIB, "MiB")
 course.show(
     all_moments,
-    "Figure 4. Eight moments of one step of Llama-3.2-1B: "
-    "most gradients appear after a block's activations "
-    "are freed, and no moment fits a T4.",
+    "Figure 4. Eight moments of one step of Llama-3.2-1B: most gradients appear after "
+    "the activations of a block are freed, and no moment fits a T4.",
 )
 
 # %% [markdown]
-# Figure 4 also says what a trick can gain. Removing the 2.9 GiB of logits lowers the peak by only 1.1 GiB, because then
-# the last block is the peak. **A trick shrinks its own line; you gain the distance to the next moment.**
-#
-# Why not look the number up? For QLoRA of a model of $x$ billion weights, LLaMA-Factory's README says $x/2$ GB, here
-# 0.6. axolotl's guide says 6 to 8 GB for 1 to 3 billion. A factor of ten; neither rule has the vocabulary in
-# it. Between them lies what you switch on:
+# The peak falls by only 1.1 GiB and not by 2.9, because then the backward pass of the last block is the fullest moment,
+# with 30.2 GiB. **A technique makes its own line smaller, but you gain only the distance to the next moment.** So
+# savings do not add up. Therefore each lesson shows twice what a technique is worth: added to the lessons before, and
+# taken away from the finished job.
 
-# %%
-early, finished = (
-    course.bill(recipe).least_bytes / 1e9
-    for recipe in (course.so_far("nf4"), course.CAPSTONE)
-)
-print(
-    f"our bill: {early:.1f} GB after the lesson on NF4, where QLoRA is complete, "
-    f"{finished:.1f} GB after the last"
-)
+# %% [markdown] tags=["deep"]
+# ### Deeper: with short rows, gradients are part of the peak
+# Shorter rows have smaller activations and logits, but the gradients stay as large. So at some length the peak moves to
+# a moment that has gradients. Up to 1,000 tokens, the peak is at the end of the backward pass, where the embedding gets
+# its gradient. All gradients are in memory there. The embedding's matrix is used twice, so it gets two gradients, and
+# their sum is a third tensor of this size. From 1,033 tokens on, the peak has no gradients. In between it is at the
+# *head*, where the matrix of the logits gets its gradient. (The bill lists this gradient on a line of its own.)
+
+# %% tags=["deep"]
+for tokens in (256, 1000, 1001, 1032, 1033, 2048):
+    short = course.bill(with_settings(plain, [f"data.max_length={tokens}"]))
+    held = sum(line.bytes for line in short.lines if line.name == "gradients")
+    print(
+        f"{tokens:5,} tokens: {short.peak_bytes / GIB:.1f} GiB, "
+        f"at the {short.peak.name}; gradients {held / GIB:.1f} GiB"
+    )
+    if tokens <= 1000:
+        assert (held, short.peak.name) == (4 * P1, "embedding")
+    elif tokens <= 1032:
+        assert (held, short.peak.name) == (0, "head")
+    else:
+        assert (held, short.peak.name) == (0, "loss")
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: rules of thumb, and why they differ by a factor of ten
+# There are rules for the finished job of this course, which is called QLoRA. For a model of $x$ billion weights, the
+# README of LLaMA-Factory says $x/2$ GB, so 0.6 GB. The guide of axolotl says 6 to 8 GB for models of 1 to 3 billion
+# weights. Neither rule knows the length of the rows or the size of the vocabulary. What you switch on decides where in
+# between you are.
+
+# %% tags=["deep"]
+qlora = course.bill(course.so_far("nf4")).least_bytes / 1e9
+finished = course.bill(course.CAPSTONE).least_bytes / 1e9
+print(f"our bill: {qlora:.1f} GB with QLoRA, {finished:.1f} GB with all lessons")
+assert round(qlora, 1) == round(finished, 1) == 2.0
 
 # %% [markdown]
 # ## 6. Where it breaks
-# A CPU has no small card, but our film has a capacity, and refuses in the words of CUDA's allocator.
+# Our counter has a capacity, so a CPU can show two failures of a card.
+#
+# **`CUDA out of memory. Tried to allocate 1002.00 MiB.`** The message names the size of the *one* tensor that did not
+# fit, so look for its shape. The logits of one row of Llama-3.2-1B take $4 \cdot 2{,}048 \cdot 128{,}256$ bytes, which
+# is exactly 1,002 MiB. In the small model, such a tensor has 256 KiB. Cure: put the logits on the bill, and use fewer
+# rows at once, or [compute the loss in chunks](chunked_loss.py).
+#
+# **The first step runs, and the second stops with `CUDA out of memory`.** AdamW makes its states in the first update,
+# so the first forward and backward pass ran without them. Cure: test two steps, because the third is not larger.
 
 
 # %%
-def said(card, **how):
+def try_on(capacity, **settings):
+    """Train on a card of this many KiB, and return what it says."""
     try:
-        train(card, **how)
+        train(MemoryCounter(capacity * KIB), **settings)
     except torch.OutOfMemoryError as error:
         return str(error)
-    return "fine"
+    return "no error"
 
 
-# %% [markdown]
-# **`torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1002.00 MiB.`** The bill left the logits out. The
-# number in the message is the *one* tensor that was asked for, so look for its shape:
-# $2{,}048 \times 128{,}256 \times 4$ bytes are 1,002 MiB to the byte, logits of one row. In the small model, 256 KiB.
-# Cure: put three of them on the bill, and train as many rows as it allows (a better cure: `tricks.chunked_loss`).
-
-# %%
 assert 4 * T1 * V1 == 1002 * MIB
-without = sum(size for name, size in bills()[0].items() if name != "logits")
-print(
-    f"the bill without logits says {without / KIB:,.0f} KiB, the card has 2,100: "
-    f"{said(Film(2_100))}"
-)
-assert without < 2_100 * KIB
-assert said(Film(2_100)) == "CUDA out of memory. Tried to allocate 256.00 KiB."
-assert sum(bills(rows=1)[0].values()) < 2_100 * KIB
-assert said(Film(2_100), rows=1) == "fine"
+print("bill without logits:", (at_loss - lines["logits"]) // KIB, "KiB")
+print("2,100 KiB, two rows: ", try_on(2_100))
+print("2,100 KiB, one row:  ", try_on(2_100, rows=1))
+print("2,500 KiB, one step: ", try_on(2_500, steps=1))
+print("2,500 KiB, two steps:", try_on(2_500, steps=2))
 
-# %% [markdown]
-# **`the first step runs, the second: CUDA out of memory`**. AdamW's states come to life in the first `step()`, so the
-# first forward and backward pass never met them. Even a search for the largest batch has forgotten this. Cure:
-# believe no measurement of a first step. The third is no larger than the second, so two steps are a rehearsal.
-
-# %%
-print("a card of 2,500 KiB, one step: ", said(Film(2_500), steps=1))
-print("a card of 2,500 KiB, two steps:", said(Film(2_500), steps=2))
-assert said(Film(2_500), steps=1) == "fine" != said(Film(2_500), steps=2)
-train(longer := Film(), steps=3)
+# %% Check these failures tags=["hide-input"]
+assert at_loss - lines["logits"] < 2_100 * KIB
+assert try_on(2_100) == "CUDA out of memory. Tried to allocate 256.00 KiB."
+assert try_on(2_100, rows=1) == "no error"
+assert try_on(2_500, steps=1) == "no error" != try_on(2_500, steps=2)
+longer = MemoryCounter()
+train(longer, steps=3)
 assert peaks(longer)[1] < peaks(longer)[4] == peaks(longer)[7]
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** `optimizer.zero_grad(set_to_none=False)` fills gradients with zeros instead of dropping them. By how
-#    many bytes does the small model's peak grow? The answer is a number of bytes.
-# 2. **Build.** Let no gradient wait: update each weight as soon as its gradient has come, then drop it.
-#    `p.register_post_accumulate_grad_hook(f)` calls `f(p)` at that moment. Fill in `update_on_the_way(model)`: make one
-#    `torch.optim.AdamW` with default settings for each parameter, register a hook, and return the optimizers in a list
-#    or a dict. (About seven lines. Before you check: what does it save at the peak?)
-# 3. **Reach.** Rows of Llama-3.2-1B may be as short as you like. How much memory does a step of plain fp32 training
-#    take at least, by our bill? The answer is the peak in GiB, within 1 %. (Which moment of Figure 4 keeps the most
-#    bytes when $T$ is tiny? `bill.moments` gives the lines of each moment.)
+# 1. **Predict.** `optimizer.zero_grad(set_to_none=False)` fills the gradients with zeros and keeps them in memory. By
+#    how many bytes does the peak of the small model grow?
+# 2. **Build.** Update each weight as soon as its gradient is ready, then drop the gradient.
+#    `p.register_post_accumulate_grad_hook(f)` calls `f(p)` at that moment. Fill in `update_on_the_way(model)`: it makes
+#    one `torch.optim.AdamW` with default settings for each parameter, registers a hook for each, and returns the
+#    optimizers in a list or a dict. (Before you check: what does this save at the peak?)
+# 3. **Reach.** Suppose the rows of Llama-3.2-1B are very short, for example 8 tokens. How many GiB does a step of full
+#    fine-tuning in fp32 still need at its peak, by our bill, within 1 %? (The fullest moment is then the one called
+#    `embedding` in Figure 4. "Deeper: with short rows" says what is in memory there.)
 
 # %% tags=["exercise"]
 bytes_more = None
@@ -713,26 +699,26 @@ def learnt(prepare, every_step):
 
 
 def of_updates(answer):
-    waited = []
+    together = []
 
     def prepare(model):
         made = answer(model)
         # hooks run in the order in which they were registered, so these come last
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(
-                lambda _: waited.append(
+                lambda _: together.append(
                     sum(p.grad is not None for p in model.parameters())
                 )
             )
         return made
 
-    def nothing_waits(model, made):
+    def no_gradient_is_left(model, made):
         assert all(p.grad is None for p in model.parameters()), (
             "a gradient is left after the backward pass"
         )
-        assert not any(waited), (
-            f"during the backward pass {max(waited)} gradients wait together; "
-            "drop each when used"
+        assert not any(together), (
+            f"during the backward pass {max(together)} gradients are in memory "
+            "together; drop each when it has been used"
         )
         if not isinstance(made, list | tuple | dict) or len(made) != 4 * L + 1:
             raise TypeError(f"{type(made).__name__} is not {4 * L + 1} optimizers")
@@ -741,10 +727,10 @@ def of_updates(answer):
         made.step()
         made.zero_grad()
 
-    start, mine = learnt(prepare, nothing_waits)
+    start, mine = learnt(prepare, no_gradient_is_left)
     stuck = sum(torch.equal(p, q) for p, q in zip(start, mine, strict=True))
     assert not stuck, (
-        f"{stuck} of {len(mine)} weights never move: "
+        f"{stuck} of {len(mine)} weights never change: "
         "does each hook step the optimizer of its own weight?"
     )
     rights = [
@@ -762,13 +748,13 @@ def of_updates(answer):
 
 
 def of_bytes(answer):
-    keeps = Film()
-    train(keeps, set_to_none=False)
-    grown = max(keeps.frames) - max(film.frames)
+    with_zeros = MemoryCounter()
+    train(with_zeros, set_to_none=False)
+    grown = max(with_zeros.history) - max(counter.history)
     right = course.equal(
         grown,
-        "which gradients are alive now when backpropagation starts? A "
-        "number takes 4 bytes",
+        "which gradients are in memory now when the backward pass starts? A number "
+        "takes 4 bytes",
     )
     assert answer != 0, "not 0; a gradient of zeros takes as many bytes as any other"
     assert answer * KIB != grown, f"{answer} is in KiB; give it in bytes"
@@ -782,7 +768,7 @@ def of_least(answer):
         f"{found:.2f} is in GB of 10^9 bytes; a GiB has 2^30"
     )
     assert found <= 1.01 * least / GIB, (
-        f"not {found:.1f}: too much; our fused AdamW makes no tensor of its own"
+        f"not {found:.1f}: too much; our fused AdamW makes no temporary tensor"
     )
     course.about(
         least / GIB, "too little; look at all lines of the moment 'embedding'"
@@ -802,7 +788,7 @@ course.check(3, least_gib, of_least, "a number of GiB")
 # <details><summary>Solutions</summary>
 #
 # ```python
-# # now gradients do wait at the loss, so the peak is the sum of all lines
+# # the gradients are now in memory at the loss too
 # bytes_more = 4 * 65_536
 #
 #
@@ -815,27 +801,27 @@ course.check(3, least_gib, of_least, "a number of GiB")
 #
 #     for p in model.parameters():
 #         p.register_post_accumulate_grad_hook(update)
-#     return optimizers  # at the peak it saves nothing: no gradient lived there
+#     return optimizers  # it saves nothing at the peak
 #
 #
-# # 16 bytes a weight, and two more tensors of the embedding's size: the tied head has a
-# # gradient of its own, and torch adds both gradients into a third tensor.
-# # The result is 20.4, so no row fits a T4.
+# # 16 bytes a weight, and two more tensors of the embedding's size: its second
+# # gradient, and the sum of both. So even the shortest row does not fit a T4.
 # least_gib = (16 * 1_235_814_400 + 2 * 4 * 128_256 * 2048) / 2**30
 # ```
 #
 # </details>
 #
 # ## In one breath
-# - **Saves** nothing; it says what every trick can save.
-# - **Costs** a millisecond, and an error: at most 3.0 % in 3,000 settings, held against a dry run.
-# - **Exact** for what we wrote by hand: weights $4P$, states $8P$, what blocks keep, three times the logits.
-# - **When**: before every run, for the second step, at the moment when most lives.
-# - **When not** to trust one: when it is a sum of everything, or has no $T$ and no $V$ in it.
+# - **Saves** nothing by itself; the bill says what each technique can save.
+# - **Costs** a millisecond, and an error of at most 3.0 % in 3,000 settings, compared with dry runs.
+# - **Exact** for the small model: weights $4P$, gradients $4P$, states $8P$, saved activations, three times the logits.
+# - **When to use it**: before every run. Take the second step, and the moment at which most bytes are in memory.
+# - **When not to trust one**: if it is the sum of everything, or if it ignores the length of the rows or the
+#   vocabulary.
 #
 # ## Sources
 # - Rajbhandari et al. 2020, *ZeRO*, arXiv 1910.02054, section 3 (where the memory goes).
-# - Korthikanti et al. 2022, *Reducing Activation Recomputation*, arXiv 2205.05198, section 4 (what a block keeps).
+# - Korthikanti et al. 2022, *Reducing Activation Recomputation*, arXiv 2205.05198, section 4 (saved activations).
 # - Kingma and Ba 2015, *Adam*, arXiv 1412.6980, section 2. `torch/optim/adam.py` of torch 2.13: `_fused_adam`, and
 #   `_multi_tensor_adam`, which is *foreach*. `training_args.py` of transformers 5.23: `adamw_torch_fused`.
 # - Rules: LLaMA-Factory, `README.md`, *Hardware Requirement*; axolotl, `docs/choosing_method.qmd`, *Hardware Mapping*.

@@ -9,7 +9,7 @@ bytes_more = 0
 # %% 1: in KiB; give it in bytes
 bytes_more = 256
 
-# %% 1: which gradients are alive now
+# %% 1: which gradients are in memory now
 bytes_more = 16 * 65_536
 
 # %% 2: a gradient is left
@@ -19,7 +19,7 @@ def update_on_the_way(model):
         p.register_post_accumulate_grad_hook(lambda p, o=o: o.step())
     return optimizers
 
-# %% 2: gradients wait together
+# %% 2: gradients are in memory together
 def update_on_the_way(model):  # all of them, when the last one has come
     optimizers = {p: torch.optim.AdamW([p]) for p in model.parameters()}
 
@@ -96,8 +96,8 @@ def update_on_the_way(model):  # one optimizer for all
 # %% 3: too little; look at all lines
 least_gib = 16 * 1_235_814_400 / 2**30
 
-# %% 3: fused AdamW makes no tensor of its own
-least_gib = 20 * 1_235_814_400 / 2**30  # with the roots of foreach
+# %% 3: fused AdamW makes no temporary tensor
+least_gib = 20 * 1_235_814_400 / 2**30  # with the square roots of foreach
 
 # %% 3: too little; look at all lines
 least_gib = 12 * 1_235_814_400 / 2**30  # "gradients cost nothing"
