@@ -90,15 +90,17 @@ course.show(
 )
 
 # %% [markdown]
-# Eight rows at once would cost 2,928 MiB more than one. One by one they cost 43 MiB, which section 4 explains.
+# Eight rows at once would cost 2,928 MiB more than one. One by one they cost 43 MiB, which section 4 explains. A T4 has
+# room for both here. With a larger model, or if all weights train, only the second way is left.
 #
 # ## 2. From scratch, in three steps
 # **Step 1: add up the gradients.** The gradient of a sum is the sum of the gradients. And torch's `backward` *adds* to
-# `.grad`, which is why training loops call `zero_grad`. So nothing is needed but to call `backward` eight times.
+# `.grad`, which is why training loops call `zero_grad`. So it is enough to call `backward` eight times.
 #
 # The toy has rows of the real lengths, divided by 20, with random words. Only the answer of a row is
 # [trained](../docs/glossary.md#trained-tokens): everywhere else the label is -100, which makes no loss. The model
-# predicts the next of $V$ words from the present word alone. `loss_sum` is a *sum* over tokens, and that is important.
+# predicts the next of $V$ words from the present word alone. `loss_sum` is a *sum* over tokens and not a mean, because
+# step 3 will need that.
 
 # %%
 import random
@@ -336,10 +338,10 @@ assert all(torch.equal(theirs[name], found) for name, found in pad(window).items
 # %% [markdown]
 # ## 4. What it costs
 # **A gradient that is kept.** A plain step frees its gradients before the next forward pass. Here the sum of the
-# earlier rows' gradients is kept while the next row runs: 4 bytes for each of $P$ trained weights, on top of the peak.
-# In the toy the peak is at the loss, where a token takes $D + H + 3V$ numbers (log-probabilities, and two gradients of
-# the logits). So against the longest row alone, eight rows at once should add $7 \cdot 4T(D + H + 3V)$ bytes, and one
-# by one $4P$.
+# earlier rows' gradients is kept while the next row runs. It takes 4 bytes for each of $P$ trained weights, on top of
+# the peak. In the toy the peak is at the loss, where a token takes $D + H + 3V$ numbers (log-probabilities, and two
+# gradients of the logits). So against the longest row alone, eight rows at once should add $7 \cdot 4T(D + H + 3V)$
+# bytes, and one by one $4P$.
 
 
 # %%
@@ -461,10 +463,10 @@ assert flops(lambda: accumulate(split(window))) == _a_token * sum(
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: full fine-tuning, where the kept gradient is large
-# With an adapter 43 MiB are kept. If all 1,235,814,400 weights train, it is 4.6 GiB, on top of a peak that is at the
-# loss, where a plain step has no gradient yet. So a run that dies in its *second* micro-batch, after the first went
-# well, is no riddle. But eight rows at once would cost 122 GiB more: everything that belongs to tokens, eight times.
-# Only 1 MiB of cosines and sines is made once for all rows.
+# With our adapter the kept gradient takes 43 MiB. If all 1,235,814,400 weights train, it takes 4.6 GiB, on top of a
+# peak that is at the loss, where a plain step has no gradient yet. This is why a run can die in its *second*
+# micro-batch after the first went well. But eight rows at once would cost 122 GiB more: everything that belongs to
+# tokens, eight times. Only 1 MiB of cosines and sines is made once for all rows.
 
 # %% tags=["deep"]
 plain = course.so_far("the_bill")  # fp32, all weights train, no checkpointing
@@ -488,9 +490,9 @@ assert more == 4 * 1_235_814_400
 # the backward pass, where all gradients exist anyway. Accumulation keeps them in the forward pass, too, and the peak
 # there is only 1,290 MiB higher.
 #
-# The opposite is a switch, too. With `tricks.optimizer_in_backward=true` each weight takes its optimizer step as soon
-# as its gradient arrives, and the gradient is freed. It cannot be combined with accumulation. [The lesson on weights
-# that are elsewhere](weights_elsewhere.py) builds it.
+# There is also a switch that does the opposite. With `tricks.optimizer_in_backward=true` each weight takes its
+# optimizer step as soon as its gradient arrives, and the gradient is freed. It cannot be combined with accumulation.
+# [The lesson on weights that are elsewhere](weights_elsewhere.py) builds it.
 
 # %% tags=["deep"]
 checkpointed = with_settings(plain, ["tricks.gradient_checkpointing=true"])
@@ -524,7 +526,7 @@ course.show_worth("gradient_accumulation")
 
 # %% [markdown]
 # It costs 43 MiB, which is the gradient of the adapter, 11,272,192 weights in fp32. Both lines of the last table are
-# equal, because this is the last switch of the job. The seconds, for one row of 2,048 tokens, fall by 0.01, because the
+# equal because this is the last switch of the job. The seconds, for one row of 2,048 tokens, fall by 0.01, because the
 # optimizer moves only once for eight rows. Compared with a batch of eight rows, accumulation saves 2,885 MiB.
 #
 # ## 6. Where it breaks

@@ -19,8 +19,8 @@
 #
 # Our job fine-tunes Llama-3.2-1B on 107 training rows of up to 2,048 tokens, on a T4 with 14.74 GiB. After [the lesson
 # on the chunked loss](chunked_loss.py) a step needs 5,614 MiB, and nearly every number in it takes 4 bytes (fp32).
-# *Mixed precision* stores frozen weights and multiplies in 2 bytes. *Lean preparation* removes fp32 copies that the
-# library peft still makes.
+# *Mixed precision* stores frozen weights in 16 bits (2 bytes) and multiplies in 16 bits. *Lean preparation* removes
+# fp32 copies that peft still makes.
 #
 # ## 1. The bill
 # The bill below shows three kinds of numbers. *Frozen weights* (the first two lines, 4,714 MiB) only get multiplied,
@@ -69,13 +69,12 @@ guess = 0  # @param {type:"number"}
 
 # %% [markdown]
 # ## 2. From scratch, in five steps
-# **Step 1: choose a format.** A floating-point number has a sign, an exponent and a fraction:
-# $\pm 1.\text{fraction} \times 2^{\text{exponent}}$. The exponent decides how large a number can be, and the fraction
-# how close the next number is. Of the two common formats of 16 bits, fp16 has the finer steps, and bf16 has the range
-# of fp32.
+# **Step 1: choose a format.** A floating-point number is $\pm 1.\text{fraction} \times 2^{\text{exponent}}$. The bits
+# of the exponent decide how large a number can be, and those of the fraction how close the next number is. Of the two
+# common formats of 16 bits, fp16 has the finer steps, and bf16 has the range of fp32.
 #
-# The steps decide what can learn, because AdamW changes a weight only by about the learning rate. So subtract 1e-5 from
-# 0.02 a hundred times; the right result is 0.019.
+# The size of the steps decides whether a weight can learn, because AdamW changes it only by about the learning rate. So
+# subtract 1e-5 from 0.02 a hundred times; the right result is 0.019.
 
 # %%
 import torch
@@ -118,7 +117,7 @@ def layouts(theme: Theme):
     for place, (name, (e, f, _)) in enumerate(FORMATS.items()):
         top = 0.5 + 3.4 * place
         sketch.text(0, top + 0.9, name, align="left")
-        sketch.tensor(4, top, 1, 1.8, "±", color=2)
+        sketch.tensor(4, top, 1, 1.8, "", color=2)
         sketch.tensor(5, top, e, 1.8, f"exp. {e}", color=1)
         sketch.tensor(5 + e, top, f, 1.8, f"fraction {f}", color=0)
         sketch.text(4, top + 2.4, holds[name], quiet=True, align="left")
@@ -127,8 +126,8 @@ def layouts(theme: Theme):
 
 course.show(
     layouts,
-    "Figure 1. The bits of fp32, fp16 and bf16: fp16 has more precision, and bf16 has "
-    "the range of fp32.",
+    "Figure 1. The bits of fp32, fp16 and bf16: sign (green), exponent, fraction. fp16 "
+    "has more precision than bf16, and bf16 has the range of fp32.",
 )
 
 # %% [markdown]
@@ -186,10 +185,10 @@ _found = mixed_precision.half_linear(x, _w, torch.float16)
 assert torch.equal(_found, linear(x.half(), _w.half()))
 
 # %% [markdown]
-# **Step 3: scale the loss.** Some gradients are too small for fp16, which rounds numbers up to $2^{-25}$ to zero. The
-# loss is a mean over 2,047 tokens, and each token has 128,256 [logits](../docs/glossary.md#logits). The gradient raises
-# the right word's logit, and lowers each other logit by that word's probability, divided by 2,047. How many become
-# zero? We try random logits, and peaked logits, where few words have nearly all probability.
+# **Step 3: scale the loss.** Some gradients are too small for fp16, which turns numbers of at most $2^{-25}$ into zero.
+# The loss is a mean over 2,047 tokens, and each token has 128,256 [logits](../docs/glossary.md#logits). The gradient
+# raises the right word's logit, and lowers each other logit by that word's probability, divided by 2,047. How many
+# become zero? We try random logits, and peaked logits, where few words have nearly all probability.
 
 # %%
 V = 128_256  # words
@@ -411,8 +410,8 @@ for name in ("fp16", "bf16"):
 #
 # **Error.** bf16 has three bits fewer than fp16, so its results are about 8 times as far off.
 #
-# **Time** falls, if the card's tensor cores know the format. Those of a T4 know fp16, and not bf16. At its peak rate a
-# T4 is 8 times as fast in fp16. Norms and other small operations gain less, because they depend on memory traffic.
+# **Time** falls, if the card's tensor cores know the format. Those of a T4 know fp16, not bf16. At its peak rate a T4
+# is 8 times as fast in fp16. Norms and other small operations gain less, because they depend on memory traffic.
 #
 # So for a row of 2,048 tokens on a T4 we *predict* 8.27 seconds in fp32 (4.9 to 13.8; no public run trains in fp32
 # there), and 1.83 with both switches (1.5 to 2.2). If the table below is from a CPU, its bytes count (46 % less) and
@@ -444,8 +443,8 @@ print(lean_preparation.PLAIN)
 # ```
 #
 # From [compute capability](../docs/glossary.md#compute-capability) 8.0 on, take bf16, which needs no loss scale. A T4
-# (7.5) needs fp16. There `torch.cuda.is_bf16_supported()` says True, but it counts a slow emulation, so we refuse bf16.
-# Below are the bill, the worth of both switches, and the worth of lean preparation alone.
+# (7.5) needs fp16. Its `torch.cuda.is_bf16_supported()` says True, but counts a slow emulation, so we refuse bf16. The
+# last table below is the worth of lean preparation alone.
 
 # %%
 after = course.so_far("mixed_precision")
