@@ -1,16 +1,16 @@
 # Wrong answers to the exercises of lessons/gradient_accumulation.py. A cell is one answer: "# %% EXERCISE: words of the hint it must get".
 
 # %% 1: in fp32
-bytes_that_wait = 2 * 11_272_192
+bytes_kept = 2 * 45_088_768
 
 # %% 1: one sum of gradients, .* whatever k is
-bytes_that_wait = 7 * 4 * 11_272_192  # one gradient for each row before the last
+bytes_kept = 7 * 4 * 45_088_768  # one gradient for each row before the last
 
 # %% 1: sum of gradients
-bytes_that_wait = 12 * 11_272_192  # with AdamW's states
+bytes_kept = 12 * 45_088_768  # with AdamW's states
 
 # %% 1: for each weight that trains
-bytes_that_wait = 4 * 1_235_814_400  # of all weights
+bytes_kept = 4 * 1_235_814_400  # of all weights
 
 # %% 2: some tokens count for more
 def from_a_stream(batches):
