@@ -71,7 +71,8 @@ def show_worth(*fields: str) -> None:
     if unknown := [field for field in fields if field not in on]:
         raise ValueError(f"the job has no {', '.join(unknown)}; it has {', '.join(on)}")
     earlier = on[: min(on.index(field) for field in fields)]
-    rest = [field for field in on if field not in fields]
+    # What needs a toggle cannot stay without it: weights in four bits, for example, cannot train.
+    rest = [other for other in on if all(other in toggles.without(CAPSTONE, field) for field in fields)]
     target = toggles.Target(find_shape(CAPSTONE.model), T4)
     print(f"{'':33}{'before':>10}{'after':>10}{'change':>11}{'seconds before, after':>25}")
     for name, without, having in (
@@ -82,6 +83,8 @@ def show_worth(*fields: str) -> None:
         old, new = (setting.memory.peak_bytes / MIB for setting in (before, after))
         slow, fast = ((setting.seconds or 0) * CAPSTONE.data.max_length for setting in (before, after))
         print(f"{name:33}{old:10,.0f}{new:10,.0f}{new - old:+11,.0f} MiB{slow:13.2f}{fast:8.2f}")
+    if gone := [other for other in on if other not in (*rest, *fields)]:
+        print(f"(taken away together with what needs it: {', '.join(gone)})")
 
 
 def _lines(found: Bill) -> dict[str, int]:
