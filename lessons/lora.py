@@ -449,8 +449,8 @@ course.show(
 # fall by 9,343 MiB, and the peak falls to 22,201 MiB, which still does not fit a T4. Saved activations are now the
 # largest line, so the next lessons reduce them.
 #
-# In the finished job LoRA is worth even more in proportion: without it, the job needs almost nine times as much. Weights
-# in 4 bits cannot be trained, so NF4 goes with it, and so do two switches that act on adapters only.
+# In the finished job LoRA is worth even more in proportion: without it, the job needs almost nine times as much.
+# Weights in 4 bits cannot be trained, so NF4 goes with it, and so do two switches that act on adapters only.
 #
 # ### How large a learning rate
 # **Begin with ten times the rate that you would use for full fine-tuning.** *LoRA Without Regret* (2025) tuned the rate
