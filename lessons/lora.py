@@ -455,9 +455,9 @@ course.show(
 # ### How large a learning rate
 # **Begin with ten times the rate that you would use for full fine-tuning.** *LoRA Without Regret* (2025) tuned the rate
 # of both over many models and data sets. LoRA's best rate was about ten times the other one, and nearly the same for
-# all ranks. The paper of Biderman et al. (2024) has about the same factor. A rate that is too low gives no error: the
-# loss just falls slowly, and LoRA looks worse than it is. Where full fine-tuning uses 0.00002, our job uses 0.0002.
-# Runs below a hundred steps can need more.
+# all ranks. Biderman et al. (2024) advise the highest rate with which training stays stable. A rate that is too low
+# gives no error: the loss just falls slowly, and LoRA looks worse than it is. Where full fine-tuning uses 0.00002, our
+# job uses 0.0002. Runs below a hundred steps can need more.
 #
 # ### Which rank, alpha and matrices
 # - **Rank**: 8 or 16 for some hundreds of rows. With more data or new knowledge, try 64 to 256, and go back if the
