@@ -40,15 +40,16 @@ MIB = 2**20
 
 # %% [markdown]
 # ## 1. The bill
-# Our job is LoRA fine-tuning of Llama-3.2-1B on a T4, with one row of 2,048 tokens at a time. After [mixed
-# precision](mixed_precision.py) its peak is 2,927 MiB. Of these, 1,856 MiB are the matrices of the model's blocks.
-# [LoRA](lora.py) froze them: they are only read, so we may store them in a format in which nothing could be trained.
+# Our job is LoRA fine-tuning of Llama-3.2-1B on a T4, with one row of 2,048 tokens at a time. After
+# [mixed precision](mixed_precision.py) its peak is 2,927 MiB. Of these, 1,856 MiB are the matrices of the model's
+# blocks. [LoRA](lora.py) froze them: they are only read, so we may store them in a format in which nothing could be
+# trained.
 #
 # Four bits can name $2^4 = 16$ values. So NF4 fixes 16 *levels* between -1 and 1, and it replaces each weight by the
 # number of the nearest level, its *code*. Every group of 64 neighbouring weights shares one fp32 *scale* that
-# multiplies the level, which adds $32 / 64$ bits to each weight. With [double
-# quantization](../docs/glossary.md#double-quantization) the scales are stored in 8 bits, and 256 of them share an fp32
-# scale of their own: $8 / 64 + 32 / (64 \cdot 256)$ bits a weight.
+# multiplies the level, which adds $32 / 64$ bits to each weight. With
+# [double quantization](../docs/glossary.md#double-quantization) the scales are stored in 8 bits, and 256 of them share
+# an fp32 scale of their own: $8 / 64 + 32 / (64 \cdot 256)$ bits a weight.
 #
 # How many MiB do the 1,856 MiB of matrices take in NF4 with double quantization?
 
@@ -180,8 +181,8 @@ course.show(
 # ### Step 3: two codes in a byte, and scales in 8 bits
 # Two codes of four bits fill a byte; the first takes the upper half. The scales are numbers like any others, so double
 # quantization rounds them with the same two functions, in groups of 256. All scales are positive, so their mean is
-# subtracted first, and levels of both signs are used. These 256 levels are finer near zero; you will build them in [the
-# lesson on optimizers](optimizers.py).
+# subtracted first, and levels of both signs are used. These 256 levels are finer near zero; you will build them in
+# [the lesson on optimizers](optimizers.py).
 
 # %%
 from cria_tricks.tricks.adamw_8bit import dynamic_levels
