@@ -420,6 +420,31 @@ print(tables.quality(runs) if runs else "no committed results beside this packag
 # suffer less: in the paper, models of 7 to 65 billion weights match 16 bits on the MMLU test after fine-tuning.
 
 # %% [markdown] tags=["deep"]
+# ### Deeper: the three unpackings, counted
+# Checkpointing runs the layer forward twice, and then backward:
+
+
+# %% tags=["deep"]
+class Frozen(nn.Module):
+    def forward(self, x):
+        return Multiply.apply(x, packed, scales)
+
+
+calls = []
+
+
+def counted_unpacked(*arguments):
+    calls.append(arguments)
+    return not_counted(*arguments)
+
+
+not_counted, unpacked = unpacked, counted_unpacked
+checkpointed(Frozen(), x).sum().backward()
+unpacked = not_counted
+print(f"unpacked {len(calls)} times in a step")
+assert len(calls) == 3
+
+# %% [markdown] tags=["deep"]
 # ### Deeper: LoftQ starts the adapter as the repair
 # LoRA's adapter begins at zero, but with [LoftQ](../docs/glossary.md#loftq) it begins at the best approximation of rank
 # $r$ of the rounding error $E = W - W_q$. The singular value decomposition gives it. The norm of what remains comes
@@ -657,29 +682,6 @@ assert cured < 2 * trained < min(alone, on_published, rounded_again) / 10
 # %% [markdown] tags=["deep"]
 # Added to the published base, or rounded again, the adapter is at least ten times worse than what was trained. The cure
 # costs nothing but 16 bits a weight.
-#
-# That a step unpacks three times can be counted, too:
-
-# %% tags=["deep"]
-times = 0
-
-
-def counting_unpacked(*arguments, plain=unpacked):
-    global times
-    times += 1
-    return plain(*arguments)
-
-
-class Frozen(nn.Module):
-    def forward(self, x):
-        return Multiply.apply(x, packed, scales)
-
-
-without_counter, unpacked = unpacked, counting_unpacked
-checkpointed(Frozen(), x).sum().backward()
-unpacked = without_counter
-print(f"unpacked {times} times in a step")
-assert times == 3
 
 # %% [markdown]
 # ## 7. Exercises

@@ -164,7 +164,9 @@ def dynamic_map(signed):
         fraction_bits = 6 - zeros + (not signed)
         cuts = torch.linspace(0.1, 1, 2**fraction_bits + 1)
         sizes = 10.0**-zeros * (cuts[:-1] + cuts[1:]) / 2
-        levels += sizes.tolist() + ((-sizes).tolist() if signed else [])
+        levels += sizes.tolist()
+        if signed:
+            levels += (-sizes).tolist()
     return torch.tensor(sorted(levels))
 
 
@@ -176,6 +178,7 @@ def pack(x, levels):
     groups = x.reshape(-1, 256)
     scales = groups.abs().amax(dim=1, keepdim=True)
     middles = (levels[:-1] + levels[1:]) / 2
+    # a group of zeros has the scale 0, by which nothing can be divided
     codes = torch.bucketize(groups / scales.clamp(min=1e-38), middles)
     # a negative number that becomes zero keeps its sign, as on a GPU
     codes -= ((groups < 0) & (levels[codes] == 0)).long()
@@ -264,7 +267,8 @@ class Card:
     """Room for so many pages, and a host behind a bus."""
 
     def __init__(self, room):
-        self.room, self.here, self.host = room, OrderedDict(), {}
+        self.room = room
+        self.here, self.host = OrderedDict(), {}  # pages by their key
         self.out = self.back = 0  # pages that moved
 
     def keep(self, room):
@@ -277,16 +281,19 @@ class Card:
     def page(self, key):
         if key not in self.here:
             self.keep(self.room - 1)
-            self.back += key in self.host
-            self.here[key] = self.host.pop(key, None)
-            if self.here[key] is None:  # a new page comes from nowhere
+            if key in self.host:
+                self.here[key] = self.host.pop(key)
+                self.back += 1
+            else:  # a new page comes from nowhere
                 self.here[key] = torch.zeros(PAGE)
         self.here.move_to_end(key)
         return self.here[key]
 
 
 def paged_step(weights, card, steps, order):
-    places = [(n, at) for n, w in enumerate(weights) for at in range(0, len(w), PAGE)]
+    places = []  # of all pages: which weight, and where in it
+    for n, weight in enumerate(weights):
+        places += [(n, at) for at in range(0, len(weight), PAGE)]
     for n, at in order(steps, places):
         weight, grad = weights[n][at : at + PAGE], weights[n].grad[at : at + PAGE]
         m, v = card.page((n, at, "m")), card.page((n, at, "v"))
@@ -730,11 +737,11 @@ course.show(
 )
 
 # %% [markdown] tags=["deep"]
-# If torch gives back, only what was too much moves, and only after long rows. As it keeps its memory, one long row is
-# enough, and from then on everything moves in every step. `torch.cuda.empty_cache()` before the step should help.
-# *Should*: we have no card to try it on. Next to an 8B model's work either is little. How fast unified memory is
-# depends on much: NVIDIA measured up to a factor of 100, by platform, hints, and how much is too much. On Windows it is
-# limited.
+# If torch gives the memory back, only the pages that were too many move, and only after long rows. As it keeps its
+# memory, one long row is enough, and from then on everything moves in every step. `torch.cuda.empty_cache()` before the
+# step should help. *Should*: we have no card to try it on. Next to an 8B model's work either is little. How fast
+# unified memory is depends on much: NVIDIA measured up to a factor of 100, by platform, hints, and how much is too
+# much. On Windows it is limited.
 #
 # You will also meet "55 % less memory for 18 % fewer tokens a second" (pytorch/ao issue 1213). That compares fused
 # AdamW with paged 8-bit AdamW, so it mixes the saving of 8 bits with that of paging. The figures above are from
@@ -774,9 +781,10 @@ course.show(
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: what changes in the plan, in the step, and in a row's length
-# At every moment of full fine-tuning 8 bits save the same, because nothing else changes. transformers' default, the
-# fused AdamW, makes nothing large in its step either. `torch.optim.AdamW` without `fused=True` does: on a card it uses
-# *foreach*, which makes the square roots of all $v$ at once, 4 bytes a weight, here another 4,714 MiB.
+# The plan of our job changes in two fields. Below it are all moments of a step of full fine-tuning: 8 bits save the
+# same in each, because nothing else changes. transformers' default, the fused AdamW, makes nothing large in its step
+# either. `torch.optim.AdamW` without `fused=True` does: on a card it uses *foreach*, which makes the square roots of
+# all $v$ at once, 4 bytes a weight, here another 4,714 MiB.
 
 # %% tags=["deep"]
 print(diff(resolve(before, T4), resolve(after, T4)))
@@ -834,7 +842,7 @@ assert not losses[-1] < 100
 # ### Deeper: the cliffs of both maps
 # Where $v$ became zero and the next $g$ happens to be zero, too, the weight moves by $m / \epsilon$, which can be any
 # number. $m$ alone does not mind even levels. But the dynamic map ends, too: below $1.6 \cdot 10^{-7}$ of the largest
-# $v$ of a group, so for gradients some 2,500 times smaller than the largest. See both cliffs:
+# $v$ of a group, so for gradients some 2,500 times smaller than the largest. The cliffs of both maps follow.
 
 # %% tags=["deep"]
 halfway, _, _ = train(lambda w: AdamW8(w, **SETTINGS, maps=(straight[0], MAPS[1])))
