@@ -20,7 +20,7 @@
 # switches of all lessons so far, a step needs 1,516 MiB, and the card has 15,095. So there is room to switch gradient
 # checkpointing off, which saves the time of its second forward pass. By our estimate, a row then takes 1.42 s instead
 # of 1.90 s. However, the peak rises to 4,711 MiB, because every block now keeps all of its saved
-# [activations](../docs/glossary.md#activation) until the backward pass. In this lesson each block saves fewer of them.
+# [activations](../docs/glossary.md#activation) until the backward pass. In this lesson each block keeps fewer of them.
 
 # %% Imports and settings tags=["hide-input"]
 import os
@@ -74,13 +74,13 @@ def saved_per_token(recipe):
 
 # %% [markdown]
 # ## 1. The bill
-# Saved activations take 3,345 of the 4,711 MiB, so we look at what one [block](../docs/glossary.md#block) saves. A
-# block has a norm, attention, a second norm, and an MLP. The MLP computes $\text{down}(a(\text{gate}(x)) \cdot
-# \text{up}(x))$, where $a$ is the activation function SiLU. In Llama-3.2-1B, $x$ has $D = 2048$ numbers for each token.
-# The results of gate and up have $F = 8192$ numbers, and a number takes 2 bytes. How many KiB does one block save for
-# one token?
+# Saved activations take 3,345 of the 4,711 MiB, so we look at what one [block](../docs/glossary.md#block) keeps for its
+# backward pass. A block has a norm, attention, a second norm, and an MLP. The MLP computes
+# $\text{down}(a(\text{gate}(x)) \cdot \text{up}(x))$, where $a$ is the activation function SiLU. In Llama-3.2-1B, $x$
+# has $D = 2048$ numbers for each token. The results of gate and up have $F = 8192$ numbers, and a number takes 2 bytes.
+# How many KiB does one block keep for one token?
 
-# %% Your guess: KiB that one block saves for one token tags=["predict"]
+# %% Your guess: KiB that one block keeps for one token tags=["predict"]
 guess = 0  # @param {type:"number"}
 
 # %%
@@ -518,15 +518,15 @@ course.show(
 )
 
 # %% [markdown]
-# Without checkpointing, each block saves 64 KiB for each token instead of 104. So the peak falls by 1,308.5 MiB, a row
+# Without checkpointing, each block keeps 64 KiB for each token instead of 104. So the peak falls by 1,308.5 MiB, a row
 # takes 17 % less time by estimate, and rows may be 59 % longer. With checkpointing, the peak falls by only 29.5 MiB,
-# because blocks then save nothing but their inputs. But a row takes 21 % less time by estimate, because checkpointing
+# because blocks then keep nothing but their inputs. But a row takes 21 % less time by estimate, because checkpointing
 # runs the small operations once more. All recipes leave the switches off until a GPU has measured them, but
 # `cria plan kwanzaa --gpu t4 --fit fastest` tries them.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: where the 1,308.5 MiB come from
-# For each token and block, the MLP saves $4F$ bytes less, each of seven adapters $2r$, and each of two norms $2D$.
+# For each token and block, the MLP keeps $4F$ bytes less, each of seven adapters $2r$, and each of two norms $2D$.
 # Autocast also keeps 16-bit copies of the adapters' 11,272,192 numbers until the backward pass, and the fused functions
 # do not. With checkpointing, the switches save these copies, and a 16-bit copy of the final norm's input.
 
@@ -629,7 +629,7 @@ assert (first, second) == (6, 12)
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict**: without checkpointing, by how many MiB do both switches lower the saved activations of Llama-3.1-8B,
-#    with $D = 4096$, $F = 14336$ and 32 blocks, for one row of 1,024 tokens? For each token, the MLP of a block saves
+#    with $D = 4096$, $F = 14336$ and 32 blocks, for one row of 1,024 tokens? For each token, the MLP of a block keeps
 #    $4F$ bytes less, and each of its two norms $2D$ bytes less, and you may leave $x A^\top$ out.
 # 2. **Build**: fill in `norm_backward(dy, x, w, eps)`, which returns the gradient of $x$ for $y = w\,x\,r$. Here
 #    $r = 1 / \sqrt{\mathrm{mean}(x^2) + \mathrm{eps}}$ is not the rank, but one number for each token, and it depends
@@ -749,7 +749,7 @@ course.check(
 # </details>
 #
 # ## In one breath
-# - **Saves** 40 of the 104 KiB that a block of Llama-3.2-1B saves for each token, and 16-bit copies of the adapters:
+# - **Saves** 40 of the 104 KiB that a block of Llama-3.2-1B keeps for each token, and 16-bit copies of the adapters:
 #   1.28 GiB of the job without checkpointing, and 29.5 MiB with it.
 # - **Costs** seven small matrix multiplications and one activation function more for each block.
 # - **Exact within rounding**: it rounds fewer times than peft, and the adapters' gradients stay in fp32.
