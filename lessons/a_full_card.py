@@ -771,8 +771,8 @@ def over_the_run(theme: Theme):
 
 course.show(
     over_the_run,
-    "Figure 4. The run with rows of 1,536 and then of 2,048 tokens. The bytes of tensors "
-    "rise and fall with every micro-batch. Reserved bytes only rise, "
+    "Figure 4. The run with rows of 1,536 and then of 2,048 tokens. The bytes of "
+    "tensors rise and fall with every micro-batch. Reserved bytes only rise, "
     "and most at the loss of the first longer row. With expandable segments they stay "
     "close above the largest bytes of tensors so far.",
 )
