@@ -127,10 +127,10 @@ _ = cria("doctor", "--selftest")
 _ = cria("data", DATA)
 
 # %% [markdown]
-# **What the 107 rows are.** The public Kwanzaa project has 107 training rows: 16 answers, 26 refusals and 65
-# placeholders. A placeholder announces an answer ("[This answer would explain ...]") and gives none. The program that
-# made the rows never filled them in, so the data set is unfinished, and three of five rows teach no answer. In
-# addition, 15 rows ask nearly the same as an evaluation row, which makes an evaluation look too good.
+# **What the 107 rows are.** The public Kwanzaa project has 107 training rows, and 15 of them ask nearly the same as an
+# evaluation row, which makes an evaluation look too good. The 107 are 16 answers, 26 refusals and 65 placeholders. A
+# placeholder announces an answer ("[This answer would explain ...]") and gives none. The program that made the rows
+# never filled them in, so the data set is unfinished, and three of five rows teach no answer.
 #
 # **Why the recipe `kwanzaa_curated` exists.** A model that trains on placeholders learns to write placeholders. So this
 # recipe leaves out all 65 (11 of the 15 near rows are among these), and the other 4 near rows. It keeps 38 real rows
@@ -453,8 +453,8 @@ for place in (0, 2, 7, 8):
 # %% [markdown] tags=["deep"]
 # ### Deeper: what a model learns from all 107 rows
 # We also trained SmolLM2 on the 107 real rows as they are (recipe `kwanzaa_small`). The loss on the evaluation rows
-# fell from 1.66 to 0.49, which looks like a success. However, 18 of its 27 answers held the data's placeholder, and
-# none kept the contract: 21 were cut off at 1,024 tokens ([the scores](../docs/guide/evaluate.md)). A training answer
+# fell from 1.66 to 0.49, 18 of its 27 answers held the data's placeholder, and none kept the contract: 21 were cut off
+# at 1,024 tokens ([the scores](../docs/guide/evaluate.md)). So a lower loss alone is not a success. A training answer
 # of these rows has 1,056 tokens in the mean, most of it JSON around the text.
 #
 # The project's own training summary calls this data "Ready" ([what it says, and what
