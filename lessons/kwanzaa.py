@@ -130,12 +130,12 @@ _ = cria("data", DATA)
 # **What the 107 rows are.** The public Kwanzaa project has 107 training rows, and 15 of them ask nearly the same as an
 # evaluation row, which makes an evaluation look too good. The 107 are 16 answers, 26 refusals and 65 placeholders. A
 # placeholder announces an answer ("[This answer would explain ...]") and gives none. The program that made the rows
-# never filled them in, so the data set is unfinished, and three of five rows teach no answer.
+# never filled them in: the data set is unfinished, and three of five rows teach no answer.
 #
 # **Why the recipe `kwanzaa_curated` exists.** A model that trains on placeholders learns to write placeholders. So this
 # recipe leaves out all 65 (11 of the 15 near rows are among these), and the other 4 near rows. It keeps 38 real rows
-# and adds 357 of ours over short notes, a quarter of them refusals. It also shows the answer contract in every system
-# prompt, because otherwise the untrained model would be graded on fields that it has never seen.
+# and adds 357 of ours, a quarter of them refusals. It also shows the answer contract in every system prompt, because
+# otherwise the untrained model would be graded on fields that it has never seen.
 #
 # ## 1. The bill
 # How many GiB does a training step of this run need? In [the lesson on the bill](the_bill.py) the peak in plain fp32
