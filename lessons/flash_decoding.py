@@ -446,7 +446,9 @@ for name, way in ways.items():
 found = [
     case for case in results.read(results.COMMITTED) if case.bench == "flash_decoding"
 ]
-print(tables.tricks(found) if found else "no committed results beside this package")
+course.show_table(
+    tables.tricks(found) if found else "no committed results beside this package"
+)
 
 # %% [markdown]
 # ## 5. The production switch

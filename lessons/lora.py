@@ -586,7 +586,9 @@ course.show(
 study = results.study("quality")
 cases = ("fp32", "rslora", "dora", "prompt_tuning", "head", "side_network")
 some = [run for run in study["runs"] if run["case"] in cases] if study else []
-print(tables.quality(some) if some else "no committed results beside this package")
+course.show_table(
+    tables.quality(some) if some else "no committed results beside this package"
+)
 
 # %% [markdown]
 # ## 6. Where it breaks

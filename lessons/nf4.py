@@ -411,7 +411,9 @@ course.on_a_gpu(
 kinds = ("fp32", "nf4", "nf4 + double", "nf4 + loftq", "fp4")
 study = results.study("quality") or {}
 runs = [run for run in study.get("runs", ()) if run["case"] in kinds]
-print(tables.quality(runs) if runs else "no committed results beside this package")
+course.show_table(
+    tables.quality(runs) if runs else "no committed results beside this package"
+)
 
 # %% [markdown]
 # NF4 costs 0.105 to 0.110 of loss, double quantization 0.002 to 0.003 more, and FP4 0.171 to 0.178. Before the first

@@ -528,7 +528,9 @@ assert at_cpu.abs().min() > 1e-5
 # %% Print what was measured tags=["hide-input"]
 study = results.study("quality") or {}
 runs = [run for run in study.get("runs", ()) if run["case"] in ("fp32", "adamw_8bit")]
-print(tables.quality(runs) if runs else "no committed results beside this package")
+course.show_table(
+    tables.quality(runs) if runs else "no committed results beside this package"
+)
 
 # %% [markdown]
 # 8 bits cost a ten-thousandth of loss, where the seeds lie 0.03 apart.

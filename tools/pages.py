@@ -97,6 +97,8 @@ class ForTheSite(Preprocessor):
             raise LessonError(f"lessons/{self.stem}.py: a cell's last line has a value nobody asked for: {output.data}")
         if PREDICTION in output.data:
             return _fence(output.data["text/plain"], "{ .text .no-copy .output .stdout }")
+        if "text/markdown" in output.data:
+            return str(output.data["text/markdown"])
         return self._figure(output.data, resources)
 
     def _figure(self, data: Any, resources: Any) -> str:
