@@ -14,9 +14,8 @@
 # > **Card.** saves time, where one token leaves most of a card idle / costs one output more for each piece / exact
 # > within rounding / 30 minutes / after [FlashAttention](flash_attention.py)
 #
-# The job is still QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. Its bill stands
-# where [the lesson on FlashAttention](flash_attention.py) left it, and this lesson does not move it by one byte. It is
-# about what comes afterwards: the trained model answers, one token at a time.
+# The job is still QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. This lesson does
+# not change its bill by one byte. It is about what comes afterwards: the trained model answers, one token at a time.
 
 # %% Imports and settings tags=["hide-input"]
 import math
@@ -69,7 +68,7 @@ guess = 0  # @param {type:"number"}
 # $H / K = 4$ times that. Here is the bill of answering, in 16 bits (`cria chat` unpacks an NF4 base first):
 
 # %%
-before, after = course.so_far("flash_attention"), course.so_far("flash_decoding")
+before, after = course.so_far("kwanzaa"), course.so_far("flash_decoding")
 training = course.bill(after)
 # nothing of this lesson is part of a training step
 assert training.lines == course.bill(before).lines

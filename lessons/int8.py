@@ -8,15 +8,14 @@
 # %% [markdown]
 # # int8: half the weights, and a larger bill
 # > **Promise.** The frozen matrices shrink from 1,856 MiB to 929, and a product is wrong by about 1.2 %. The bill of a
-# > step *grows* by 1,876 MiB, and you find every byte of that.
+# > step *grows* by 1,868 MiB, and you find every byte of that.
 #
 # > **Card.** saves a byte of two for each frozen weight / costs rounded inputs in every product, and inputs that
 # > bitsandbytes pins / approximate: half a step of a row's scale / 30 minutes / after [LoRA](lora.py)
 #
 # The course has one job: train Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. [The lesson
-# on LoRA](lora.py) froze the model and put adapters beside it; a step now peaks at 5,688 MiB. The largest row of that
-# bill is logits, for [the lesson on the chunked loss](chunked_loss.py). The next is the frozen matrices. Nobody will
-# ever update them. Must each weight take two bytes?
+# on LoRA](lora.py) froze the model and added adapters. In fp16, before the [chunked loss](chunked_loss.py), a step
+# peaks at 5,637 MiB. Must each frozen weight take two bytes?
 
 # %% Imports and settings tags=["hide-input"]
 import logging
@@ -62,7 +61,7 @@ print(
 assert weights == 973_078_528
 
 # %% [markdown]
-# So 927 MiB should go, and 5,688 become 4,761. Keep that guess in mind. It is wrong, and section 5 shows by how much.
+# So 927 MiB should go, and 5,637 become 4,710. Keep that guess in mind. It is wrong, and section 5 shows by how much.
 
 # %% Your guess: MiB of the peak with int8 tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -438,11 +437,14 @@ for name, product_of, way in (
 #
 # ## 5. The production switch
 # One line, and two consequences: bitsandbytes loads the linears in 8 bits, and peft's usual preparation,
-# `prepare_model_for_kbit_training`, comes along. int8 is not on the road to the capstone, so this bill is [the lesson
-# on LoRA](lora.py)'s and int8 alone.
+# `prepare_model_for_kbit_training`, comes along. int8 is not on the road to the capstone, so this bill is that of the
+# job in fp16 without chunked loss, and int8 alone.
 
 # %%
-before = course.so_far("lora")
+before = with_settings(
+    course.so_far("mixed_precision"),
+    ["tricks.chunked_loss=false", "tricks.lean_preparation=false"],
+)
 after = with_settings(before, ["tricks.quantization=int8"])
 nf4 = with_settings(before, ["tricks.quantization=nf4"])
 print("--set tricks.quantization=int8")
@@ -464,7 +466,7 @@ assert rows["saved activations"] == inputs + pinned
 course.reveal(guess, course.bill(after).peak_bytes / MIB, "MiB")
 
 # %% [markdown]
-# The matrices are as predicted. The peak is at the same moment, the loss, and 1,876 MiB higher:
+# The matrices are as predicted. The peak is at the same moment, the loss, and 1,868 MiB higher:
 #
 # - *Weights: all others*, 501 to 1,002: the preparation raises all that is left in 16 bits to fp32. That is the
 #   embedding, which is the head too: 262,668,288 weights.
