@@ -109,7 +109,7 @@ def who_works(theme: Theme):
     whats = (
         ("training", "1,024 pieces", 40),
         ("one new token", "8 pieces", 8),
-        ("in 5 splits", "8 x 5 pieces", 40),
+        ("cut in five", "8 x 5 pieces", 40),
     )
     for row, (what, says, busy) in enumerate(whats):
         top = 0.8 + 3.8 * row
@@ -132,8 +132,8 @@ def who_works(theme: Theme):
 course.show(
     who_works,
     "Figure 1. The 40 multiprocessors of a T4: filled ones have work, dashed ones have "
-    "none. Training keeps all of them busy, and one new token keeps 8 busy; in five "
-    "splits each of the 8 heads keeps five busy.",
+    "none. Training keeps all of them busy, and one new token keeps 8 busy. If the "
+    "past is cut in five, each of the 8 heads keeps five busy.",
 )
 
 # %% [markdown]
@@ -224,7 +224,7 @@ def flow(theme: Theme):
         sketch.tensor(46.4, top, 2.2, 2.2, "z", color=n)
         sketch.arrow((48.8, top + 1.1), (54.2, 6.7 + 0.5 * (n - 1.5)))
     sketch.tensor(54.4, 5.6, 6.4, 2.2, "(4, 64)")
-    sketch.text(57.6, 8.8, "softmax of z", quiet=True)
+    sketch.text(57.6, 9.4, "merged", quiet=True)
     return sketch.figure
 
 
@@ -654,6 +654,8 @@ def static_with_room(model, past):
 nearly_full, half_empty = times_moved(static), times_moved(static_with_room)
 print(f"StaticCache, nearly full: {nearly_full:.1f} times the cache")
 print(f"StaticCache, half empty: {half_empty:.1f} times")
+assert 1 < nearly_full < 1.3
+assert abs(half_empty / nearly_full - 2) < 0.01
 
 # %% [markdown] tags=["deep"]
 # torch's flash kernel and flash-attn count pieces and SMs, and then choose the number of splits

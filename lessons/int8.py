@@ -21,7 +21,7 @@
 # Our job is LoRA fine-tuning of Llama-3.2-1B on a T4, with one row of 2,048 tokens at a time. Before [NF4](nf4.py) its
 # peak was 2,927 MiB, and 1,856 MiB of these were the frozen matrices in 16 bits. In eight bits a weight takes one byte,
 # and each output feature of a matrix has one fp32 *scale*. So the matrices need only about half of their bytes. What
-# would the peak be, if we had chosen int8 in place of NF4? Section 5 has the answer.
+# would the peak be, if we had chosen int8 in place of NF4? You will see the answer in section 5.
 
 # %% Your guess: MiB of the peak with int8 tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -172,7 +172,7 @@ def decompose(x, threshold=6.0):
     large = x.abs() >= threshold
     columns = large.any(dim=0)
     x_codes, x_absmax = to_codes(x.masked_fill(large, 0))
-    x_codes[:, columns] = 0
+    x_codes[:, columns] = 0  # multiplied apart, also where they are small
     return x_codes, x_absmax, columns
 
 
@@ -259,14 +259,15 @@ def of_outliers(theme: Theme):
 course.show(
     of_outliers,
     "Figure 2. If all features are rounded together, the error grows with the outlier "
-    "until the other features are lost; with the outlier apart it stays below 1 %.",
+    "until the other features are lost; with the outlier apart it stays below 1 %. The "
+    "deeper part below derives the line.",
 )
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: predict these errors
 # A number that falls anywhere between two marks with equal probability moves by $m/(127\sqrt{12})$ (the RMS, over many
-# numbers). That gives the error of the weights. The errors of input and weight are independent, so their squares add up
-# in the output. And with an outlier of size $s$ the step is $s/127$, so features of size 1 move by
+# numbers). That gives the error of the weights, 0.83 %. The errors of input and weight are independent, so their
+# squares add up in the output. And with an outlier of size $s$ the step is $s/127$, so features of size 1 move by
 # $s/(127\sqrt{12})=s/440$.
 #
 # For the outlier columns the paper takes the original 16-bit weights. bitsandbytes has only the 8-bit weights that it
@@ -340,7 +341,8 @@ torch.testing.assert_close(
 # **Memory that bitsandbytes keeps.** Here are eight small blocks, $y = x + W\,\text{norm}(x)$, with a frozen $W$. The
 # output of each block takes $s=16$ KiB, and it is the next block's input. With
 # [checkpointing](gradient_checkpointing.py), only these eight inputs should be in memory after the forward pass:
-# $8s=128$ KiB. We compare a multiplication in 16 bits with `MatMul8bitLt`, which bitsandbytes runs on a GPU.
+# $8s=128$ KiB. We compare a multiplication in 16 bits with `MatMul8bitLt`, which bitsandbytes uses on a GPU (it also
+# runs here).
 
 # %%
 small_codes, small_absmax = to_codes(torch.randn(64, 64).half() / 8)
@@ -388,8 +390,8 @@ assert (in_16_bits, in_int8) == (8 * s, 2 * 8 * s)
 # `save_for_backward`. But bitsandbytes stores the input as an attribute, `ctx.tensors = (CAt, subA, A)`. Autograd does
 # not know of it, so checkpointing cannot drop it.
 #
-# And what needs this input? Only the gradient of the *weight*. But our weight is frozen, and the gradient of the input
-# needs nothing but the codes. So we release the input, and check that no bit of the gradient changes.
+# And what needs this input? Only the gradient of the *weight* does. But our weight is frozen, and the gradient of the
+# input needs only the codes. So we release the input, and check that no bit of the gradient changes.
 
 
 # %%
@@ -445,8 +447,8 @@ course.on_a_gpu("int8", off=step_of, on=f"{step_of} quantization=int8")
 # %% [markdown] tags=["deep"]
 # ### Deeper: the paper's speed, and a checkpoint that does not suffer
 # The paper's table 5 of 2022 says that at width 2,048 the bare integer multiplication is 1.61 times as fast as one in
-# 16 bits, and that the whole of LLM.int8() reaches 0.51 of that speed. In December 2024 bitsandbytes 0.45 rebuilt the
-# code, and its own benchmark gives these figures:
+# 16 bits, and that the whole of LLM.int8() is 0.51 times as fast. In December 2024 bitsandbytes 0.45 rebuilt the code,
+# and its own benchmark gives these figures:
 #
 # | rows at once | int8 before 0.45 | int8 in 0.45 |
 # |---|---|---|
@@ -455,7 +457,7 @@ course.on_a_gpu("int8", off=step_of, on=f"{step_of} quantization=int8")
 # | 32 | 93.75 | 167.37 tokens/s |
 #
 # The checkpoint that you wrote yourself in [the lesson on checkpointing](gradient_checkpointing.py) does not suffer. It
-# runs its forward pass under `no_grad`, so bitsandbytes sees that no gradient is needed and keeps nothing.
+# runs its forward pass without autograd, so no context of bitsandbytes is left after it.
 
 # %% tags=["deep"]
 in_memory, its_gradient = measure(MatMul8bitLt, checkpointed)
@@ -621,7 +623,7 @@ assert round(plain_16 - plain_8) == round((2 * weights - in_8_bits) / MIB)
 # - *Saved activations*, 128 to 1,920 MiB: hidden states are fp32 now, which makes 256. The other 1,664 are kept inputs,
 #   and most of them are fp32, too.
 #
-# The first two, and the fp32 hidden states, come with NF4 as well. They belong to the preparation.
+# The first two, and the fp32 hidden states, come with NF4 as well, because they belong to the preparation.
 #
 # Without checkpointing, int8 saves all of its 927 MiB. Every input is saved for the adapters anyway, so bitsandbytes
 # keeps no tensor that would not be there without it.
