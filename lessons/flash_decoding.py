@@ -542,9 +542,11 @@ print(tables.tricks(measured) if measured else "no committed results")
 # %% [markdown] tags=["deep"]
 # ### Deeper: attention alone, on this machine
 # On a CPU one thread reads alone, so pieces cannot help there. But repeated heads move nine times the bytes: they are
-# read, written 4 times, and read again. In the last line a group's 4 queries multiply their own head. With a GPU the
-# cell measures there, in 16 bits. The table below it was measured on a CPU, where `cria chat` asks for nothing. So its
-# *off* and *on* are the same, and their difference is noise.
+# read, written 4 times, and read again. In the last line a group's 4 queries multiply their own head, as they do in our
+# pieces. So compare the first line with the last one. (torch's kernel for shared heads goes through the 32 query heads
+# one by one, so on a CPU it can be slower than both.) With a GPU the cell measures there, in 16 bits. The table below
+# it was measured on a CPU, where `cria chat` asks for nothing. So its *off* and *on* are the same, and their difference
+# is noise.
 
 # %% tags=["deep"]
 device = "cuda" if torch.cuda.is_available() else "cpu"
