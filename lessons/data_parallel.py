@@ -288,7 +288,7 @@ assert torch.equal(first, second)  # both processes have the same bits
 # compute equal new weights, which are never sent.
 #
 # **Step 3: put gradients into buckets.** Every call has a fixed cost. Our adapter has 224 matrices, so step 2 would
-# make 224 calls. Let us send the same bytes in 224 calls, and in one:
+# make 224 calls. We send the same bytes in 224 calls, and in one:
 
 
 # %%
@@ -338,7 +338,7 @@ course.show(
 # So copy several gradients into one vector, a *bucket*, and send that. The backward pass computes the last layer's
 # gradients first, so a full bucket can be sent while the layers below are still computed (Figure 2). Only the window's
 # *last* backward pass does this. Before it, each process adds up the gradients of its own rows. torch's
-# `DistributedDataParallel` (DDP) does both. We ask for buckets of 25 MiB, so the 43 MiB of our job make two.
+# `DistributedDataParallel` (DDP) does all this. We ask for buckets of 25 MiB, so the 43 MiB of our job make two.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: buckets that are sent during the backward pass, in 30 lines
@@ -440,7 +440,7 @@ assert sent == predicted
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: the package's own class trains the same epoch
-# `cria_tricks.parallel.ddp.Replicated` is the code of the fold before, as a class. It sums, so the loss is not
+# `cria_tricks.parallel.ddp.Replicated` is the code of the earlier fold, as a class. It sums, so the loss is not
 # multiplied by $N$.
 
 
@@ -477,12 +477,11 @@ assert off(our_weights, weights) < 1e-3
 # **Bytes on the link.** Once a step the gradients are all-reduced, 4 bytes for each trained weight. The last line of
 # the proof counted just that, and 12 bytes for two numbers of our loop. In our job it is 45.1 MB a step. The processes
 # stand in a *ring* and cut the gradient into $N$ pieces. Each passes on $N - 1$ pieces to be added up, and then
-# $N - 1$ finished pieces to be handed out. So each sends $2\,(N - 1) / N$ of the gradient, which is less than twice
-# for any number of cards.
+# $N - 1$ finished pieces to be handed out. So each sends $2\,(N - 1) / N$ of the gradient, always less than twice.
 #
 # **Waiting for the slowest card.** An all-reduce ends when the last process has joined it. Our rows have different
 # lengths, so a card whose four rows are short must wait for the other. Suppose that the time of a row is proportional
-# to its tokens. How many times as fast as one card are two, if the rows come in random order?
+# to its tokens. With rows in random order, how many times as fast is the run on two cards?
 
 # %% Your guess: times as fast on two cards tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -708,8 +707,8 @@ ranks.close()
 #    bytes does each card send in it, in fp32 and around a ring? The answer is a number of bytes.
 # 2. **Build.** Fill in `deal(window, cards)`. It gets the lengths of a window's rows, and returns one list of lengths
 #    for each card. All lists have equally many rows (in an uneven window, none has more than the rounded-up share).
-#    Reach a speed-up of 1.93 with two cards and 3.5 with four. (Four lines: take the longest rows first, and give each
-#    to the card that has fewest tokens so far and still has room.)
+#    Reach a speed-up of 1.93 with two cards and 3.5 with four. (About five lines: take the longest rows first, and
+#    give each to the card that has fewest tokens so far and still has room.)
 # 3. **Reach.** Fill in `seconds(layers, bucket_bytes, start, rate)`: the time from the beginning of the backward pass
 #    until the last gradient has arrived. `layers` is a list of pairs (seconds, bytes) in the order of the backward
 #    pass. A bucket is sent as soon as it holds at least `bucket_bytes`, or when the layers end. Buckets travel one
