@@ -1,5 +1,7 @@
 # ---
 # jupyter:
+#   question: If a second GPU holds the same model, how can the two take one training step together, and how much faster
+#     is it?
 #   jupytext:
 #     cell_metadata_filter: tags,-all
 #     text_representation: {extension: .py, format_name: percent}
@@ -7,15 +9,28 @@
 
 # %% [markdown]
 # # Data parallelism: two cards, one step
-# > **Promise.** Two processes train what one would, to the last digits of every loss, and talk to each other once a
-# > step. You count what they say, and find out why the second card brings less than twice the speed.
+# > **Promise.** Kaggle lends two T4s for nothing, and a training script started with `torchrun` uses both. Often it
+# > also changes the run without a word: twice as many rows a step, and a wrong mean. You will write data parallelism
+# > in plain PyTorch, train the same losses as one process, and predict how much faster two cards are.
+# >
+# > **Card.** saves seconds, and no memory / costs one all-reduce of the gradients a step, 4 bytes for each trained
+# > weight / exact within rounding / about 25 minutes / after [gradient accumulation](gradient_accumulation.py)
 #
-# > **Card.** saves seconds, and not a byte / costs one all-reduce of the gradients a step, 4 bytes a trained weight /
-# > exact within rounding / 35 minutes / after [all switches together](a_full_card.py)
+# Our job is QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens. With all switches on, its step peaks at
+# 1,516 MiB, and a T4 has 14.74 GiB. So this lesson is about time.
 #
-# The job is QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens. It fits a T4 seven times over. So far
-# every lesson bought memory; this one has memory to spare, and wants minutes. Kaggle lends two T4s for nothing. What is
-# the second one good for?
+# ## 1. The bill
+# A step of our recipe is a [window](../docs/glossary.md#window) of eight micro-batches with one row each. These rows
+# do not depend on each other until their gradients are added up. So each of two cards can take four of them. This is
+# [data parallelism](../docs/glossary.md#data-parallelism): each card holds the whole model and trains on its share of
+# the rows.
+#
+# Then the two cards must agree on one gradient. It has 11,272,192 numbers in fp32, because only the adapter trains.
+# PCIe 3.0 x16 connects the cards, and reaches about 12 GB a second in each direction. How many milliseconds does the
+# exchange take?
+
+# %% Your guess: milliseconds for the gradients of a step tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %% Imports and settings tags=["hide-input"]
 import contextlib
@@ -24,7 +39,6 @@ import logging
 import os
 import random
 import tempfile
-import time
 import warnings
 from pathlib import Path
 
@@ -32,11 +46,7 @@ from pathlib import Path
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from accelerate.data_loader import BatchSamplerShard
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, SequentialSampler
 
@@ -45,8 +55,6 @@ from cria_tricks.bench.case import TRAINED_SHARE
 from cria_tricks.bench.style import Theme
 from cria_tricks.bill.calls import CountCollectives
 from cria_tricks.common.errors import BadInput, Lost
-from cria_tricks.course.processes import Ranks
-from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.models.shape import find_shape
@@ -60,122 +68,124 @@ from cria_tricks.trainer.shares import Share
 from cria_tricks.tricks import folds
 
 MIB = 2**20
-# Tokens and trained tokens of each of the 107 rows, as SmolLM2 cuts them, at most 2,048
-# a row; in the file's order.
-LENGTHS = row_lengths("train")
-
-# %% [markdown]
-# ## 1. The bill
-# A step of our recipe is a *window* of eight micro-batches of one row ([gradient
-# accumulation](gradient_accumulation.py)). They do not know of each other until their gradients are added up. So card 0
-# could take four of them and card 1 the other four. Then the two must agree on one gradient: that of 11,272,192 trained
-# numbers, in fp32. A T4 sits on PCIe 3.0 x16, 16 GB a second one way. Write down how many milliseconds the second card
-# costs in a step of fourteen seconds. Then run [the lesson on choosing hardware](choose_your_hardware.py)'s reckoning.
+job = course.CAPSTONE  # the job with the switches of all lessons on one card
+shape = find_shape(job.model)
+without_lora = ["peft=none", "quantization=none", "double_quantization=false"]
+without_lora += ["lean_preparation=false"]
+full = with_settings(job, [f"tricks.{setting}" for setting in without_lora])
 
 # %%
-whole = course.CAPSTONE
-shape = find_shape(whole.model)
 
 
-def of_a_step(cards):
-    mine = with_settings(whole, [f"tricks.gradient_accumulation={8 // cards}"])
-    return folds.step(
-        mine, shape, CARDS["t4"], trained_share=TRAINED_SHARE, cards=cards
-    )
+def step_time(recipe, cards):
+    """The estimated parts of a step, if each of these T4s takes its share."""
+    share = with_settings(recipe, [f"tricks.gradient_accumulation={8 // cards}"])
+    # TRAINED_SHARE is 74 %: the chunked loss skips the other tokens. With all of
+    # them, as the other lessons count, a step takes 15.2 s on one card.
+    return folds.step(share, shape, CARDS["t4"], None, TRAINED_SHARE, cards)
 
 
-steps = {cards: of_a_step(cards) for cards in (1, 2, 4, 8)}
+def exchange_ms(step):
+    """Milliseconds in which cards send each other gradients."""
+    name = "gradients of the other cards"
+    return 1000 * sum(part.seconds for part in step.parts if part.name == name)
+
+
+steps = {cards: step_time(job, cards) for cards in (1, 2, 4, 8)}
+course.reveal(guess, exchange_ms(steps[2]), "ms")
 for cards, step in steps.items():
-    travel = sum(
-        part.seconds
-        for part in step.parts
-        if part.name == "gradients of the other cards"
-    )
     print(
-        f"{cards} T4: {step.seconds:.2f} s a step, "
-        f"{1000 * travel:4.1f} ms of it for gradients"
+        f"{cards} T4: {step.seconds:5.2f} s, {exchange_ms(step):.1f} ms of it exchange"
     )
-assert 1.99 < steps[1].seconds / steps[2].seconds < 2
-bytes_of = [
-    per_process(whole, shape, T4, strategy, n).peak_bytes
-    for strategy, n in (("none", 1), ("ddp", 2))
-]
-print(
-    f"at the peak of a step: alone {bytes_of[0] / MIB:,.0f} MiB, "
-    f"each of two {bytes_of[1] / MIB:,.0f} MiB"
-)
-assert bytes_of[0] == bytes_of[1]
 
-# %% [markdown]
-# Four milliseconds in some seven seconds, at three quarters of the link's rate. LoRA makes this cheap: full fine-tuning
-# would send 110 times as much. And the bill in bytes does not move at all: each card holds the whole model.
-#
-# The usual advice for two cards is another one: `device_map="auto"`. It puts the first blocks on card 0 and the last
-# ones on card 1. But a block needs its predecessor's result, so one card computes while the other waits. It is a
-# cure for models that are too large, and no speed-up.
+# %% Draw figure 1, and hold the numbers of the text tags=["hide-input"]
+assert round(exchange_ms(steps[2])) == 4
+assert [round(steps[n].seconds, 1) for n in (1, 2)] == [14.7, 7.3]
+assert [round(end) for end in (steps[2].low, steps[2].high)] == [6, 9]
+_of_full = step_time(full, 2)
+assert round(100 * exchange_ms(_of_full) / 1000 / _of_full.seconds, 1) == 4.4
+assert round(per_process(job, shape, T4, "none", 1).peak_bytes / MIB) == 1516
+assert round(per_process(job, shape, T4, "ddp", 2).peak_bytes / MIB) == 1516
 
 
-# %% Draw figure 1 tags=["hide-input"]
 def timelines(theme: Theme):
-    """Who computes when, in one optimizer step of eight rows."""
+    """Which card computes when, in one optimizer step of eight rows."""
     sketch = course.Sketch(theme, 42, 15)
     unit = 30 / 8
     for top, name, cards in (
         (0.4, "one card", 1),
-        (4.2, 'device_map="auto"', 2),
-        (9.8, "a process each", 2),
+        (4.2, "device map", 2),
+        (9.8, "data parallel", 2),
     ):
         sketch.text(0, top + (1.2 if cards == 1 else 2.6), name, align="left")
         for card in range(cards):
             y = top + 2.6 * card
             for n in range(8):
+                left = 11 + unit * n
                 if name == "one card":
-                    sketch.tensor(
-                        10 + unit * n, y, unit - 0.3, 2, f"row {n + 1}", color=0
-                    )
-                elif name == "a process each" and n % 2 == card:
-                    sketch.tensor(
-                        10 + unit * (n // 2),
-                        y,
-                        unit - 0.3,
-                        2,
-                        f"row {n + 1}",
-                        color=card,
-                    )
-                elif name != "a process each":
-                    # forward: first half, second half; backward: second half, first
-                    # half
+                    sketch.tensor(left, y, unit - 0.3, 2, f"{n + 1}", color=0)
+                elif name == "data parallel" and n % 2 == card:
+                    left = 11 + unit * (n // 2)
+                    sketch.tensor(left, y, unit - 0.3, 2, f"{n + 1}", color=card)
+                elif name == "device map":
+                    # forward: first half, second half; backward: second, first
                     turns = ((0, 1), (3, 1)) if card == 0 else ((1, 2),)
                     for start, length in turns:
-                        left = 10 + unit * (n + start / 4)
                         sketch.tensor(
-                            left, y, unit * length / 4 - 0.1, 2, "", color=card
+                            left + unit * start / 4,
+                            y,
+                            unit * length / 4 - 0.1,
+                            2,
+                            "",
+                            color=card,
                         )
-    sketch.tensor(10 + unit * 4, 9.8, 0.3, 4.6, "", color=2)
-    sketch.text(10 + unit * 4 + 0.8, 12.1, "gradients meet", align="left", quiet=True)
+    sketch.tensor(11 + unit * 4, 9.8, 0.3, 4.6, "", color=2)
+    sketch.text(11 + unit * 4 + 0.8, 12.1, "all-reduce", align="left", quiet=True)
     return sketch.figure
 
 
 course.show(
     timelines,
-    "Figure 1. One step, time to the right. With a device map the cards take turns; "
-    "with a process each they work side "
-    "by side, and meet once.",
+    "Figure 1. One step on eight rows, time to the right. With a device map the two "
+    "cards take turns. With data parallelism they compute at the same time, and "
+    "exchange their gradients once, at the end.",
 )
 
 # %% [markdown]
-# ## 2. From scratch, in four steps
-# Our rows have the real lengths, divided by 16, and random words. The model is a stack of four small layers. And we
-# start two *processes*: two Pythons that share no memory, number themselves 0 and 1 (their *rank*), and send each other
-# tensors with gloo, torch's messenger for CPUs (on cards it is NCCL). `ranks.run` calls a function in both.
+# The exchange takes about 4 ms of 7.3 seconds, because only LoRA's weights train: full fine-tuning would send 110
+# times as much. The peak stays at 1,516 MiB in each card, because each holds the whole model. (The seconds are
+# predicted, 6.0 to 9.0 for two cards.)
+#
+# Many tutorials suggest `device_map="auto"` for two cards. It puts the first blocks on card 0 and the last ones on
+# card 1. But each block needs the result of the block before it, so only one card computes at a time (Figure 1). That
+# helps with a model that is too large for one card, but it saves no time.
+#
+# ## 2. From scratch, in three steps
+# We need two [processes](../docs/glossary.md#rank): two copies of Python that share no memory. Each has a number, its
+# *rank*, and their count $N$ is the *world size*. They send each other tensors through
+# [gloo](../docs/glossary.md#nccl), torch's library for CPUs; on GPUs it would be NCCL. `ranks.run(f)` calls the
+# function `f` in both processes and returns both results.
+#
+# The toy has a small model, and rows of the real lengths divided by 16, with random words. `loss_sum` is a sum over
+# the [trained tokens](../docs/glossary.md#trained-tokens), and we divide it by their number.
 
-# %% Helpers: made rows, gradients, distances tags=["hide-input"]
-V, D = 256, 32
-torch.manual_seed(0)
+# %%
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from cria_tricks.course.processes import Ranks
+from cria_tricks.data.kwanzaa_lengths import row_lengths
+
+V, D = 256, 32  # vocabulary, width
+LENGTHS = row_lengths("train")  # tokens and trained tokens of each of the 107 rows
 
 
-def made(tokens, trained):
-    """Words, and labels: -100 where nothing is trained."""
+def make_row(tokens, trained):
+    """Random words, and their labels: -100 where nothing is trained."""
     # small words are common, large ones rare
     words = (V * torch.rand(tokens + 1) ** 3).long()
     labels = words[1:].clone()
@@ -183,22 +193,12 @@ def made(tokens, trained):
     return words[:-1], labels
 
 
-def gradient(model):
-    """All of it in one vector."""
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
-def apart(found, expected):
-    return ((found - expected).norm() / expected.norm()).item()
-
-
-# %%
-def new_model(p=0.0):
-    torch.manual_seed(0)  # the same weights everywhere
-    layers = (
-        nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Dropout(p)) for _ in range(4)
-    )
-    return nn.Sequential(nn.Embedding(V, D), *layers, nn.Linear(D, V))
+def new_model(dropout=0.0):
+    torch.manual_seed(0)  # the same weights in every process
+    layers = [nn.Embedding(V, D)]
+    for _ in range(4):
+        layers += [nn.Linear(D, D), nn.GELU(), nn.Dropout(dropout)]
+    return nn.Sequential(*layers, nn.Linear(D, V))
 
 
 def loss_sum(model, row):
@@ -206,149 +206,104 @@ def loss_sum(model, row):
     return F.cross_entropy(model(words), labels, reduction="sum")
 
 
-def answers(rows):
-    """How many tokens are trained."""
+def count_trained(rows):
     return sum((labels != -100).sum() for _, labels in rows)
 
 
+def gradient_of(model):
+    """The whole gradient as one vector."""
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
 def alone(window):
-    """The gradient of a window in one process, as in gradient_accumulation.py: sums,
-    divided once by the window's tokens."""
-    model, tokens = new_model(), answers(window)
+    """The gradient of a window in one process: what the others must equal."""
+    model, tokens = new_model(), count_trained(window)
     for row in window:
         (loss_sum(model, row) / tokens).backward()
-    return gradient(model)
+    return gradient_of(model)
 
 
-rows = [made(tokens // 16, trained // 16) for tokens, trained in LENGTHS]
-window = rows[40:48]
+def off(found, right):
+    """The length of the difference, over the length of the right one."""
+    return ((found - right).norm() / right.norm()).item()
 
-# %% Start two processes tags=["hide-input"]
-ranks = Ranks(2)
+
+torch.manual_seed(0)
+rows = [make_row(all_ // 16, trained // 16) for all_, trained in LENGTHS]
+window = rows[40:48]  # the eight rows of one step
+right = alone(window)
+ranks = Ranks(2)  # starts the two processes
+
+# %% Silence a log message in both processes tags=["hide-input"]
 _ = ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
 
 # %% [markdown]
-# **Share the rows, take the mean.** An *all-reduce* gives every process the sum of what all have. So each process could
-# compute its own rows' gradient, and then all take the mean. Many a training script does just that. Does the mean of
-# two means give the gradient of the window? Decide before you run.
+# **Step 1: share the rows, and take the mean.** Rank 0 takes rows 0, 2, 4 and 6 of the window, and rank 1 takes the
+# others. Each computes the mean gradient of its own rows. Then an [all-reduce](../docs/glossary.md#all-reduce) gives
+# every process the sum of both gradients, and each divides it by $N$.
 
 
 # %%
 def mean_of_means(window):
     rank, N = dist.get_rank(), dist.get_world_size()
-    mine = alone(window[rank::N])
-    dist.all_reduce(mine)
-    return mine / N
+    gradient = alone(window[rank::N])  # of my own rows
+    dist.all_reduce(gradient)  # in place: the sum over all processes
+    return gradient / N
 
 
-expected = alone(window)
-trap = apart(ranks.run(mean_of_means, window)[0], expected)
-print(
-    f"trained tokens: {answers(window[0::2])} and {answers(window[1::2])}; "
-    f"gradient off by {trap:.1%}"
-)
-assert trap > 0.01
+wrong = ranks.run(mean_of_means, window)[0]
+shares = [count_trained(window[rank::2]).item() for rank in (0, 1)]
+print(f"trained tokens of rank 0 and rank 1: {shares}")
+print(f"the gradient is off by {off(wrong, right):.1%}")
+assert off(wrong, right) > 0.01
 
 # %% [markdown]
-# No: rank 1's tokens are fewer, and so each of them weighs more. It is [the lesson on gradient
-# accumulation](gradient_accumulation.py)'s trap, with processes in the place of micro-batches. **Divide by everybody's
-# tokens:** one more all-reduce, of a single number, before the first row. Then gradients are sums, and the gradient of
-# a sum is the sum of the gradients.
+# The gradient is wrong by several per cent. Rank 1 has fewer trained tokens, but its mean counts for one half. So each
+# of its tokens weighs more than a token of rank 0. [Gradient accumulation](gradient_accumulation.py) had the same
+# mistake, between micro-batches.
+#
+# **Step 2: divide by the tokens of all processes.** Before the first row, an all-reduce of a single number gives every
+# process the trained tokens of the window, by which it divides. Then all gradients are parts of one sum.
 
 
 # %%
 def one_by_one(window):
     mine = window[dist.get_rank() :: dist.get_world_size()]
-    model, tokens = new_model(), answers(mine)
-    dist.all_reduce(tokens)
+    model, tokens = new_model(), count_trained(mine)
+    dist.all_reduce(tokens)  # now those of the whole window
     for row in mine:
         (loss_sum(model, row) / tokens).backward()
     for p in model.parameters():
         dist.all_reduce(p.grad)
-    return gradient(model)
+    return gradient_of(model)
 
 
 first, second = ranks.run(one_by_one, window)
-print(
-    f"off by {apart(first, expected):.1e}; the same bits in both: "
-    f"{torch.equal(first, second)}"
-)
-assert apart(first, expected) < 1e-6
-assert torch.equal(first, second)
+print(f"off by {off(first, right):.1e}")
+assert off(first, right) < 1e-6
+assert torch.equal(first, second)  # both processes have the same bits
 
 # %% [markdown]
-# What is left is rounding: the rows were added in another order. That both hold the same bits matters more. From equal
-# weights, equal gradients and equal optimizer states both take the same step. So weights are never sent again.
+# The rest is rounding, because the rows were added in another order. Both processes now hold the same bits, so they
+# compute equal new weights, which are never sent.
 #
-# **Put gradients into buckets.** Each call has to be started, whatever its size. Our adapter has 224 matrices. How much
-# slower are 224 calls than one with the same bytes?
+# **Step 3: put gradients into buckets.** Every call has a fixed cost. Our adapter has 224 matrices, so step 2 would
+# make 224 calls. We send the same bytes in 224 calls, and in one:
 
 
 # %%
 def milliseconds(calls):
-    pieces = torch.zeros(224 * 1024).chunk(calls)
-    dist.barrier()
+    gradients = torch.zeros(224 * 1024).chunk(calls)
+    dist.barrier()  # both begin together
     start = time.perf_counter()
-    for piece in pieces:
-        dist.all_reduce(piece)
+    for gradient in gradients:
+        dist.all_reduce(gradient)
     return 1000 * (time.perf_counter() - start)
 
 
-many, once = (
-    min(ranks.run(milliseconds, calls)[0] for _ in range(5)) for calls in (224, 1)
-)
-print(
-    f"896 KiB between two processes of this machine: {many:.1f} ms in 224 calls, "
-    f"{once:.1f} in one"
-)
-
-# %% [markdown]
-# **Send while the backward pass goes on.** It makes the last layer's gradients first. They are final: nothing that
-# comes later changes them. So a full bucket leaves at once, and travels while the layers below are computed. Only in
-# the window's last backward pass, though: until then each process adds up at home.
-
-
-# %%
-def overlapped(window, bucket_bytes):
-    mine = window[dist.get_rank() :: dist.get_world_size()]
-    model, tokens = new_model(), answers(mine)
-    dist.all_reduce(tokens)
-    name_of = {p: name for name, p in model.named_parameters()}
-    bucket, under_way, log = [], [], []
-
-    def send():
-        flat = torch.cat([g.flatten() for g in bucket])
-        under_way.append((dist.all_reduce(flat, async_op=True), flat, list(bucket)))
-        log.append(f"[{len(bucket)} sent]")
-        bucket.clear()
-
-    def ready(p):
-        log.append(name_of[p])
-        bucket.append(p.grad)
-        if sum(g.nbytes for g in bucket) >= bucket_bytes:
-            send()
-
-    for row in mine:
-        if row is mine[-1]:
-            for p in model.parameters():
-                p.register_post_accumulate_grad_hook(ready)
-        (loss_sum(model, row) / tokens).backward()
-    if bucket:
-        send()
-    for work, flat, gradients in under_way:
-        work.wait()
-        for g, summed in zip(
-            gradients, flat.split([g.numel() for g in gradients]), strict=True
-        ):
-            g.copy_(summed.view_as(g))
-    return gradient(model), log
-
-
-found, log = ranks.run(overlapped, window, 10_000)[0]
-print(*log)
-print(f"off by {apart(found, expected):.1e}")
-assert apart(found, expected) < 1e-6
-assert log.index("[2 sent]") < log.index("0.weight")
+for calls in (224, 1):
+    best = min(ranks.run(milliseconds, calls)[0] for _ in range(5))
+    print(f"896 KiB in {calls:3} calls: {best:8.1f} ms, on this machine")
 
 
 # %% Draw figure 2 tags=["hide-input"]
@@ -358,171 +313,224 @@ def overlap(theme: Theme):
     sketch.text(0, 1.8, "backward", align="left")
     sketch.text(0, 5.6, "all-reduce", align="left")
     sketch.text(0, 8.6, "time to the right", align="left", quiet=True)
-    left, bucket, free = 8.0, [], 8.0
-    sizes = {"5": 4.8, "4": 4.0, "3": 4.0, "2": 4.0, "1": 4.0, "0": 5.2}
+    left, bucket, free = 9.0, [], 9.0
+    sizes = {"6": 4.8, "5": 4.0, "4": 4.0, "3": 4.0, "2": 4.0, "1": 5.2}
     for name, width in sizes.items():
-        sketch.tensor(left, 0.6, width - 0.3, 2.4, f"layer {name}", color=0)
+        sketch.tensor(left, 0.6, width - 0.3, 2.4, name, color=0)
         left += width
         bucket.append(name)
         if len(bucket) == 2:
             start, length = max(left, free), 5.4
             sketch.arrow((left - 0.2, 3.1), (start + 0.3, 4.3))
-            sketch.tensor(
-                start, 4.4, length, 2.4, f"layers {bucket[0]}, {bucket[1]}", color=1
-            )
+            sketch.tensor(start, 4.4, length, 2.4, " and ".join(bucket), color=1)
             free, bucket = start + length, []
     return sketch.figure
 
 
 course.show(
     overlap,
-    "Figure 2. Buckets of two layers travel under the rest of the backward pass. "
-    "Only the last one is waited for.",
+    "Figure 2. The backward pass computes the gradients of layer 6 first and of layer "
+    "1 last. A bucket with two layers is sent while the layers below are computed, so "
+    "only the last bucket takes extra time.",
 )
 
 # %% [markdown]
-# That is what torch's DistributedDataParallel does for us. In real runs we ask for buckets of 25 MiB, so our job's 43
-# MiB of gradients (45.1 MB) make two.
-#
+# So copy several gradients into one vector, a *bucket*, and send that. The backward pass computes the last layer's
+# gradients first, so a full bucket can be sent while the layers below are still computed (Figure 2). Only the window's
+# *last* backward pass does this. Before it, each process adds up the gradients of its own rows. torch's
+# `DistributedDataParallel` (DDP) does all this. We ask for buckets of 25 MiB, so the 43 MiB of our job make two.
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: buckets that are sent during the backward pass, in 30 lines
+# A hook on each parameter runs when its gradient is final. It puts the gradient into the bucket, and a full bucket is
+# sent with `async_op=True`, which does not wait for the result. After the backward pass we wait for all buckets, and
+# copy the sums back. The printed log shows that the first bucket leaves before the gradient of the embedding,
+# `0.weight`, exists.
+
+
+# %% tags=["deep"]
+def overlapped(window, bucket_bytes):
+    mine = window[dist.get_rank() :: dist.get_world_size()]
+    model, tokens = new_model(), count_trained(mine)
+    dist.all_reduce(tokens)
+    name_of = {p: name for name, p in model.named_parameters()}
+    bucket, under_way, log = [], [], []
+
+    def send():
+        flat = torch.cat([gradient.flatten() for gradient in bucket])
+        work = dist.all_reduce(flat, async_op=True)
+        under_way.append((work, flat, list(bucket)))
+        log.append(f"[{len(bucket)} sent]")
+        bucket.clear()
+
+    def ready(p):
+        log.append(name_of[p])
+        bucket.append(p.grad)
+        if sum(gradient.nbytes for gradient in bucket) >= bucket_bytes:
+            send()
+
+    for row in mine:
+        if row is mine[-1]:  # before it, gradients are only added up
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(ready)
+        (loss_sum(model, row) / tokens).backward()
+    if bucket:
+        send()
+    for work, flat, gradients in under_way:
+        work.wait()
+        sizes = [gradient.numel() for gradient in gradients]
+        for gradient, summed in zip(gradients, flat.split(sizes), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+    return gradient_of(model), log
+
+
+found, log = ranks.run(overlapped, window, 10_000)[0]
+print(*log)
+assert off(found, right) < 1e-6
+assert log.index("[2 sent]") < log.index("0.weight")
+
+# %% [markdown]
 # ## 3. Prove it
-# The claim is *exact within rounding*, and not for one gradient only, but for a run. So we train an epoch: 13 windows
-# of eight rows, and one of the three that are left. Rank 0 gets two of those and rank 1 one. We go three ways: alone,
-# with the package's `Replicated` (our fourth step in 30 lines) and with torch's DDP. torch's takes the *mean* over
-# processes, so its loss is multiplied by $N$; under `no_sync` gradients stay at home.
+# The claim is *exact within rounding*, for a whole run. So we train one epoch: 13 windows of eight rows, and a last
+# one of three, of which rank 0 gets two. We train it in one process, and in two with torch's DDP. DDP takes the *mean*
+# over the processes, but we need the sum, so the loss is multiplied by $N$. `no_sync()` keeps gradients in the process
+# until the window's last row.
 
 
 # %%
-def an_epoch(way, windows, p=0.0):
-    """The loss of each window, the weights at the end, and the bytes that went into
-    all-reduces."""
-    rank, N = (0, 1) if way == "alone" else (dist.get_rank(), dist.get_world_size())
-    model, history = new_model(p), []
+def an_epoch(windows, parallel=False, dropout=0.0):
+    """The loss of each window, the weights at the end, and the bytes all-reduced."""
+    rank = dist.get_rank() if parallel else 0
+    N = dist.get_world_size() if parallel else 1
+    model, history = new_model(dropout), []
+    replica = DistributedDataParallel(model) if parallel else model
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    replicas = ddp.Replicated(model.parameters()) if way == "package" else None
-    called = DistributedDataParallel(model) if way == "torch" else model
     with CountCollectives() as sent:
         for window in windows:
             mine, total = window[rank::N], torch.zeros(())
-            tokens = answers(mine)
-            if N > 1:
+            tokens = count_trained(mine)
+            if parallel:
                 dist.all_reduce(tokens)
             for row in mine:
-                last = row is mine[-1]
-                if replicas:
-                    replicas.last = last
-                with (
-                    called.no_sync()
-                    if way == "torch" and not last
-                    else contextlib.nullcontext()
-                ):
-                    loss = loss_sum(called, row) / tokens
-                    (loss * N if way == "torch" else loss).backward()
+                sends = not parallel or row is mine[-1]
+                with contextlib.nullcontext() if sends else replica.no_sync():
+                    loss = loss_sum(replica, row) / tokens
+                    (N * loss).backward()
                 total += loss.detach()
-            if replicas:
-                replicas.wait()
-            if N > 1:
+            if parallel:
                 dist.all_reduce(total)
             history.append(total.item())
             optimizer.step()
             optimizer.zero_grad()
-    return (
-        history,
-        nn.utils.parameters_to_vector(model.parameters()).detach(),
-        sent.bytes["all_reduce"],
-    )
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
+    return history, weights, sent.bytes["all_reduce"]
 
 
-windows = [rows[at : at + 8] for at in range(0, len(rows), 8)]
-history, weights, _ = an_epoch("alone", windows)
-print(f"alone    loss {history[0]:.4f} -> {history[-1]:.4f}")
-for way in ("package", "torch"):
-    its_history, its_weights, sent = ranks.run(an_epoch, way, windows)[0]
-    off = max(
-        abs(one / other - 1) for one, other in zip(its_history, history, strict=True)
-    )
-    print(
-        f"{way:8} losses off by at most {off:.0e}, "
-        f"weights at the end by {apart(its_weights, weights):.0e}"
-    )
-    assert off < 1e-5
-    assert apart(its_weights, weights) < 1e-3
+windows = [rows[start : start + 8] for start in range(0, len(rows), 8)]
+history, weights, _ = an_epoch(windows)
+their_history, their_weights, sent = ranks.run(an_epoch, windows, True)[0]
+print(f"loss {history[0]:.4f} -> {history[-1]:.4f}")
+for one, two in zip(history, their_history, strict=True):
+    assert abs(two / one - 1) < 1e-5
+print(f"the weights at the end are off by {off(their_weights, weights):.0e}")
+assert off(their_weights, weights) < 1e-3
+predicted = len(windows) * (4 * len(weights) + 8 + 4)
+print(f"all-reduced: predicted {predicted:,} bytes, counted {sent:,}")
+assert sent == predicted
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: the package's own class trains the same epoch
+# `cria_tricks.parallel.ddp.Replicated` is the code of the earlier fold, as a class. It sums, so the loss is not
+# multiplied by $N$.
+
+
+# %% tags=["deep"]
+def with_the_package(windows):
+    rank, N = dist.get_rank(), dist.get_world_size()
+    model, history = new_model(), []
+    replicas = ddp.Replicated(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    for window in windows:
+        mine, total = window[rank::N], torch.zeros(())
+        tokens = count_trained(mine)
+        dist.all_reduce(tokens)
+        for row in mine:
+            replicas.last = row is mine[-1]
+            loss = loss_sum(model, row) / tokens
+            loss.backward()
+            total += loss.detach()
+        replicas.wait()
+        dist.all_reduce(total)
+        history.append(total.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return history, nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+ours, our_weights = ranks.run(with_the_package, windows)[0]
+assert all(abs(p / q - 1) < 1e-5 for p, q in zip(ours, history, strict=True))
+print(f"the weights at the end are off by {off(our_weights, weights):.0e}")
+assert off(our_weights, weights) < 1e-3
 
 # %% [markdown]
 # ## 4. What it costs
-# **Bytes.** Once a step, the gradients: 4 bytes a trained weight. And two numbers of ours, the window's tokens (8
-# bytes) and its loss (4). Predict the epoch's, then look at what was counted:
-
-# %%
-predicted = len(windows) * (4 * len(weights) + 8 + 4)
-print(f"predicted {predicted:,} bytes, counted {sent:,}")
-assert sent == predicted
-(call,) = ddp.traffic(whole, shape, 2)
-print(
-    f"our job: {call.bytes / 1e6:.1f} MB a step; "
-    f"of it each of two processes sends {call.sent / 1e6:.1f} MB"
-)
-
-# %% [markdown]
-# Those go around a *ring* in $N$ parts: each process passes on $N - 1$ to be added up and $N - 1$ to be handed out,
-# $2\,(N - 1) / N$ of them all, less than twice for any $N$ (Patarasuk and Yuan). So more cards do not make the
-# all-reduce dear.
+# **Bytes on the link.** Once a step the gradients are all-reduced, 4 bytes for each trained weight. The last line of
+# the proof counted just that, and 12 bytes for two numbers of our loop. In our job it is 45.1 MB a step. The processes
+# stand in a *ring* and cut the gradient into $N$ pieces. Each passes on $N - 1$ pieces to be added up, and then
+# $N - 1$ finished pieces to be handed out. So each sends $2\,(N - 1) / N$ of the gradient, always less than twice.
 #
-# **Waiting does.** An all-reduce ends when the last one has come. Rows have lengths, and a card whose four rows are
-# short waits for the other. Guess the speed-up of two cards with our 107 rows in random order. We take a row's time to
-# be its tokens.
+# **Waiting for the slowest card.** An all-reduce ends when the last process has joined it. Our rows have different
+# lengths, so a card whose four rows are short must wait for the other. Suppose that the time of a row is proportional
+# to its tokens. With rows in random order, how many times as fast is the run on two cards?
 
 # %% Your guess: times as fast on two cards tags=["predict"]
 guess = 0  # @param {type:"number"}
 
 
 # %%
-def speed_up(
-    cards,
-    order,
-    deal=lambda window, cards: [window[card::cards] for card in range(cards)],
-):
+def in_turn(window, cards):
+    """The rows of each card: card 0 takes the first, card 1 the second, and so on."""
+    return [window[card::cards] for card in range(cards)]
+
+
+def speed_up(cards, order, deal=in_turn):
     """Tokens of an epoch over those of the slowest card, window by window."""
     tokens = [LENGTHS[number][0] for number in order]
-    slowest = (
-        max(map(sum, deal(tokens[at : at + 8], cards)))
-        for at in range(0, len(tokens), 8)
-    )
-    return sum(tokens) / sum(slowest)
+    slowest = 0
+    for start in range(0, len(tokens), 8):
+        shares = deal(tokens[start : start + 8], cards)
+        slowest += max(sum(share) for share in shares)
+    return sum(tokens) / slowest
 
 
 orders = [random.Random(seed).sample(range(107), 107) for seed in range(100)]
-mean = {
-    cards: sum(speed_up(cards, order) for order in orders) / 100
-    for cards in (1, 2, 4, 8)
-}
-by_wire = {cards: steps[1].seconds / steps[cards].seconds for cards in mean}
-for cards in mean:
-    print(
-        f"T4s: {cards}; times as fast: {by_wire[cards]:.2f} with rows alike, "
-        f"{mean[cards]:.2f} with ours"
-    )
-assert mean[2] < 1.85
-course.reveal(guess, mean[2], "times")
+with_our_rows = {}
+for cards in (1, 2, 4, 8):
+    with_our_rows[cards] = sum(speed_up(cards, order) for order in orders) / 100
+    equal = steps[1].seconds / steps[cards].seconds
+    print(f"{cards} T4: {equal:.2f}, and with our rows {with_our_rows[cards]:.2f}")
+course.reveal(guess, with_our_rows[2], "times")
+
+# %% Draw figure 3, and hold the numbers of the text tags=["hide-input"]
+assert [round(with_our_rows[n], 1) for n in (2, 8)] == [1.8, 5.5]
+(call,) = ddp.traffic(job, shape, 2)
+assert round(call.bytes / 1e6, 1) == round(call.sent / 1e6, 1) == 45.1
+with_equal_rows = {n: steps[1].seconds / steps[n].seconds for n in with_our_rows}
 
 
-# %% Draw figure 3 tags=["hide-input"]
 def of_speed(theme: Theme):
     """Speed-up against cards."""
     drawn, axes = course.figure(height=2.9)
-    axes.plot(
-        list(mean),
-        list(by_wire.values()),
-        color=theme.series[0],
-        marker="o",
-        label="rows alike, over PCIe",
-    )
-    axes.plot(
-        list(mean),
-        list(mean.values()),
-        color=theme.series[1],
-        marker="s",
-        label="our rows, wire for nothing",
-    )
+    for number, (label, found) in enumerate(
+        {"equal rows": with_equal_rows, "our rows": with_our_rows}.items()
+    ):
+        axes.plot(
+            list(found),
+            list(found.values()),
+            color=theme.series[number],
+            marker="os"[number],
+            label=label,
+        )
     axes.plot(
         [1, 8],
         [1, 1],
@@ -531,7 +539,7 @@ def of_speed(theme: Theme):
         label='device_map="auto"',
     )
     axes.set(xlabel="T4s", ylabel="times as fast as one", ylim=(0, 8.4))
-    axes.set_xticks(list(mean))
+    axes.set_xticks(list(with_our_rows))
     axes.grid(axis="y")
     axes.legend()
     return drawn
@@ -539,30 +547,53 @@ def of_speed(theme: Theme):
 
 course.show(
     of_speed,
-    "Figure 3. By arithmetic: the wire costs next to nothing, "
-    "while cards that wait for the longest row cost a third "
-    "of eight.",
+    "Figure 3. Predicted speed-up. The link costs next to nothing: with equal rows "
+    "eight cards are nearly eight times as fast. With our rows they are 5.5 times as "
+    "fast, because cards wait for the longest share.",
 )
 
 # %% [markdown]
-# So Kaggle's second card brings 1.8, and not by the wire's fault. Exercise 2 gets most of the rest.
+# Kaggle's second card makes this run 1.8 times as fast. The missing part is lost by waiting, and not on the link.
+# Exercise 2 gets most of it back.
 #
 # ## 5. The production switch
-# A recipe says what a *step* is: eight rows. How many processes share them is the launcher's business, and the strategy
-# divides the window.
+# It is one wrapper, which the trainer of transformers adds by itself when `torchrun` starts it:
 
 # %%
-print("cria launch kwanzaa --on torchrun --nproc 2 --set parallel.strategy=ddp")
-shared = with_settings(whole, ["parallel.strategy=ddp"])
-print(diff(resolve(whole, T4), resolve(shared, T4, processes=2)))
+print(ddp.PLAIN)
+shared = with_settings(job, ["parallel.strategy=ddp"])
+print(diff(resolve(job, T4), resolve(shared, T4, processes=2)))
 
 # %% [markdown]
-# Bare libraries multiply instead. Start a script of `transformers.Trainer` with two processes, and each takes the whole
-# `gradient_accumulation_steps`: 16 rows a step, half as many steps, at the learning rate of eight. No line says so.
+# The last lines are what our switch changes: each process takes four of the eight micro-batches, so a step still has
+# eight rows. The trainer of transformers does *not* divide: in two processes a step has 16 rows, so the run makes half
+# as many steps, at a learning rate that was chosen for eight rows, and no message says so. The complete commands, for
+# the bill of each process and for the training:
 #
-# Here is the real trainer, on a tiny Llama with random weights. Seven rows in windows of four: an odd epoch.
+# ```bash
+# cria plan kwanzaa --gpu t4 --nproc 2 --set parallel.strategy=ddp
+# cria launch kwanzaa --on torchrun --nproc 2 --set parallel.strategy=ddp
+# ```
+#
+# (On a T4 this recipe leaves out checkpointing and the chunked loss, so its bill is larger than ours.) What is the
+# second card worth, for our job and without LoRA?
 
-# %% Train in two processes tags=["hide-input"]
+# %%
+for name, recipe in {"our job": job, "full fine-tuning": full}.items():
+    before, after = step_time(recipe, 1).seconds, step_time(recipe, 2).seconds
+    print(f"{name:17}{before:6.2f} -> {after:5.2f} s a step")
+
+# %% [markdown]
+# This is the last switch of the job, so adding it and taking it away give the same numbers: it halves the seconds, and
+# the bill in bytes stays. In full fine-tuning all 1.2 billion gradients travel, so the exchange takes 4.4 % of the
+# step, unless it overlaps with the backward pass. (That run needs more than 21 GiB, so no T4 holds it.)
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: the same losses in the real trainer
+# A tiny Llama with random weights trains on seven rows in windows of four, so the last window is not full. The table
+# shows the losses of both steps, and that of the evaluation.
+
+# %% tags=["deep"]
 folder = tempfile.TemporaryDirectory()
 data = Path(parallel.__file__).parents[1] / "data" / "nguzo_saba_eval.jsonl"
 seven = Path(folder.name) / "seven.jsonl"
@@ -575,8 +606,6 @@ tiny = [
     "tricks.peft=lora",
     "tricks.gradient_accumulation=4",
     "data.max_length=256",
-]
-tiny += [
     "tricks.chunked_loss=true",
     "train.learning_rate=0.01",
     f"data.train={seven}",
@@ -596,72 +625,42 @@ def train_it(settings, out):
     ]
 
 
-# %%
-one = train_it(tiny, Path(folder.name) / "one")
-two = ranks.run(train_it, [*tiny, "parallel.strategy=ddp"], Path(folder.name) / "two")[
-    0
-]
+# %% tags=["deep"]
+out = Path(folder.name)
+one = train_it(tiny, out / "one")
+two = ranks.run(train_it, [*tiny, "parallel.strategy=ddp"], out / "two")[0]
 folder.cleanup()
-for name, losses in (("one process", one), ("two", two)):
-    print(f"{name:12}", *(f"{loss:.6f}" for loss in losses))
+for name, losses in {"one process": one, "two processes": two}.items():
+    print(f"{name:14}", *(f"{loss:.6f}" for loss in losses))
 assert all(abs(p / q - 1) < 1e-5 for p, q in zip(one, two, strict=True))
 
 # %% [markdown]
 # ## 6. Where it breaks
-# **The losses differ a little, and nobody knows why.** 107 rows are not even, and trainers want equally many
-# micro-batches in every process. accelerate's sampler, which `transformers.Trainer` takes, fills up with rows of the
-# beginning (`even_batches`): 108. Ours fills up with a row in which nothing is trained.
+# **The losses differ a little from those of one process, and there is no error.** Two processes cannot share 107 rows
+# evenly. So the sampler of accelerate, which transformers uses, takes rows of the beginning a second time
+# (`even_batches`), and row 0 counts twice. Ours adds a row in which no token is trained, number 107 below.
 
 # %%
 batches = BatchSampler(SequentialSampler(range(107)), batch_size=1, drop_last=False)
-theirs = [[row for (row,) in BatchSamplerShard(batches, 2, rank)] for rank in (0, 1)]
-ours = [
-    [row for (row,) in Share(SequentialSampler(range(107)), 1, rank, 2, filler=107)]
-    for rank in (0, 1)
-]
-for name, (first, second) in {"accelerate": theirs, "ours": ours}.items():
-    print(f"{name:10} rank 0 ends with rows {first[-2:]}, rank 1 with {second[-2:]}")
-assert theirs[1][-1] == 0
-assert sorted(ours[0] + ours[1]) == [*range(107), 107]  # 107 is the filler
-evened, _, _ = an_epoch("alone", [*windows[:-1], [*windows[-1], rows[0]]])
-print(f"loss of the last window {evened[-1]:.4f}, and it should be {history[-1]:.4f}")
-assert abs(evened[-1] / history[-1] - 1) > 1e-3
+for rank in (0, 1):
+    theirs = [row for (row,) in BatchSamplerShard(batches, 2, rank)]
+    sampler = Share(SequentialSampler(range(107)), 1, rank, 2, filler=107)
+    ours = [row for (row,) in sampler]
+    print(f"rank {rank} ends with rows {theirs[-2:]} by accelerate, {ours[-2:]} by us")
+assert theirs[-1] == 0
+assert ours[-1] == 107
+repeated = an_epoch([*windows[:-1], [*windows[-1], rows[0]]])[0][-1]
+print(f"loss of the last window {repeated:.4f}, and it should be {history[-1]:.4f}")
 
-# %% [markdown]
-# **`cannot share the 8 micro-batches of a step evenly`.** Three processes and a window of eight. Cure: a window that
-# divides.
-
-# %%
-try:
-    resolve(shared, T4, processes=3)
-    raise AssertionError("it must be refused")
-except BadInput as refused:
-    print(refused)
-
-# %% [markdown]
-# **The losses differ in the third digit, with dropout.** Each process rolls its own dice, so no run of one process has
-# the same masks. That is not wrong, and it cannot be compared. Wrong is one seed for all, as in our toy: both ranks
-# roll the same dice for other rows. Cure: compare at dropout 0, and train with a seed per process (our trainer adds
-# the rank).
-
-# %%
-rolled = zip(
-    an_epoch("alone", windows, 0.1)[0],
-    ranks.run(an_epoch, "torch", windows, 0.1)[0][0],
-    strict=True,
-)
-off = [second / first - 1 for first, second in rolled]
-print("with dropout:", *(f"{share:+.1%}" for share in off))
-assert max(map(abs, off)) > 1e-3
-
-# %% [markdown]
-# **A process dies, and the rest hang.** An all-reduce waits for everyone: with gloo 30 minutes if nobody says
-# otherwise. When a connection breaks, each process that is left prints a page. Cure: less patience
-# (`parallel.timeout`, 10 minutes here), one sentence from one process, and checkpoints: the same command with
-# `--resume` goes on. Let us kill one.
+# %% [markdown] tags=["deep"]
+# ### Deeper: a lost process, uneven windows and dropout
+# **A process dies, and the others hang.** An all-reduce waits for every process, with gloo for 30 minutes if nothing
+# else is set. The cure is a shorter limit (`parallel.timeout`, by default 10 minutes here), and a checkpoint: the same
+# command with `--resume` continues from it. If we kill rank 1 here, the connection breaks, so rank 0 notices at once.
+# It would print a page, which `in_one_line` shortens.
 
 
-# %%
+# %% tags=["deep"]
 def one_dies():
     if dist.get_rank() == 1:
         os._exit(9)
@@ -675,21 +674,46 @@ try:
 except RuntimeError as error:
     print(str(error).splitlines()[-1])
     assert Lost.__name__ in str(error)
+
+# %% [markdown] tags=["deep"]
+# **`cannot share the 8 micro-batches of a step evenly`.** Three processes cannot share a window of eight. The cure is
+# a window that they can divide.
+
+# %% tags=["deep"]
+try:
+    resolve(shared, T4, processes=3)
+    raise AssertionError("it must be refused")
+except BadInput as refused:
+    print(refused)
+
+# %% [markdown] tags=["deep"]
+# **The losses differ in the third digit, with dropout.** Each process has its own [random
+# state](../docs/glossary.md#random-state-rng), so its dropout masks differ from those of a single process. That is not
+# a mistake, but you cannot compare the losses. Equal seeds would be a mistake, as in our toy, where both ranks draw
+# the same masks for different rows. The cure: compare at dropout 0, and train with a seed for each process. (Our
+# trainer adds the rank to the seed.)
+
+# %% tags=["deep"]
+one = an_epoch(windows, False, 0.1)[0]
+two = ranks.run(an_epoch, windows, True, 0.1)[0][0]
+differences = [second / first - 1 for first, second in zip(one, two, strict=True)]
+print("with dropout:", *(f"{share:+.1%}" for share in differences))
+assert max(map(abs, differences)) > 1e-3
 ranks.close()
 
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** Full fine-tuning of the same model trains 1,235,814,400 numbers. Four cards share a step. How many
-#    bytes does each card send in it, in fp32 and around a ring? Your answer is a number of bytes.
-# 2. **Build.** Cards wait because rows are dealt in turn. Fill in `deal(window, cards)`: from a window's row lengths, a
-#    list of `cards` lists with equally many rows each, the largest sum as small as you can (speed-up 1.93 with two
-#    cards, 3.5 with four). No gradient changes: a sum has no order. (Four lines. Long rows first, each to the card that
-#    has least so far and has room. In an uneven window no card gets more than the rounded-up share.)
-# 3. **Reach.** How large should a bucket be? Fill in `seconds(layers, bucket_bytes, start, rate)`: the seconds from the
-#    beginning of the backward pass until the last gradient has arrived. `layers` are (seconds, bytes), in the order of
-#    the backward pass. A bucket leaves when it has `bucket_bytes` or more, or at the end. Buckets travel one after the
-#    other, each takes `start` seconds and its bytes over `rate`. Then try 1 KiB, 25 MiB and 1 GiB on
-#    `[(0.04, 2_818_048)] * 16`, start 0.0005, rate 8e9.
+#    bytes does each card send in it, in fp32 and around a ring? The answer is a number of bytes.
+# 2. **Build.** Fill in `deal(window, cards)`. It gets the lengths of a window's rows, and returns one list of lengths
+#    for each card. All lists have equally many rows (in an uneven window, none has more than the rounded-up share).
+#    Reach a speed-up of 1.93 with two cards and 3.5 with four. (About five lines: take the longest rows first, and
+#    give each to the card that has fewest tokens so far and still has room.)
+# 3. **Reach.** Fill in `seconds(layers, bucket_bytes, start, rate)`: the time from the beginning of the backward pass
+#    until the last gradient has arrived. `layers` is a list of pairs (seconds, bytes) in the order of the backward
+#    pass. A bucket is sent as soon as it holds at least `bucket_bytes`, or when the layers end. Buckets travel one
+#    after the other. Each takes `start` seconds plus its bytes divided by `rate`. Then try 1 KiB, 25 MiB and 1 GiB on
+#    `[(0.04, 2_818_048)] * 16`, start 0.0005, rate 8e9: how large should a bucket be?
 
 # %% tags=["exercise"]
 bytes_sent = None
@@ -811,10 +835,10 @@ course.check(
 #
 # def deal(window, cards):
 #     dealt = [[] for _ in range(cards)]
+#     most = -(-len(window) // cards)  # rounded up
 #     for row in sorted(window, reverse=True):
-#         min(
-#             (one for one in dealt if len(one) < -(-len(window) // cards)), key=sum
-#         ).append(row)
+#         with_room = [share for share in dealt if len(share) < most]
+#         min(with_room, key=sum).append(row)
 #     return dealt
 #
 #
@@ -830,19 +854,21 @@ course.check(
 # </details>
 #
 # ## In one breath
-# - **Saves** seconds: each card takes $1 / N$ of a window. No byte: every card holds all.
-# - **Costs** one all-reduce a step, 4 bytes a trained weight, of which each card sends $2\,(N - 1) / N$; and waiting
-#   for the longest share.
-# - **Exact within rounding**, if sums are divided by all processes' tokens, no row counts twice, and dropout is 0.
-# - **When**: the run fits one card, and you have another. Before anything else that needs two.
-# - **When not**: it does not fit one card ([sharding](sharding.py)), or windows are too small to share.
-# - **On two cards**: the notebook `notebooks/two_cards.ipynb` measures this lesson and the next on Kaggle's two T4s.
+# - **Saves** seconds: each card takes $1 / N$ of the rows of a step. It saves no memory, because every card holds the
+#   whole model.
+# - **Costs** one all-reduce a step, 4 bytes for each trained weight, of which each card sends $2\,(N - 1) / N$; and
+#   the time in which cards wait for the longest share.
+# - **Exact within rounding**, if sums are divided by the trained tokens of all processes, no row counts twice, and
+#   dropout is 0.
+# - **When**: the run fits one card, and you have a second one. Try it before any other way to use two cards.
+# - **When not**: the run does not fit one card ([sharding](sharding.py)), or a step has too few rows to share.
+# - **On two cards**: the notebook `notebooks/two_cards.ipynb` measures this lesson on Kaggle's two T4s.
 #
 # ## Sources
 # - Li et al. 2020, *PyTorch Distributed*, arXiv 2006.15704, section 3.2 (buckets, overlap, no_sync).
 # - Patarasuk and Yuan 2009, *Bandwidth optimal all-reduce algorithms*, section 3.
 # - accelerate 1.15: `BatchSamplerShard` in `accelerate/data_loader.py`. transformers 5.23: `training_args.py`,
-#   `train_batch_size` is per device. torch 2.13: `torch/nn/parallel/distributed.py`; 30 minutes of patience with gloo:
-#   `default_pg_timeout`.
+#   `train_batch_size` is per device. torch 2.13: `torch/nn/parallel/distributed.py`; the limit of 30 minutes with
+#   gloo: `default_pg_timeout`.
 # - NVIDIA's T4 datasheet, for the rates. Kaggle's two T4s: public notes of November 2025; we have not measured there.
 # - Ours: `cria_tricks/parallel/ddp.py`, `cria_tricks/trainer/shares.py`, `tests/parallel/test_ddp.py`.
