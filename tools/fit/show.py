@@ -143,7 +143,7 @@ def legend(found: Found) -> str:
     ]
     items.append(f'<li><span class="swatch card-line"></span> the card {amount(found["capacity_bytes"])}</li>')
     margin = found["about"]["margin"]
-    items.append(f'<li><span class="swatch margin"></span> margin, {margin:.0%} that should stay free</li>')
+    items.append(f'<li><span class="swatch margin"></span> margin, {100 * margin:.0f} % that should stay free</li>')
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
