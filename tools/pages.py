@@ -283,7 +283,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
     """MkDocs: the form of "Will it fit?", with its first answer; and a number in a table stays with its unit."""
     if page.file.src_uri == "fit.md":
         return fit_page.put_in(html, config.extra["no_python"])
-    return NUMBER.sub('<td class="number">', html)
+    return NUMBER.sub('<td class="unit">', html)
 
 
 def on_post_build(config: Any) -> None:
