@@ -46,6 +46,8 @@ MADE_HERE = (PAGES, browser_python.HERE)
 FIGURES = {LIGHT: "light", DARK: "dark", NARROW_LIGHT: "narrow-light", NARROW_DARK: "narrow-dark"}
 """The ends of a figure's files, by the MIME types under which a cell shows it."""
 HEADING = re.compile("^## ", re.M)
+NUMBER = re.compile(r"<td>(?=[-+−]?[\d.,]+(?: to [\d.,]+)?(?: (?:[KMG]i?B|%|s|min))?</td>)")
+"""The start of a cell that holds a number, with its unit or as a range, which a phone would break in two."""
 FOLDS, ENDS = "folds", "ends"
 """In the metadata of the first and of the last cell of a part that is folded."""
 ANSWERS, ASKS = "answers", "asks"
@@ -280,8 +282,10 @@ def on_pre_build(config: Any) -> None:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """MkDocs: the form of "Will it fit?", with its first answer."""
-    return fit_page.put_in(html, config.extra["no_python"]) if page.file.src_uri == "fit.md" else html
+    """MkDocs: the form of "Will it fit?", with its first answer; and a number in a table stays with its unit."""
+    if page.file.src_uri == "fit.md":
+        return fit_page.put_in(html, config.extra["no_python"])
+    return NUMBER.sub('<td class="unit">', html)
 
 
 def on_post_build(config: Any) -> None:
