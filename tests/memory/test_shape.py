@@ -212,7 +212,7 @@ def test_a_file_and_its_folder_are_one(tmp_path):
         (b"\xff\xfe", "cannot be read as JSON: 'utf-8' codec"),
         (b"[" * 100_000, "cannot be read as JSON: "),
         (b"[1]", "is no JSON object, so no config"),
-        (b"{}", "model_type None is no decoder"),
+        (b"{}", "we cannot estimate model_type None"),
     ],
     ids=["cut off", "empty", "no text", "deep", "a list", "nothing in it"],
 )

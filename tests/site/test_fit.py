@@ -152,7 +152,7 @@ def test_a_switch_takes_those_with_it_that_need_it(page):
     assert settles(page, ASIDE)
     choose(page, "peft", "none")
     assert settles(page, "location.hash.includes('peft=none') && " + READY)
-    assert page.execute_script(DONE).startswith("Also switched off: Frozen weights, quantized, Double quantization, ")
+    assert page.execute_script(DONE).startswith("Also switched off: Quantization of frozen weights, ")
     assert not page.execute_script(VERDICT).startswith("Not possible")
     query = parse_qs(page.current_url.partition("#")[2])
     assert query["quantization"] == ["none"]

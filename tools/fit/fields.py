@@ -65,7 +65,7 @@ GROUPS = (FIRST, ROWS, "LoRA", "Memory", "Speed")
 
 _LABELS = {
     "peft": (FIRST, "What trains (PEFT method)"),
-    "quantization": (FIRST, "Frozen weights, quantized (QLoRA: nf4)"),
+    "quantization": (FIRST, "Quantization of frozen weights (QLoRA: nf4)"),
     "double_quantization": ("LoRA", "Double quantization"),
     "lean_preparation": ("LoRA", "Lean preparation (no fp32 copies of norms and head)"),
     "gradient_checkpointing": ("Memory", "Gradient checkpointing (recompute activations)"),
