@@ -1,4 +1,4 @@
-"""The reference's docstrings and technique pages: plain labels, no marks of Sphinx, and how to switch a technique on."""
+"""The reference: cards with plain labels, no marks of Sphinx, and pages that say how to switch a technique on."""
 
 import pytest
 
@@ -10,7 +10,7 @@ cards = pytest.importorskip("tools.cards", reason="griffe, which renders the ref
 
 
 def test_a_card_becomes_a_list_with_labels_that_need_no_context():
-    card = "LoRA: freeze W.\n\nSaves    gradients\nClaim    exact\nBreaks   nothing\nOurs     one layer\n\nShapes: A (r, D)"
+    card = "LoRA: freeze W.\n\nSaves    gradients\nClaim    exact\nBreaks   nothing\nOurs     one layer\n"
     assert cards.as_list(card).splitlines()[2:6] == [
         "- **Saves** gradients",
         "- **Changes results?** exact",

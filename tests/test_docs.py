@@ -181,6 +181,12 @@ def test_the_map_is_what_the_estimate_gives():
     assert with_blocks(text, {"map": pages.the_map()}) == text, "run: make site"
 
 
+def test_the_columns_of_the_map_do_not_add_up_to_the_peak_as_it_says():
+    text = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
+    peak, *columns = (int(found.replace(",", "")) for found in re.findall(r"<td><b>([\d,]+)</b>", text))
+    assert f"first line add up to {sum(columns):,} MiB, and the peak is {peak:,}" in text.replace("\n", " ")
+
+
 def test_a_cell_of_the_map_opens_the_calculator_with_its_switch_and_those_above_it():
     text = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
     found = re.findall(r'href="fit.html#([^"]+)" aria-label="\S+ MiB of .+? with (\S+): try it"', text)

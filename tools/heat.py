@@ -5,6 +5,21 @@ from typing import NamedTuple
 
 from tools import techniques
 
+NAMES = {
+    "peft": "LoRA",
+    "attention": "fused attention",
+    "expand_kv": "expanded K/V heads",
+    "gradient_checkpointing": "gradient checkpointing",
+    "chunked_loss": "chunked loss",
+    "precision": "16-bit precision",
+    "lean_preparation": "lean preparation",
+    "quantization": "4-bit weights",
+    "double_quantization": "double quantization",
+    "optimizer": "8-bit AdamW",
+    "paged_optimizer": "paged optimizer",
+    "gradient_accumulation": "gradient accumulation",
+}
+"""What a row is called in plain words; the setting stands below in small."""
 STEPS = (200, 1_000, 5_000)
 """MiB at which a cell gets the next stronger colour."""
 
@@ -46,7 +61,7 @@ def matrix(base: Mapping[str, float], rows: Sequence[Row]) -> str:
 def _label(switch: str) -> str:
     address = f"reference/techniques/{techniques.of_switch(switch)}.html"
     breakable = switch.replace("_", "_<wbr>").replace("=", "<wbr>=")  # on a phone
-    return f'<th scope="row"><a href="{address}"><code>{breakable}</code></a></th>'
+    return f'<th scope="row"><a href="{address}">{NAMES[switch.partition("=")[0]]} <code>{breakable}</code></a></th>'
 
 
 def _cell(row: Row, column: str) -> str:

@@ -99,8 +99,8 @@ def _use(trick: ModuleType) -> str:
             found.append(f"`{switch}` {verb} {abs(saved):,} MiB")
     if found:
         says.append(
-            f"**In the course's job** {' and '.join(found)}. This is computed for QLoRA of Llama-3.2-1B on a T4 with all "
-            "that saves memory: the peak without the switch, and without what needs it, less the peak with all."
+            f"**In the course's job** {' and '.join(found)}. This is computed for QLoRA of Llama-3.2-1B on a T4 with "
+            "all that saves memory: the peak without the switch, and without what needs it, less the peak with all."
         )
     else:
         says.append("The course's job does not use it. `cria plan RECIPE --gpu t4` computes what it saves in yours.")

@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from cria_tricks.bench import growth as growing
-from cria_tricks.bench.case_names import plain_name
 from cria_tricks.bench.figures import APART, PEAK, STEP, TOKEN, Pair, against, capstone_pairs, estimate_error
 from cria_tricks.bench.growth import Curve
-from cria_tricks.bench.results import Case, by_device
+from cria_tricks.bench.results import Case, by_device, plain_name
 from cria_tricks.common.markdown_table import markdown_table
 from cria_tricks.common.units import human, off_by
 
