@@ -194,14 +194,15 @@ course.show(
 )
 
 # %% [markdown]
-# With QLoRA stages 1 and 2 together save 65 of 1,152 MiB, because few weights train. Stage 3 halves the 1,152 MiB.
-# However, the *peak* grows from 1,593 to 1,657 MiB, for a reason that section 5 explains. In full fine-tuning it falls
-# from 21,880 to 13,686 MiB, so that run fits two T4s and not one. We build stage 3 first.
+# With QLoRA stages 1 and 2 together save 65 of 1,152 MiB, because few weights train. Stage 3 halves the 1,152 MiB, but
+# the *peak* grows from 1,593 to 1,657 MiB, as section 5 explains. In full fine-tuning it falls from 21,880 to 13,686
+# MiB, so that run fits two T4s and not one. We build stage 3 first, and look at the reason afterwards.
 #
 # ## 2. From scratch, in three steps
-# **Step 1: cut the weights.** The toy has four blocks. To make cutting easy, a block's weights are one vector of $E$
-# numbers. Process $r$ of $N$ keeps the $r$-th piece of each vector, and nothing else of the model. As in the lesson on
-# data parallelism, `Ranks(2)` starts two [processes](../docs/glossary.md#rank), and `ranks.run(f)` calls `f` in both.
+# **Step 1: cut the weights.** The toy has four blocks, and to make cutting easy, the weights of a block are one vector
+# of $E$ numbers. Process $r$ of $N$ keeps the $r$-th piece of each vector, and nothing else of the model. As in the
+# lesson on data parallelism, `Ranks(2)` starts two [processes](../docs/glossary.md#rank), and `ranks.run(f)` calls `f`
+# in both.
 
 # %%
 import math
@@ -259,10 +260,10 @@ _ = ranks.run(warnings.simplefilter, "ignore")  # torch renames some collectives
 
 # %% [markdown]
 # **Step 2: gather the weights, and scatter the gradients.** An [all-gather](../docs/glossary.md#all-reduce) gives
-# every process all pieces. Then each runs the block on its own rows, and the backward pass gives it the gradient of
-# the *whole* block, for these rows. A *reduce-scatter* adds up the gradients of all processes and gives each its piece
-# of the sum. So the reduce-scatter is the backward pass of the all-gather. `passes` below runs the model forward and
-# backward, and counts the bytes in memory.
+# every process all pieces, so that each can run the block on its own rows. The backward pass then gives it the
+# gradient of the *whole* block, for these rows. A *reduce-scatter* adds up the gradients of all processes and gives
+# each its piece of the sum. So the reduce-scatter is the backward pass of the all-gather. `passes` below runs the
+# model forward and backward, and counts the bytes in memory.
 
 
 # %%
@@ -439,9 +440,9 @@ assert sent == {"all_gather": 20 * 2 * 4 * 4 * E, "reduce_scatter": 20 * 4 * 4 *
 # once. An all-reduce is a reduce-scatter followed by an all-gather. So data parallelism takes two such transfers of
 # the model, and sharding three: 1.5 times the bytes (ZeRO, section 7).
 #
-# This well-known factor holds for full fine-tuning with one micro-batch a step. In our job the weights are frozen. DDP
-# sends none of them. FSDP sends the blocks' weights twice for each of a card's four micro-batches, and the embedding
-# once, all as they are stored. How many times the bytes of DDP is that?
+# This well-known factor holds for full fine-tuning with one micro-batch a step. In our job the weights are frozen, so
+# DDP sends none of them. FSDP sends the blocks' weights twice for each of a card's four micro-batches, and the
+# embedding once, all as they are stored. How many times the bytes of DDP is that?
 
 # %% Your guess: times the bytes of DDP tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -464,8 +465,8 @@ assert _with_fsdp == 1.5 * ring_share("all_reduce", 2)
 
 # %% [markdown]
 # More than seventy times as many bytes, and yet less than a twentieth of the step, because the blocks are stored in 4
-# bits. And torch sends them while it computes. (The seconds are predicted, 6.0 to 9.0 a step, at 12 GB a second on
-# PCIe 3.0.)
+# bits. With prefetching even this time overlaps with the computation. (The seconds are predicted, 6.0 to 9.0 a step,
+# at 12 GB a second on PCIe 3.0.)
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: when gradients are reduced, and what that does to the peak and the link
@@ -506,7 +507,7 @@ shared = with_settings(job, ["parallel.strategy=fsdp"])
 print(diff(resolve(job, T4), resolve(shared, T4, processes=2)))
 
 # %% [markdown]
-# Every block is a group. Embedding and head are groups, too, if they are two matrices. If one matrix is both (a *tied*
+# Every block is a group, and so are embedding and head if they are two matrices. If one matrix is both (a *tied*
 # embedding, as in Llama-3.2-1B), it belongs to the last call, on the whole model. Then it stays whole from the
 # beginning of the forward pass to the end of the backward pass. The complete command needs 32-bit AdamW:
 #
