@@ -38,7 +38,7 @@ def blocks(cases: list[Case]) -> dict[str, str]:
     """All tables, by name."""
     found = tables.of_cases(cases, counted_growth())
     found["published"] = tables.published(json.loads((HERE / "peers" / "published.json").read_text()))
-    found["public_runs"] = tables.public_runs(json.loads((HERE / "results" / "published_runs.json").read_text()))
+    found["public_runs"] = speed_tables.public_runs(json.loads((HERE / "results" / "published_runs.json").read_text()))
     if ladder := study("ladder"):
         found["ladder"] = tables.ladder(ladder["cases"])
     if without := study("without_checkpointing"):
@@ -55,7 +55,7 @@ def blocks(cases: list[Case]) -> dict[str, str]:
     if frontier := study("frontier"):
         found["frontier"] = speed_tables.frontier(frontier)
     if seconds_error := study("seconds_error"):
-        found["seconds_error"] = tables.seconds_error(seconds_error)
+        found["seconds_error"] = speed_tables.seconds_error(seconds_error)
     if step_profile := study("step_profile"):
         found["step_profile"] = speed_tables.step_profile(step_profile)
     if trajectories := study("trajectories"):

@@ -1,30 +1,29 @@
 # ---
 # jupyter:
+#   question: Why do the savings of twelve switches not add up, and why is a card full before its tensors fill it?
 #   jupytext:
 #     cell_metadata_filter: tags,-all
 #     text_representation: {extension: .py, format_name: percent}
 # ---
 
 # %% [markdown]
-# # Together: why savings do not add up
-# > **Promise.** Each alone, twelve switches save 43,866 MiB of a step that has 32,046. You find where the rest went:
-# > one rule, proved in a few lines and checked on all 14,080 ways to flip a switch, says what it is worth beside
-# > others.
+# # A full card: why savings do not add up, and what PyTorch reserves
+# > **Promise.** Switched on one at a time, the twelve switches save 41,327 MiB together. The step has only 32,046 MiB.
+# > You learn the rule behind this, so that you can tell beforehand what a switch will save. Then you find out why
+# > `CUDA out of memory` comes although the tensors would fit, and which setting prevents it.
 #
-# > **Card.** saves nothing itself, and shows what does; its last switch, compile, may save seconds / costs a
-# > compilation / the rule is exact, compile exact within rounding / 35 minutes / after [choosing
-# > hardware](choose_your_hardware.py)
+# > **Card.** saves 1.4 GiB that PyTorch reserves in our run and no tensor uses / costs nothing / exact: no number of a
+# > run changes / about 25 minutes / after [fused LoRA](fused_lora.py)
 #
-# The job: QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. The course began at a
-# peak of 31.3 GiB, and every lesson flipped a switch. This one flips them together.
+# The job is QLoRA of Llama-3.2-1B, with rows of 2,048 tokens, on a T4 with 14.74 GiB. Twelve switches have lowered the
+# [peak](../docs/glossary.md#peak) of its step from 32,046 to 1,516 MiB. This lesson adds no switch to the job, and
+# explains how these twelve work together.
 
 # %% Imports and settings tags=["hide-input"]
+import bisect
 import itertools
 import logging
-import math
-import os
-import subprocess
-import sys
+import random
 import time
 
 import torch
@@ -32,350 +31,374 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
 from torch._inductor.utils import fresh_cache
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cria_tricks import course, recipes
 from cria_tricks.bench import results
 from cria_tricks.bench.style import Theme, readable
 from cria_tricks.common.errors import BadInput
+from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.hardware import T4
+from cria_tricks.load.model import quiet_libraries
 from cria_tricks.measure.counting import SavedBytes
 from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles
+from cria_tricks.predict.allocator import (
+    DEFAULT,
+    CachingAllocator,
+    OutOfMemory,
+    Settings,
+)
+from cria_tricks.predict.memory_trace import memory_trace, replay
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
+from cria_tricks.tricks import compile as compile_switch
 from cria_tricks.tricks.compile import fused
 
+quiet_libraries()
 torch.manual_seed(0)
-MIB = 2**20
-
-
-def cria(command):
-    """Run a `cria` command as the terminal would; print the line with its verdict, and
-    return its exit code."""
-    words = [sys.executable, "-m", "cria_tricks", *command.split()[1:]]
-    done = subprocess.run(
-        words,
-        capture_output=True,
-        encoding="utf-8",
-        env=os.environ | {"COLUMNS": "120"},
-    )
-    print(f"$ {command}")
-    print(
-        *(
-            line
-            for line in done.stdout.splitlines()
-            if "fit" in line and "needs" in line
-        )
-    )
-    return done.returncode
-
-
-# %% [markdown]
-# ## 1. The bill
-# What does a switch save? That depends on what you ask. *Alone*: over plain fp32 training, and what it cannot do
-# without (chunked loss and quantization need LoRA, `expand_kv` sdpa). *On the ladder*: over the switches of the lessons
-# before it. *Beside all*: what comes back when it is taken out of the whole, with those that need it. Write down which
-# switch you think saves most alone. Then compare.
-
-# %%
+MIB, GIB = 2**20, 2**30
 whole = course.CAPSTONE
 fields = toggles.switched_on(whole)
 target = toggles.Target(find_shape(whole.model), T4)
-rungs = toggles.ladder(target, whole)
-peaks = [rung.memory.peak_bytes for rung in rungs]
-saved = {
-    "alone": [change.saved_bytes for change in toggles.alone(target, whole)],
-    "on the ladder": [before - after for before, after in itertools.pairwise(peaks)],
-    "beside all": [change.saved_bytes for change in toggles.removed(target, whole)],
-}
-print(f"{'MiB saved':28}", *(f"{name:>14}" for name in saved))
-for place, field in enumerate(fields):
-    print(
-        f"{toggles.named(whole, field):28}",
-        *(f"{column[place] / MIB:14,.0f}" for column in saved.values()),
-    )
-print(f"{'added up':28}", *(f"{sum(column) / MIB:14,.0f}" for column in saved.values()))
-assert sum(saved["on the ladder"]) == peaks[0] - peaks[-1]
-assert sum(saved["alone"]) > peaks[0] > peaks[0] - peaks[-1] > sum(saved["beside all"])
-first = {name: fields[column.index(max(column))] for name, column in saved.items()}
-assert round(sum(saved["alone"]) / MIB) == 43_866
-CHECKPOINTING = "gradient_checkpointing"
-assert first == {
-    "alone": CHECKPOINTING,
-    "on the ladder": CHECKPOINTING,
-    "beside all": "peft",
-}
+assert course.so_far("fused_lora").tricks == whole.tricks
+assert len(fields) == 12
 
 # %% [markdown]
-# Checkpointing saves most alone and on the ladder, LoRA beside all, and only the middle column adds up to what is
-# really saved. The paged optimizer saves 9,428 MiB alone, and 12 in the end. `expand_kv` saves nothing on the ladder,
-# and 1,320 beside all. None of these numbers is wrong.
+# ## 1. The bill
+# There are three ways to ask what a switch saves:
 #
-# They are by hand. The repository has two counts to hold them against: a dry run of the same ladder, and real steps of
-# a two-layer model on a CPU, with each of its switches alone, taken out, and in a row.
+# - *alone*: we add it to plain fp32 training, together with the switches that it needs, as NF4 needs LoRA.
+# - *in order*: we add it to the switches of the lessons before.
+# - *taken away*: we remove it from the whole job, together with the switches that need it.
+#
+# The paged optimizer saves 9,428 MiB alone, because it moves the optimizer states of all weights to the host. How many
+# MiB come back if we take it away from the whole job?
 
-# %%
-counted = (results.study("ladder") or {"cases": {}})["cases"]
-off = [
-    rung.memory.peak_bytes / counted[rung.set[0]]["peak_bytes"] - 1
-    for rung in rungs
-    if rung.set[0] in counted
-]
-print("over the dry run:", *(f"{share:+.2%}" for share in off))
+# %% Your guess: MiB that come back without the paged optimizer tags=["predict"]
+guess = 0  # @param {type:"number"}
+
+# %% Show the three savings of each switch tags=["hide-input"]
+ladder = toggles.ladder(target, whole)
+peaks = [setting.memory.peak_bytes for setting in ladder]
+saved = {
+    "alone": [change.saved_bytes for change in toggles.alone(target, whole)],
+    "in order": [before - after for before, after in itertools.pairwise(peaks)],
+    "taken away": [change.saved_bytes for change in toggles.removed(target, whole)],
+}
+print(f"{'MiB saved':28}", *(f"{name:>12}" for name in saved))
+for place, field in enumerate(fields):
+    numbers = (f"{column[place] / MIB:12,.0f}" for column in saved.values())
+    print(f"{toggles.named(whole, field):28}", *numbers)
+print(f"{'sum':28}", *(f"{sum(column) / MIB:12,.0f}" for column in saved.values()))
+course.reveal(guess, saved["taken away"][fields.index("paged_optimizer")] / MIB, "MiB")
+assert round(sum(saved["alone"]) / MIB) == 41_327
+assert round(sum(saved["in order"]) / MIB) == 30_530
+assert sum(saved["in order"]) == peaks[0] - peaks[-1]
+of_two = sum(saved["alone"][fields.index(name)] for name in ("peft", "paged_optimizer"))
+assert round((peaks[0] - of_two) / MIB) == 12_773
+
+# the bill against two counts of the repository: a dry run, and real steps on a CPU
+dry = (results.study("ladder") or {"cases": {}})["cases"].values()
+off = [case["estimated_bytes"] / case["peak_bytes"] - 1 for case in dry]
 real = [
     case
     for case in results.read(results.COMMITTED)
     if (case.bench, case.kind) == ("together", "cpu")
 ]
-off_real = [case.estimated_bytes / case.peak_allocated_bytes - 1 for case in real]
-print(f"over {len(real)} real steps: at most {max(map(abs, off_real), default=0):.2%}")
-assert all(abs(share) < 0.002 for share in off + off_real)
-
-
-# %% Draw figure 1 tags=["hide-input"]
-def three_answers(theme: Theme):
-    """What each switch saves alone, on the ladder and beside all others."""
-    drawn, axes = course.figure(height=4.6)
-    for number, (name, column) in enumerate(saved.items()):
-        places = [place + 0.27 * (number - 1) for place in range(len(fields))]
-        axes.barh(
-            places,
-            [size / 2**30 for size in column],
-            height=0.25,
-            color=theme.series[number],
-            label=name,
-        )
-    axes.axvline(0, color=theme.quiet, linewidth=1)
-    axes.set_yticks(
-        range(len(fields)), [toggles.named(whole, field) for field in fields]
-    )
-    axes.set(xlabel="saved at the peak, GiB", ylim=(len(fields) - 0.4, -0.6))
-    axes.grid(axis="x")
-    axes.legend(loc="lower right")
-    return drawn
-
-
-course.show(
-    three_answers, "Figure 1. What does a switch save? Three questions, three answers."
+off += [case.estimated_bytes / case.peak_allocated_bytes - 1 for case in real]
+print(
+    f"bills of {len(dry)} sets of switches against a dry run, and of {len(real)} "
+    f"against real steps of a small model: at most {max(map(abs, off)):.2%} off"
 )
-
-# %%
-course.show(
-    course.staircase("a_full_card"),
-    "Figure 2. The whole course: the peak of a step, switch after switch.",
-)
+assert max(map(abs, off)) < 0.002
 
 # %% [markdown]
+# Only the column *in order* adds up to what is really saved, because it goes from the first bill to the last. The other
+# numbers are right, too. With LoRA, only 11 million weights have optimizer states, so little is left to move to the
+# host. Alone, fp16 even costs memory, because autocast adds 16-bit copies of all weights.
+#
 # ## 2. From scratch, in four steps
-# **A step is a table.** It has *rows*, things that take bytes, and *moments*. At each moment some rows are alive. The
-# card must hold the fullest moment, so the peak is a maximum of sums.
+# **Step 1: a training step is a table.** At each moment of a step, some tensors are in memory, and the peak is the
+# largest sum of a moment. At the loss, our toy holds weights (4 MiB), optimizer states (3), activations (6) and logits
+# (5), which is 18 MiB. At the update, it holds the weights, the states and the gradients (5), which is 12 MiB.
+#
+# **Step 2: perfect switches remove whole lines.** Without the activations the peak is 12 MiB, which saves 6. Without
+# the logits it is 13 MiB, which saves 5. How many MiB do both switches save together?
 
+# %% Your guess: MiB that both switches save together tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %%
-def heights(table):
-    return {moment: sum(rows.values()) for moment, rows in table.items()}
+import math
+
+toy = {
+    "loss": {"weights": 4, "states": 3, "activations": 6, "logits": 5},
+    "update": {"weights": 4, "states": 3, "gradients": 5},
+}
+
+
+def sums(table):
+    return {moment: sum(lines.values()) for moment, lines in table.items()}
 
 
 def peak(table):
-    return max(heights(table).values())
+    return max(sums(table).values())
 
 
-toy = {
-    "loss": {"weights": 4, "states": 3, "kept": 6, "logits": 5},
-    "update": {"weights": 4, "states": 3, "gradients": 5},
-}
-assert heights(toy) == {"loss": 18, "update": 12}
-
-# %% [markdown]
-# **Take rows away.** A perfect trick removes its row. What do these save, alone and together? *states* and *kept*;
-# *kept* and *logits*; and *gradients* with the last two. Guess first.
-
-# %% Your guess: what kept and logits save together tags=["predict"]
-guess = 0  # @param {type:"number"}
-
-
-# %%
 def without(table, *gone):
-    return {
-        moment: {row: size for row, size in rows.items() if row not in gone}
-        for moment, rows in table.items()
-    }
+    """The table after perfect switches have removed these lines."""
+    left = {}
+    for moment, lines in table.items():
+        left[moment] = {name: size for name, size in lines.items() if name not in gone}
+    return left
 
 
 def saves(*gone):
     return peak(toy) - peak(without(toy, *gone))
 
 
-# they add up
-assert saves("states") + saves("kept") == 3 + 6 == saves("states", "kept")
-# less than their sum
-assert saves("kept") + saves("logits") == 6 + 5 > saves("kept", "logits") == 6
-# more than their sum
-assert (
-    saves("kept", "logits") + saves("gradients")
-    == 6 + 0
-    < saves("kept", "logits", "gradients")
-    == 11
-)
-course.reveal(guess, saves("kept", "logits"))
+# the two savings add up, because they are in the same two moments
+assert saves("states", "activations") == saves("states") + saves("activations")
+# less than their sum: after 6 MiB the update is the peak
+assert saves("activations", "logits") == 6 < saves("activations") + saves("logits")
+# more than their sum: the gradients alone save nothing, because the loss is the peak
+assert saves("gradients") == 0
+assert saves("activations", "logits", "gradients") == 11
 
 
-# %% Draw figure 3 tags=["hide-input"]
+# %% Compare with your guess, and draw figure 1 tags=["hide-input"]
+course.reveal(guess, saves("activations", "logits"), "MiB")
+
+
 def toy_steps(theme: Theme):
-    """The toy's two moments, as one row after the other is taken away."""
+    """The toy's two moments, as one line after the other is taken away."""
     sketch = course.Sketch(theme, 41.4, 16)
     ground, unit = 14.6, 0.7
-    colours = {"weights": 0, "states": 3, "kept": 1, "logits": 2, "gradients": 1}
-    for place, gone in enumerate(
-        ((), ("kept",), ("kept", "logits"), ("kept", "logits", "gradients"))
-    ):
+    colours = {"weights": 0, "states": 3, "activations": 1, "logits": 2, "gradients": 1}
+    short = {"activations": "activ.", "gradients": "grads"}
+    removed = ("activations", "logits", "gradients")
+    for place in range(4):
+        gone = removed[:place]
         left = 0.2 + 10.4 * place
-        for column, (moment, rows) in enumerate(toy.items()):
+        for column, (moment, lines) in enumerate(toy.items()):
             top = ground
-            # what is gone lies on top of what is left, so that the height left can be
+            # what is gone lies on top of what is left, so that the sums left can be
             # compared
-            for row in sorted(rows, key=lambda row: row in gone):
-                top -= unit * rows[row]
+            for line in sorted(lines, key=lambda line: line in gone):
+                top -= unit * lines[line]
                 sketch.tensor(
                     left + 4.6 * column,
                     top,
                     4.2,
-                    unit * rows[row],
-                    row,
-                    color=colours[row],
-                    kept=row not in gone,
+                    unit * lines[line],
+                    short.get(line, line),
+                    color=colours[line],
+                    kept=line not in gone,
                 )
             sketch.text(left + 4.6 * column + 2.1, ground + 0.8, moment, quiet=True)
-        says = f"- {gone[-1]}" if gone else "all"
-        sketch.text(left + 4.4, 0.6, f"{says}: peak {peak(without(toy, *gone))}")
+        sketch.text(left + 4.4, 0.6, f"peak {peak(without(toy, *gone))}")
     return sketch.figure
 
 
 course.show(
     toy_steps,
-    "Figure 3. Two moments of a step. Dashed is gone. "
-    "Logits save nothing once the update is as high; the "
-    "gradients, which saved nothing before, then save five.",
+    "Figure 1. The loss and the update of the toy step, with everything, and without "
+    "the activations, the logits and the gradients. Dashed boxes are removed. The "
+    "peak is 18, then 12, still 12 without the logits, and 7 without the gradients.",
 )
 
 # %% [markdown]
-# **Bound what a switch can save.** A real switch shrinks some rows and lets others grow. Let the old peak be at moment
-# $m$, the new one at $m'$. The new peak is at least as high as the new $m$. So the saving is at most what the switch
-# took *at the old peak's moment*. And the old peak was at least as high as the old $m'$. So it is at least what it took
-# *at the new peak's moment*. When the peak stays where it was, both are the same number, and that is the saving.
+# This is the rule: **a switch saves at most what it removes at the moment of the peak, and less if the peak then moves
+# to another moment.** A switch that saves nothing today may save much once its own moment is the peak.
+#
+# **Step 3: we write PyTorch's allocator.** The bill counts [allocated](../docs/glossary.md#reserved) bytes, those of
+# living tensors. But a card holds all bytes that PyTorch has *reserved*. PyTorch takes large
+# [segments](../docs/glossary.md#segment) from the card, divides them into blocks for tensors, and keeps blocks that are
+# freed, because asking CUDA is slow. These are its rules for tensors above 1 MiB:
+#
+# - *Best fit*: a tensor gets the smallest free block that is large enough.
+# - *New segment*: if no block is large enough, PyTorch takes a segment. It has 20 MiB for a tensor of less than 10 MiB,
+#   and otherwise the tensor's size, rounded up to a multiple of 2 MiB.
+# - *Split*: a block that is more than 1 MiB too large is split, and the rest stays free.
+# - *Merge*: a freed block is merged with free neighbours in its segment.
+# - *Full card*: PyTorch gives segments back in which no tensor is left, and tries once more.
 
 
 # %%
-def bounds(before, after):
-    """The least and the most that can be saved from one table to another."""
-    old, new = heights(before), heights(after)
-    m, m_new = max(old, key=old.get), max(new, key=new.get)
-    return old.get(m_new, 0) - new[m_new], old[m] - new.get(m, 0)
+class Cache:
+    """Segments of a card's memory: lists of blocks (MiB, tensor's name or None)."""
 
+    def __init__(self, limit=math.inf):
+        self.limit = limit
+        self.segments = []
 
-assert bounds(without(toy, "kept"), without(toy, "kept", "logits")) == (0, 5)
+    def reserved(self):
+        return sum(size for segment in self.segments for size, _ in segment)
+
+    def free_blocks(self):
+        for s, segment in enumerate(self.segments):
+            for b, (size, name) in enumerate(segment):
+                if name is None:
+                    yield size, s, b
+
+    def allocate(self, name, size):
+        fitting = [block for block in self.free_blocks() if block[0] >= size]
+        if not fitting:
+            fitting = [(self.new_segment(size), -1, 0)]
+        have, s, b = min(fitting)  # best fit
+        if have - size > 1:
+            self.segments[s][b : b + 1] = [(size, name), (have - size, None)]  # split
+        else:
+            self.segments[s][b] = (have, name)
+
+    def release(self, name):
+        for segment in self.segments:
+            merged = []
+            for size, owner in segment:
+                owner = None if owner == name else owner
+                if owner is None and merged and merged[-1][1] is None:
+                    size += merged.pop()[0]  # merge with the free block before it
+                merged.append((size, owner))
+            segment[:] = merged
+
+    def new_segment(self, size):
+        have = 20 if size < 10 else 2 * math.ceil(size / 2)
+        if self.reserved() + have > self.limit:
+            self.empty()  # the card is full: give back what can be given back
+        if self.reserved() + have > self.limit:
+            raise MemoryError(f"{size:.0f} MiB wanted, {self.reserved():.0f} reserved")
+        self.segments.append([(have, None)])
+        return have
+
+    def empty(self):
+        """Give back segments without a tensor, as torch.cuda.empty_cache does."""
+        in_use = [each for each in self.segments if any(name for _, name in each)]
+        self.segments = in_use
+
 
 # %% [markdown]
-# **Read the real table.** Sizes and moments are those of the lessons on one card, from the package's bill.
+# **Step 4: we run three scripts.** `a=30 -a b=32` allocates 30 MiB as `a`, frees it, and allocates 32 MiB as `b`, as
+# when a longer row follows a shorter one. The free block of 30 MiB is too small, so PyTorch reserves 62 MiB. How many
+# MiB does the script `a=5 b=5 c=5 d=5 -a -c e=8` reserve?
+
+# %% Your guess: MiB that the script reserves tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 
 # %%
-def table(recipe):
-    found = course.bill(recipe).moments
-    return {
-        moment.name: {line.name: line.bytes for line in moment.lines if line.bytes}
-        for moment in found
-    }
+def play(script, limit=math.inf):
+    cache = Cache(limit)
+    for word in script.split():
+        if word.startswith("-"):
+            cache.release(word[1:])
+        else:
+            name, size = word.split("=")
+            cache.allocate(name, float(size))
+    return cache
 
 
-for name, recipe in {"plain": toggles.with_only(whole, []), "whole": whole}.items():
-    print(
-        f"{name}:",
-        *(
-            f"{moment} {size / MIB:,.0f};"
-            for moment, size in heights(table(recipe)).items()
-        ),
-    )
+same, longer, holes = "a=30 -a b=30", "a=30 -a b=32", "a=5 b=5 c=5 d=5 -a -c e=8"
+for script in (same, longer, holes):
+    print(f"{script:28} reserves {play(script).reserved():.0f} MiB")
+print(f"{longer:28} on a card of 40 MiB: {play(longer, limit=40).segments}")
+try:
+    play(holes, limit=20)
+except MemoryError as error:
+    print(f"{holes:28} on a card of 20 MiB: {error}")
+
+
+# %% Compare with your guess, and draw figure 2 tags=["hide-input"]
+course.reveal(guess, play(holes).reserved(), "MiB")
+
+
+def of_segments(theme: Theme):
+    """The segments of the three scripts at their end."""
+    sketch = course.Sketch(theme, 46, 13.4)
+    for row, script in enumerate((same, longer, holes)):
+        top, left = 0.6 + 4.4 * row, 0.3
+        sketch.text(left, top, script, align="left", quiet=True)
+        for segment in play(script).segments:
+            for size, name in segment:
+                words = f"{size:.0f} free" if name is None else f"{name} {size:.0f}"
+                sketch.tensor(
+                    left,
+                    top + 0.8,
+                    0.7 * size,
+                    2.2,
+                    words,
+                    color=int(name is None),
+                    kept=name is not None,
+                )
+                left += 0.7 * size
+            left += 0.8
+    return sketch.figure
+
+
+course.show(
+    of_segments,
+    "Figure 2. The segments after each script: filled blocks hold a tensor, and "
+    "dashed blocks are free. A free block of 30 MiB is of no use to a tensor of 32, "
+    "and two free blocks of 5 MiB are of no use to a tensor of 8.",
+)
 
 # %% [markdown]
+# The second script works on a card of 40 MiB, because the segment of `a` is given back. The third fails on a card of 20
+# MiB, although 10 are free: only whole segments are given back. Such memory is
+# [fragmented](../docs/glossary.md#fragmentation).
+#
 # ## 3. Prove it
-# Twelve switches make 4,096 sets. 1,536 of them are refused, as quantization or chunked loss would have no LoRA. For
-# each of the others our peak must be the package's. And for each switch over each set that lacks it, the saving must
-# lie within its bounds.
-
-# %%
-tables = {}
-for chosen in itertools.product((False, True), repeat=len(fields)):
-    on = frozenset(itertools.compress(fields, chosen))
-    recipe = toggles.with_only(whole, on)
-    if target.works(recipe):
-        tables[on] = table(recipe)
-        assert peak(tables[on]) == course.bill(recipe).peak_bytes
-assert len(tables) == 2560
-
-flips = [
-    (on, on | {field})
-    for on in tables
-    for field in fields
-    if field not in on and on | {field} in tables
-]
-stayed, short, dearer = 0, 0, 0
-for before, after in flips:
-    least, most = bounds(tables[before], tables[after])
-    gain = peak(tables[before]) - peak(tables[after])
-    assert least <= gain <= most
-    stayed, short, dearer = (
-        stayed + (least == most),
-        short + (gain < most),
-        dearer + (gain < 0),
-    )
-print(
-    f"{len(flips):,} flips: in {stayed:,} the bounds meet; "
-    f"in {short:,} a part is lost; {dearer:,} cost memory"
-)
-assert len(flips) == 14_080
-assert round(7 * stayed / len(flips)) == 6
-
-# %% [markdown]
-# The sums agree by construction; the bounds had to be proved, and hold. In six of seven flips the peak stays at its
-# moment: then what a switch takes there is what you get. Now the three ways to meet, on the real step:
+# The real step is such a table, too, and `course.bill(recipe).moments` holds it. Three pairs of its switches show the
+# three cases of the toy:
 
 
 # %%
-def together(pair, over=()):
-    """What two switches save one by one, added up, and both at once, MiB."""
-    sets = [frozenset(over) | set(more) for more in ((), pair[:1], pair[1:], pair)]
-    start, *rest = (peak(tables[on]) / MIB for on in sets)
-    one, two, both = (start - end for end in rest)
-    where = ", ".join(max(h := heights(tables[on]), key=h.get) for on in sets)
-    print(
-        f"{pair[0]} {one:,.0f}, {pair[1]} {two:,.0f}: added {one + two:,.0f}, "
-        f"both {both:,.0f}; peaks at: {where}"
+def table(on):
+    """The lines of each moment of the job's step with these switches on, in bytes."""
+    moments = {}
+    for moment in course.bill(toggles.with_only(whole, on)).moments:
+        moments[moment.name] = {line.name: line.bytes for line in moment.lines}
+    return moments
+
+
+def peak_with(on):
+    return peak(table(on)) / MIB
+
+
+def compare(one, other, over=()):
+    """Print and return what two switches save one by one, and what both save."""
+    first, second, both = (
+        peak_with(over) - peak_with([*over, *added])
+        for added in ([one], [other], [one, other])
     )
-    return one + two, both
+    print(f"{one} {first:,.1f}, {other} {second:,.1f}: both {both:,.1f}")
+    return first + second, both
 
 
 pair = ("gradient_checkpointing", "chunked_loss")
-# the last two to be switched on
-added, both = together(pair, over=set(fields) - set(pair))
-assert round(added - both, 1) == 21.5
-added, both = together(("peft", "paged_optimizer"))
-assert both < 0.6 * added
-added, both = together(("gradient_checkpointing", "peft"))
-assert round(both - added) == 2_910
+total, both = compare(*pair, over=[field for field in fields if field not in pair])
+assert round(total - both, 1) == 21.5
+total, both = compare("peft", "paged_optimizer")
+assert both < 0.6 * total
+total, both = compare("gradient_checkpointing", "peft")
+assert round(both - total) == 2_910
 
 # %% [markdown]
-# Checkpointing and chunked loss shrink two lines of one moment, so their savings *add*, less 21.5 MiB: only with both
-# does the peak hold autocast's copies of the adapters. LoRA and paging remove the *same line*, the optimizer states, so
-# the second finds little. And checkpointing alone stops at the *next moment*, the end of the backward pass, where all
-# gradients lie. LoRA takes these away, so together they save 2,910 MiB more than their sum.
+# - Checkpointing and the chunked loss, added to all others, shrink two lines of the *same moment*, so their savings add
+#   up, but for 21.5 MiB.
+# - LoRA and the paged optimizer remove the *same line*, the optimizer states, so the second finds little.
+# - Checkpointing alone stops at the *next moment*, the end of the backward pass, where all gradients are in memory.
+#   LoRA removes these, so together the two save 2,910 MiB more than the sum.
+#
+# We also compare our `Cache` with the package's model of PyTorch's source. On 300 random scripts, both must make the
+# same segments, and run out of memory at the same tensor.
 
 
-# %% Draw figure 4 tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input"]
 def moving(theme: Theme):
-    """The height of each moment, rung by rung; the peak is the highest."""
+    """The sum of each moment, switch after switch; the peak is the highest."""
     drawn, axes = course.figure(height=3.9)
     kinds = {
         "loss": ("loss", "log-softmax"),
@@ -383,9 +406,9 @@ def moving(theme: Theme):
         "end of backward": ("embedding",),
         "optimizer step": ("optimizer step",),
     }
-    found = [heights(table(rung.recipe)) for rung in rungs]
+    found = [sums(table(fields[:n])) for n in range(len(fields) + 1)]
     axes.plot(
-        range(len(rungs)),
+        range(len(ladder)),
         [p / MIB for p in peaks],
         color=theme.quiet,
         linewidth=7,
@@ -398,11 +421,16 @@ def moving(theme: Theme):
             for one in found
         ]
         axes.plot(
-            range(len(rungs)), sizes, color=colour, marker="o", markersize=4, label=name
+            range(len(ladder)),
+            sizes,
+            color=colour,
+            marker="o",
+            markersize=4,
+            label=name,
         )
-    axes.set(yscale="log", ylabel="alive, MiB")
-    labels = readable([rung.set[0].partition(",")[0] for rung in rungs])
-    axes.set_xticks(range(len(rungs)), labels, rotation=35, ha="right", fontsize=7.5)
+    axes.set(yscale="log", ylabel="in memory, MiB")
+    labels = readable([setting.set[0].partition(",")[0] for setting in ladder])
+    axes.set_xticks(range(len(ladder)), labels, rotation=35, ha="right", fontsize=7.5)
     axes.grid()
     axes.legend()
     return drawn
@@ -410,66 +438,485 @@ def moving(theme: Theme):
 
 course.show(
     moving,
-    "Figure 4. The peak is the upper edge of the moments. "
-    "expand_kv takes a third off a block's backward pass, and "
-    "nothing off the peak; in the end loss and block are 22 MiB apart.",
+    "Figure 3. The sum of each moment, switch after switch in the course's order. "
+    "The peak is the upper edge: the loss until the chunked loss is on, then the "
+    "backward pass of a block, and in the end again the loss, 21 MiB above the block.",
 )
+
+
+# %% Check 300 random scripts against the package's allocator tags=["hide-input"]
+def segments_of(allocator, blocks):
+    """The segments of the package's allocator, in the form of ours."""
+    names = {id(block): name for name, block in blocks.items()}
+    everything = [*blocks.values(), *allocator.large.free_blocks()]
+    firsts = [block for block in everything if block.before is None]
+    found = []
+    for first in sorted(firsts, key=lambda block: block.address):
+        segment = []
+        block = first
+        while block and block.mapped:
+            segment.append((block.size / MIB, names.get(id(block))))
+            block = block.after
+        found.append(segment)
+    return found
+
+
+def random_scripts(number):
+    """Yield (words, limit): each frees a third of the times."""
+    draw = random.Random(0)
+    for _ in range(number):
+        words, alive = [], []
+        for n in range(25):
+            if alive and draw.random() < 0.35:
+                words.append("-" + alive.pop(draw.randrange(len(alive))))
+            else:
+                alive.append(f"t{n}")
+                words.append(f"t{n}={draw.randint(3, 80) / 2}")
+        yield words, draw.choice([math.inf, 400, 250])
+
+
+ended_early = 0
+for words, limit in random_scripts(300):
+    ours = Cache(limit)
+    theirs = CachingAllocator(limit=limit * MIB)
+    blocks = {}
+    for word in words:
+        if word.startswith("-"):
+            ours.release(word[1:])
+            theirs.release(blocks.pop(word[1:]))
+            continue
+        name, size = word.split("=")
+        full = False
+        try:
+            ours.allocate(name, float(size))
+        except MemoryError:
+            full = True
+        try:
+            blocks[name] = theirs.allocate(round(float(size) * MIB))
+        except OutOfMemory:
+            assert full
+            ended_early += 1
+            break
+        assert not full
+        assert segments_of(theirs, blocks) == ours.segments
+print(f"300 scripts: the same segments; {ended_early} ran out of memory in both")
+assert 30 < ended_early < 270
+
+if torch.cuda.is_available():  # then compare one script with the reader's card
+    before = torch.cuda.memory_reserved()
+    tensors = {}
+    for word in longer.split():
+        if word.startswith("-"):
+            del tensors[word[1:]]
+        else:
+            name, size = word.split("=")
+            tensors[name] = torch.empty(
+                int(size) * MIB, dtype=torch.uint8, device="cuda"
+            )
+    here = (torch.cuda.memory_reserved() - before) / MIB
+    print(f"{longer}: we predict 62 MiB, this card reserves {here:.0f}")
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: the rule as two bounds, proved and checked on every set of switches
+# A real switch makes some lines smaller and others larger. Let the old peak be at moment $m$, and the new peak at
+# moment $m'$. The new peak is at least as high as the new sum of $m$. So a switch saves at most what it takes *at the
+# old peak's moment*. The old peak was at least as high as the old sum of $m'$. So a switch saves at least what it takes
+# *at the new peak's moment*. If the peak stays at its moment, both bounds are the same number, and that is the saving.
+#
+# Twelve switches make 4,096 sets. Of these 1,536 are refused, because quantization or the chunked loss would have no
+# LoRA, for example. For each of the others our peak must be the package's. For each switch over each set that lacks it,
+# the saving must lie between its bounds.
+
+
+# %% tags=["deep"]
+def bounds(before, after):
+    """The least and the most that can be saved from one table to another."""
+    old, new = sums(before), sums(after)
+    m, m_new = max(old, key=old.get), max(new, key=new.get)
+    return old.get(m_new, 0) - new[m_new], old[m] - new.get(m, 0)
+
+
+assert bounds(without(toy, "activations"), without(toy, "activations", "logits")) == (
+    0,
+    5,
+)
+
+tables = {}
+for chosen in itertools.product((False, True), repeat=len(fields)):
+    on = frozenset(itertools.compress(fields, chosen))
+    recipe = toggles.with_only(whole, on)
+    if target.works(recipe):
+        tables[on] = table(on)
+        assert peak(tables[on]) == course.bill(recipe).peak_bytes
+assert len(tables) == 2560
+
+changes = [
+    (on, on | {field})
+    for on in tables
+    for field in fields
+    if field not in on and on | {field} in tables
+]
+stayed, short, dearer = 0, 0, 0
+for before, after in changes:
+    least, most = bounds(tables[before], tables[after])
+    gain = peak(tables[before]) - peak(tables[after])
+    assert least <= gain <= most
+    stayed += least == most
+    short += gain < most
+    dearer += gain < 0
+print(
+    f"{len(changes):,} switches over a set: in {stayed:,} cases the bounds are equal; "
+    f"in {short:,} a part of the saving is lost; {dearer:,} cost memory"
+)
+assert round(stayed / len(changes), 2) == 0.87
+
+fitting = [on for on in tables if course.bill(toggles.with_only(whole, on)).fits]
+fewest = min(fitting, key=lambda on: (len(on), peak(tables[on])))
+print("the fewest switches that fit on a T4:", *sorted(fewest))
+
+# %% [markdown] tags=["deep"]
+# In 87 of 100 cases the peak stays at its moment. Then you get exactly what the switch takes there. Checkpointing and
+# the chunked loss miss their sum by 21.5 MiB, because the peak holds autocast's 16-bit copies of the adapters only if
+# both are on. The last line is a practical result: two switches alone bring the plain step under a T4's memory.
 
 # %% [markdown]
 # ## 4. What it costs
-# Bytes were the easy half. By [the lesson on choosing hardware](choose_your_hardware.py)'s reckoning, on one card, a
-# token takes so much of its first time:
+# The film under this heading (on the course's site) plays the step with all switches, and each button takes one away.
+# Look at the highest point. Without checkpointing, the chunked loss or NF4, it is at the loss, in the middle of the
+# step. Without fp16 or SDPA, it moves into the last block.
+#
+# The small step costs time, because checkpointing computes every block twice, and NF4 must be unpacked. But memory that
+# stays empty is worth nothing. Therefore: **where memory is left over, switch off what costs time.** Below are the sets
+# of switches that no other set beats in both seconds and memory. (`activation_offload`, from [long rows](long_rows.py),
+# keeps block inputs on the host.) The seconds of a row are predicted, with a range of 0.82 to 1.22 times.
 
 # %%
-print(
-    ", ".join(
-        f"{rung.set[0].partition('=')[0]} {rung.seconds / rungs[0].seconds:.2f}"
-        for rung in rungs
-    )
-)
-assert rungs[-1].seconds < rungs[0].seconds / 4
+for setting in toggles.front(target, whole):
+    off = ", ".join(change.removeprefix("tricks.") for change in setting.set)
+    needs = setting.memory.needed_bytes / GIB
+    print(f"{2048 * setting.seconds:.2f} s, {needs:4.1f} GiB: {off or 'all switches'}")
 
-# %% [markdown]
-# The smallest step is the fastest of the ladder: 16-bit products and `expand_kv` gain more than checkpointing and
-# unpacking cost. Times interact too, and our rule does not hold for them. Three pairs, measured (two-layer model, CPU;
-# the machine was shared, and a tenth is noise):
 
-# %% Show measured pairs tags=["hide-input"]
+# %% Check the numbers of the text tags=["hide-input"]
+fast = recipes.kwanzaa(T4)
+changed = ["tricks.gradient_checkpointing=false", "tricks.chunked_loss=false"]
+assert with_settings(whole, changed).tricks == fast.tricks
+found = target.bill(fast)
+assert round(found.seconds / target.bill(whole).seconds, 2) == 0.72
+assert round(found.memory.needed_bytes / GIB, 1) == 9.5
+assert round(found.spread**0.5, 2) == 1.22
+by_bill = found.memory.allocated_bytes
+assert round(by_bill / GIB, 1) == 7.3
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: seconds do not add up either
+# The rule is about memory, and it does not hold for time. In the course's order, a row takes this share of its first
+# time. Three pairs of switches were also measured, on a two-layer model and a CPU. (The machine was shared, so a tenth
+# is noise.)
+
+# %% tags=["deep"]
+for setting in ladder:
+    share = setting.seconds / ladder[0].seconds
+    print(f"{setting.set[0].partition(',')[0]:28}{share:.2f}")
+assert ladder[-1].seconds < ladder[0].seconds / 4
+
+# %% Show measured pairs tags=["deep", "hide-input"]
 cases = {
     case.name: case for case in results.read(results.COMMITTED) if case.kind == "cpu"
 }
 for pair in ("checkpointing_chunked_loss", "nf4_batch", "packing_sdpa"):
     if f"{pair}-both" not in cases:
-        print(f"no committed results of {pair} beside this package")
+        print(f"no committed results of {pair} in this package")
         continue
-    four = [
-        cases[f"{pair}-{which}"] for which in ("neither", "first", "second", "both")
-    ]
-    sizes, times = (
-        [getattr(case, what) for case in four]
-        for what in ("peak_allocated_bytes", "median_seconds")
-    )
+    ways = ("neither", "first", "second", "both")
+    four = [cases[f"{pair}-{which}"] for which in ways]
+    sizes = [case.peak_allocated_bytes for case in four]
+    times = [case.median_seconds for case in four]
     one, two, both = ((sizes[0] - size) / MIB for size in sizes[1:])
-    print(
-        f"{pair:27}saved {one:6.1f} and {two:6.1f}, together {both:6.1f} MiB;", end=" "
-    )
+    print(f"{pair:27}saved {one:.1f} and {two:.1f}, together {both:.1f} MiB;", end=" ")
     print(
         f"time of the first: x {times[1] / times[0]:.2f} without the second, "
         f"x {times[3] / times[2]:.2f} with it"
     )
     assert abs(one + two - both) < 0.2
 
+# %% [markdown] tags=["deep"]
+# The bytes of all three pairs add up, because the peak stays at the loss. The seconds do not. NF4 costs half a step if
+# four rows come one after the other, and a fifth if they come at once, because a matrix is then unpacked once for all
+# four rows. The two numbers of packing differ by noise.
+
 # %% [markdown]
-# Bytes add in all three, as the peak stays at the loss. Time does not: NF4 costs half a step when four rows come one
-# after the other, and a fifth when they come at once, as a matrix is then unpacked once for all four. Packing's two
-# numbers are noise.
-#
-# **One switch is left, and it is for time: compile.** Between a block's products lie chains of small operations. Each
-# reads its tensors, writes its result, and autograd keeps what it asks for. Fused, a chain goes through memory once,
-# tile by tile, and is computed again on the way back. By hand, for the gate of a Llama:
+# ### What the card holds in addition to tensors
+# On a T4, the recipe `kwanzaa` leaves out checkpointing and the chunked loss. A row then takes 28 % less time by
+# estimate, and the tensors take 7.3 GiB. How much will PyTorch reserve for them? `memory_trace` runs the real training
+# on tensors without data, first with rows of 1,536 tokens and then of 2,048, and records every allocation. The
+# package's allocator then carries them out. So the number is predicted, and no card has confirmed it yet.
+
+# %% Your guess: GiB that PyTorch reserves for 7.3 GiB of tensors tags=["predict"]
+guess = 0  # @param {type:"number"}
+
+
+# %% Helper: carry out a list of allocations tags=["hide-input"]
+class Card(CachingAllocator):
+    """Also counts how often the card was full, so that segments were given back."""
+
+    retries = 0  # torch.cuda.memory_stats()["num_alloc_retries"]
+
+    def release_cached(self):
+        self.retries += 1
+        super().release_cached()
+
+
+def watch(events, settings=DEFAULT, limit=math.inf):
+    """Carry the events out. Return the card, allocated and reserved bytes after each,
+    and where memory ran out."""
+    card = Card(settings, limit)
+    blocks, curve = {}, []
+    for event in events:
+        if event.size:
+            try:
+                blocks[event.tensor] = card.allocate(event.size)
+            except OutOfMemory:
+                return card, curve, event
+        elif event.tensor in blocks:
+            card.release(blocks.pop(event.tensor))
+        curve.append((card.allocated, card.reserved))
+    return card, curve, None
 
 
 # %%
+plan = resolve(fast, T4)
+config = AutoConfig.for_model(**CONFIGS[fast.model])
+# a copy, because the recorder goes on writing while the model is deleted
+events = list(memory_trace(plan, config, rows=1, tokens=2048, shorter=0.75))
+card, curve, _ = watch(events)
+assert abs(card.peak_allocated / by_bill - 1) < 0.005  # the bill is right
+print(f"{len(events):,} allocations and releases: ")
+print(f"tensors take {card.peak_allocated / GIB:.1f} GiB")
+course.reveal(guess, card.peak_reserved / GIB, "GiB")
+
+# %% [markdown]
+# ## 5. The production switch
+# PyTorch reserves 27 % more than the tensors need. The film (on the site) shows why, at the first row of 2,048
+# tokens. The shorter rows have left segments that fit *their* logits, 752 MiB in fp32. The longer row needs 1,002 MiB,
+# so PyTorch takes new segments, and the old ones stay empty. One setting changes that:
+#
+# ```bash
+# PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python train.py
+# ```
+#
+# There is then one segment for all large tensors, and it *grows* in pages of 20 MiB, so a longer row can use the memory
+# of a shorter one. With plain Hugging Face code, set the variable before the first tensor is on the card. `cria train`
+# sets it by itself, and it can also find the fastest set of switches that fits:
+#
+# ```bash
+# cria plan kwanzaa --gpu t4 --fit fastest
+# cria train kwanzaa --fit fastest
+# ```
+
+# %%
+expandable = Settings(expandable_segments=True)
+grown = CachingAllocator(expandable)
+grown.release(grown.allocate(30 * MIB))
+grown.allocate(32 * MIB)
+print(f"{longer}: reserves {grown.reserved / MIB:.0f} MiB, not 62")
+
+wide, wide_curve, _ = watch(events, expandable)
+print(f"our run: reserves {wide.peak_reserved / GIB:.1f} GiB", end=", ")
+print(f"not {card.peak_reserved / GIB:.1f}")
+
+
+# %% Draw figure 4 tags=["hide-input"]
+assert round(card.peak_reserved / card.peak_allocated, 2) == 1.27
+assert card.peak_reserved == replay(events).reserved_bytes
+assert round((card.peak_reserved - wide.peak_reserved) / GIB, 1) == 1.4
+
+
+def thinned(values, points=500):
+    """The largest value of each of so many pieces."""
+    width = -(-len(values) // points)
+    return [max(values[n : n + width]) for n in range(0, len(values), width)]
+
+
+def over_the_run(theme: Theme):
+    """Allocated and reserved bytes over the run, without and with the setting."""
+    drawn, axes = course.figure(height=3.2)
+    width = -(-len(events) // 500)
+    moments = [event.moment for event in events]
+    first = next(n for n, moment in enumerate(moments) if "1,536" in moment)
+    second = next(n for n, moment in enumerate(moments) if "2,048" in moment)
+    last = next(n for n, each in enumerate(moments) if each.startswith("evaluation"))
+    for n in (first, second, last):
+        axes.axvline(n, color=theme.quiet, linewidth=0.8, linestyle=":")
+    parts = ((0, first, "load"), (first, second, "1,536"), (second, last, "2,048"))
+    for begin, end, name in (*parts, (last, len(events), "eval.")):
+        middle = (begin + end) / 2
+        axes.text(middle, 10.4, name, ha="center", va="center", color=theme.ink)
+    axes.set(xlabel="allocations and releases", ylabel="GiB", ylim=(0, 11))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    places = range(0, len(events), width)
+    allocated = thinned([allocated / GIB for allocated, _ in curve])
+    axes.fill_between(places, allocated, color=theme.series[0], alpha=0.35, linewidth=0)
+    axes.plot(places, allocated, color=theme.series[0], linewidth=0.8, label="tensors")
+    for values, name, color in (
+        (curve, "reserved", 1),
+        (wide_curve, "reserved, expandable", 2),
+    ):
+        reserved = thinned([reserved / GIB for _, reserved in values])
+        axes.plot(places, reserved, color=theme.series[color], label=name)
+    axes.grid(axis="y")
+    axes.legend(loc="upper left", bbox_to_anchor=(0.0, 0.9))
+    return drawn
+
+
+course.show(
+    over_the_run,
+    "Figure 4. The run with rows of 1,536 and then of 2,048 tokens. The bytes of "
+    "tensors rise and fall with every micro-batch. Reserved bytes only rise, "
+    "and most at the loss of the first longer row. With expandable segments they stay "
+    "close above the largest bytes of tensors so far.",
+)
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: how small may the card be?
+# Does the run need the 9.3 GiB that PyTorch reserves? No, because on a smaller card PyTorch gives empty segments back.
+# We search the smallest memory that suffices, by halving the range from 7.3 to 9.3 GiB.
+
+
+# %% tags=["deep"]
+def smallest(events, settings=DEFAULT):
+    """The smallest memory, in steps of 2 MiB, in which the events can be carried
+    out."""
+    most = replay(events, settings)
+    steps = range(
+        most.allocated_bytes // (2 * MIB), most.reserved_bytes // (2 * MIB) + 1
+    )
+    place = bisect.bisect_left(
+        steps, True, key=lambda step: watch(events, settings, 2 * MIB * step)[2] is None
+    )
+    return 2 * MIB * steps[place]
+
+
+least = smallest(events)
+for limit in (least, 1.02 * least, math.inf):
+    tried = watch(events, limit=limit)[0]
+    print(
+        f"memory {limit / GIB:5.2f} GiB: reserved {tried.peak_reserved / GIB:.2f}, "
+        f"full {tried.retries} times"
+    )
+    assert (tried.retries == 0) == (limit == math.inf)
+least_wide = smallest(events, expandable)
+print(f"with expandable segments {least_wide / GIB:.2f} GiB suffice")
+assert 1.02 < least / card.peak_allocated < 1.08
+assert least_wide < least
+
+# %% [markdown] tags=["deep"]
+# So there are three numbers: 7.3 GiB of tensors, 9.3 GiB reserved where there is plenty, and 7.6 GiB that the run must
+# have. Near this smallest memory you pay with time: whenever the card is full, PyTorch waits for it, gives segments
+# back and takes new ones. A speech model with rows of changing length reported about 30 % more time (NeMo, in the
+# sources).
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: an expandable segment from scratch
+# With the setting there is one list of blocks. A tensor gets the smallest free block that is large enough, but the last
+# block of the list only if no other is. If none is, the list grows at its end by as many pages of 20 MiB as are
+# missing, and a free last block counts. Every rest is split off, also one below 1 MiB. We compare this with the
+# package's model on 20 random scripts.
+
+
+# %% tags=["deep"]
+def grow(script):
+    """The MiB that a script reserves with expandable segments."""
+    blocks = []
+    for word in script.split():
+        if word.startswith("-"):
+            merged = []
+            for size, owner in blocks:
+                owner = None if owner == word[1:] else owner
+                if owner is None and merged and merged[-1][1] is None:
+                    size += merged.pop()[0]
+                merged.append((size, owner))
+            blocks = merged
+            continue
+        name, size = word.split("=")[0], float(word.split("=")[1])
+        fitting = [
+            (have, b)
+            for b, (have, owner) in enumerate(blocks[:-1])
+            if owner is None and have >= size
+        ]
+        if fitting:
+            have, b = min(fitting)
+        else:  # the last block, if it is free, with as many pages as are missing
+            have = blocks.pop()[0] if blocks and blocks[-1][1] is None else 0
+            have += 20 * max(0, math.ceil((size - have) / 20))
+            b = len(blocks)
+        rest = [(have - size, None)] if have > size else []
+        blocks[b : b + 1] = [(size, name), *rest]
+    return sum(size for size, _ in blocks)
+
+
+for words, _ in random_scripts(20):
+    theirs, blocks = CachingAllocator(expandable), {}
+    for word in words:
+        if word.startswith("-"):
+            theirs.release(blocks.pop(word[1:]))
+        else:
+            name, size = word.split("=")
+            blocks[name] = theirs.allocate(round(float(size) * MIB))
+    assert abs(grow(" ".join(words)) - theirs.reserved / MIB) < 1e-9
+print(f"{longer}: {grow(longer):.0f} MiB; 20 random scripts agree with the package")
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: rows of equal length, and two older settings
+# If all rows are equally long, each row can use the segments of the row before it. But padding means more tokens to
+# compute. Two other settings are older than expandable segments. `max_split_size_mb` forbids that blocks of this size
+# or more are split, so that they stay whole for large tensors. `roundup_power2_divisions` rounds all sizes up, so that
+# similar lengths ask for equal blocks.
+
+# %% tags=["deep"]
+padded = replay(memory_trace(plan, config, rows=1, tokens=2048, shorter=1.0))
+lengths = [tokens for tokens, _ in row_lengths("train")]
+for multiple in (2048, 512):
+    filled = sum(multiple * math.ceil(tokens / multiple) for tokens in lengths)
+    more = filled / sum(lengths) - 1
+    print(f"rows padded to a multiple of {multiple:5,}: {more:.0%} more tokens")
+print(f"all rows of 2,048 tokens: reserved {padded.reserved_bytes / GIB:.2f} GiB")
+assert wide.peak_reserved < padded.reserved_bytes < card.peak_reserved
+for other, gib in (
+    (Settings(max_split_size=128 * MIB), 10.9),
+    (Settings(roundup_power2_divisions=8), 9.3),
+):
+    found = replay(events, other).reserved_bytes / GIB
+    print(f"{other}: {found:.1f} GiB")
+    assert abs(found - gib) < 0.05
+
+# %% [markdown] tags=["deep"]
+# Padding helps, but expandable segments reserve less and compute no more tokens. Multiples of 512 would not help here,
+# because 1,536 and 2,048 are such lengths already. Neither of the older settings helps this run. On a platform without
+# expandable segments torch warns and goes on without them. Newer versions of torch also accept the name
+# `PYTORCH_ALLOC_CONF`.
+#
+# How much does the allocator reserve in general? Over four sets of switches of this job it reserves 12 to 53 % more
+# than the tensors need, and must have 2 to 8 % more. With expandable segments it reserves 2 to 11 % more, and must have
+# 1 to 4 %. (These are replays of 2026-11-23: the recipe as it is; without checkpointing; this lesson's set; all logits
+# with the usual preparation.)
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: compile, one more switch for time
+# Between a block's matrix multiplications there are chains of small operations. Each reads its tensors and writes its
+# result, and autograd saves what it needs. `torch.compile` fuses such a chain, as [fused LoRA](fused_lora.py) does by
+# hand: the chain goes through memory once, tile by tile, and is computed again in the backward pass. In plain Hugging
+# Face code, compile each block:
+
+# %% tags=["deep"]
+print(compile_switch.PLAIN)
+
+# %% [markdown] tags=["deep"]
+# Here is the idea by hand, for the gate of a Llama. We count how many tensors of the size of $a$ are saved: by plain
+# autograd, by hand, by the package's `fused`, and by torch's compiler.
+
+
+# %% tags=["deep"]
 def gate(a, b):
     return F.silu(a) * b
 
@@ -479,8 +926,9 @@ class Fused(torch.autograd.Function):
     def forward(ctx, a, b):
         ctx.save_for_backward(a, b)  # and not silu(a)
         out = torch.empty_like(a)
-        for o, x, y in zip(*(t.view(-1).split(1024) for t in (out, a, b)), strict=True):
-            o.copy_(F.silu(x) * y)  # all operations on a tile while it is near
+        tiles = zip(*(t.view(-1).split(1024) for t in (out, a, b)), strict=True)
+        for o, x, y in tiles:  # all operations on a tile while it is in the cache
+            o.copy_(F.silu(x) * y)
         return out
 
     @staticmethod
@@ -490,10 +938,6 @@ class Fused(torch.autograd.Function):
         return grad * b * s * (1 + a * (1 - s)), grad * F.silu(a)
 
 
-# %% [markdown]
-# Predict how many tensors of the size of $a$ wait: plain; by hand; with the package's `fused`; with torch's compiler.
-
-# %%
 a, b = (torch.randn(256, 512, requires_grad=True) for _ in range(2))
 torch._dynamo.reset()
 ways = {"plain": gate, "by hand": Fused.apply, "package": fused(gate)}
@@ -517,7 +961,7 @@ with fresh_cache():  # nothing compiled on an earlier day
             (p - q).abs().max().item() for p, q in zip(found, right, strict=True)
         )
         print(
-            f"{name:14}keeps {kept.peak / a.nbytes:.0f}, off by {apart:.0e}; "
+            f"{name:14}saves {kept.peak / a.nbytes:.0f}, off by {apart:.0e}; "
             f"first call {first:.4f} s, then {again:.4f}"
         )
         assert kept.peak == (3 if name == "plain" else 2) * a.nbytes
@@ -527,121 +971,42 @@ print(
     "one forward and one backward"
 )
 
-# %% [markdown]
-# Three become two. The first call takes as long as very many later ones, and a run must be long enough to earn it back:
-# ours has 42 steps. On two CPU cores a compiled step of the two-layer model was no faster at all (committed):
+# %% [markdown] tags=["deep"]
+# Three saved tensors become two. The first call takes as long as very many later ones, so a run must be long enough to
+# earn it back, and ours has 42 steps. On two CPU cores a compiled step of the two-layer model was no faster at all
+# (committed results). For a T4 the estimate is a third less time, which no card has measured yet. The complete command
+# is `cria train kwanzaa --set tricks.compile=true`.
 
-# %%
+# %% tags=["deep"]
 step_of = "peft=lora attention=best precision=best chunked_loss=true"
 course.on_a_gpu("compile", off=step_of, on=f"{step_of} compile=true")
+compiled_job = with_settings(whole, ["tricks.compile=true"])
+print(diff(resolve(whole, T4), resolve(compiled_job, T4)))
+for recipe in (whole, compiled_job):
+    print(f"{8 * 2048 * target.bill(recipe).seconds:.1f} s a step")
 
-# %% [markdown]
-# And in bytes? `silu(a)` is 32 MiB in a block of the capstone. The bill does not count it as saved, since what is fused
-# is the compiler's choice. Suppose it were. How far would the peak fall?
+# %% [markdown] tags=["deep"]
+# Does it save memory, too? The tensor `silu(a)` is 32 MiB in a block of our job. The bill counts it as saved, because
+# the compiler chooses what it fuses. Suppose it were gone. How far would the peak fall?
 
-# %%
+# %% tags=["deep"]
 spared = 2 * 2048 * target.shape.inner  # 16 bits, tokens, inner width
-compiled = {moment: dict(rows) for moment, rows in table(whole).items()}
+compiled = {moment: dict(lines) for moment, lines in table(fields).items()}
 for moment in ("last block", "first block"):
     compiled[moment]["open block: saved"] -= spared
-print(
-    f"spared {spared / MIB:.0f} MiB in the block, "
-    f"{(peak(table(whole)) - peak(compiled)) / MIB:.0f} at the peak"
-)
-assert peak(table(whole)) == peak(compiled)
+falls = (peak(table(fields)) - peak(compiled)) / MIB
+print(f"{spared / MIB:.0f} MiB less in the block, {falls:.0f} MiB less at the peak")
+assert peak(table(fields)) == peak(compiled)
 
-# %% [markdown]
-# Not at all: the peak is at the loss.
+# %% [markdown] tags=["deep"]
+# The peak does not fall at all, because it is at the loss. The rule of this lesson says so.
 #
-# ## 5. The production switch
-# Each switch is one flag. Both commands switch everything on: over a baseline, and over the Kwanzaa run's recipe, which
-# leaves two switches out on a T4.
+# **`torch._dynamo hit config.recompile_limit (8)`.** This is one warning, and from then on torch runs new lengths
+# uncompiled, slower than you think. The cause is that a graph was made for one length, and rows have many. Here twelve
+# lengths go through the two blocks of a small Llama. (`backend="eager"` captures graphs and makes no kernels, which is
+# enough to count them.) The cure is `dynamic=True`, one graph for any length, as our switch sets it.
 
-# %%
-sets = [f"tricks.{toggles.named(whole, field)}" for field in fields]
-over = "cria plan baseline --gpu t4 --set model=llama-3.2-1b --set data.max_length=2048"
-print(over, *(f"--set {one}" for one in sets), sep=" \\\n    ")
-print(
-    "cria plan kwanzaa --gpu t4 --set tricks.gradient_checkpointing=true --set "
-    "tricks.chunked_loss=true"
-)
-plain = with_settings(
-    recipes.baseline(T4), ["model=llama-3.2-1b", "data.max_length=2048"]
-)
-assert with_settings(plain, sets).tricks == whole.tricks
-left_out = ["tricks.gradient_checkpointing=true", "tricks.chunked_loss=true"]
-assert (
-    with_settings(recipes.kwanzaa(T4), left_out).tricks
-    == whole.tricks
-    != recipes.kwanzaa(T4).tricks
-)
-course.show_bill(plain, whole)
-
-# %% [markdown]
-# Line by line, for the last time. *Weights: blocks* went to an eighth (LoRA froze them, NF4 packed them), *weights: all
-# others* to half (16 bits, which the lean preparation left alone). *Optimizer states* are those of 11 million weights,
-# some paged. *Batch*: no mask. *Saved activations*: sixteen inputs. *Final norm*: nothing in it trains. *Logits*: of
-# 256 tokens. On top came the adapter, its waiting gradient ([gradient accumulation](gradient_accumulation.py)), its
-# 16-bit copy, and hidden states.
-#
-# **Now switch something off.** The step needs 2.0 GiB, and a T4 has 14.74. Memory that stays empty buys nothing. So
-# `cria plan kwanzaa --gpu t4 --front` tries all sets that train the same weights. No other is both smaller and faster
-# than one of these:
-
-# %%
-front = toggles.front(target, whole)
-for entry in front:
-    needs, ms = entry.memory.needed_bytes / 2**30, 1000 * entry.seconds
-    changes = " ".join(f"--set {change}" for change in entry.set)
-    print(f"{needs:4.1f} GiB, {ms:.3f} ms a token: {changes or 'as it is'}")
-assert front[0].memory.fits
-assert front[0].seconds < 0.7 * next(entry.seconds for entry in front if not entry.set)
-
-# %% [markdown]
-# Without checkpointing, and with all logits, a token takes a third less time by estimate, in two thirds of the card.
-# So the recipe `kwanzaa` leaves these two out on a T4. `cria plan --fit fastest` finds the fastest set that fits your
-# card, and `cria train --fit fastest` trains with it. Compile is one more flag. The same estimate gives it a third less
-# time on a T4; not measured:
-
-# %%
-with_compile = with_settings(whole, ["tricks.compile=true"])
-print("--set tricks.compile=true")
-print(diff(resolve(whole, T4), resolve(with_compile, T4)))
-print(
-    f"{8 * 2048 * target.bill(whole).seconds:.1f} s a step -> "
-    f"{8 * 2048 * target.bill(with_compile).seconds:.1f}"
-)
-
-# %% [markdown]
-# ## 6. Where it breaks
-# **`does not fit`, where the savings said it would.** LoRA saves 9,846 MiB alone, a paged optimizer 9,428. From 32,046
-# that leaves 12,772 MiB: with CUDA's own 381 MiB still under the card's 15,094. The run ends with
-# `torch.OutOfMemoryError: CUDA out of memory`. Cause: both savings are the same states. Cure: read the table and
-# shrink another line.
-
-# %%
-added_up = peaks[0] - sum(
-    saved["alone"][fields.index(field)] for field in ("peft", "paged_optimizer")
-)
-print(f"by the sum: {added_up / MIB:,.0f} MiB")
-assert added_up + 400e6 < T4.memory_bytes
-base = (
-    "cria plan baseline --gpu t4 --set model=llama-3.2-1b --set data.max_length=2048 "
-    "--set tricks.peft=lora"
-)
-# the exit code of: does not fit
-assert cria(f"{base} --set tricks.paged_optimizer=true") == 3
-assert cria(f"{base} --set tricks.gradient_checkpointing=true") == 0  # the cure
-
-# %% [markdown]
-# **`torch._dynamo hit config.recompile_limit (8)`.** One warning, and from then on torch runs new lengths uncompiled,
-# slower than you think. Cause: a graph was made for one length, and rows have many. Here twelve lengths go through the
-# two blocks of a small Llama. (`backend="eager"` captures graphs and makes no kernels, which is enough to count them.)
-# Cure: `dynamic=True`, one graph for any length, as our switch sets it.
-
-# %%
-from transformers import AutoConfig, AutoModelForCausalLM
-
+# %% tags=["deep"]
 said = []
 logging.getLogger("torch._dynamo.convert_frame").addFilter(
     lambda record: said.append(record.getMessage())
@@ -675,55 +1040,110 @@ assert (broken[0], broken[-1]) == (1, 8)
 assert set(cured) == {1}
 assert len(said) == 1
 
+# %% [markdown] tags=["deep"]
+# In addition to lengths, other things need another graph: a mask or none, one row or several, training or evaluation.
+# For our blocks that can be twelve graphs, so the switch also raises the limit.
+
 # %% [markdown]
-# Beside lengths, other things ask for another graph: a mask or none, one row or several, training or evaluation. For
-# our blocks that can be twelve, so the switch also raises the limit.
-#
+# ## 6. Where it breaks
+# **`does not fit`, where the savings said that it would.** LoRA saves 9,846 MiB alone, and the paged optimizer 9,428.
+# From 32,046 MiB that would leave 12,773, which fits on a T4. But both remove the same optimizer states, so choose a
+# switch that shrinks another line at the peak:
+
+# %%
+for other in ("paged_optimizer", "gradient_checkpointing"):
+    found = course.bill(toggles.with_only(whole, ["peft", other]))
+    needs = found.needed_bytes / GIB
+    print(f"LoRA and {other}: needs {needs:.1f} GiB, {found.verdict} on a T4")
+
+# %% [markdown]
+# **`... is reserved by PyTorch but unallocated.`** If a card has only 7.5 GiB left, our run of 7.3 GiB ends with the
+# message below. PyTorch prints it *after* it has given back all it could. So "unallocated" is memory that is stuck:
+# free blocks in segments that still hold a tensor. Add it to what is free. If the sum is at least what PyTorch tried to
+# allocate, memory is fragmented, and expandable segments help. If it is less, you must lower the peak.
+
+# %%
+small, _, failed = watch(events, limit=int(7.5 * GIB))
+free = (small.limit - small.reserved) / MIB
+unallocated = (small.reserved - small.allocated) / MIB
+print(f"CUDA out of memory. Tried to allocate {failed.size / MIB:.0f} MiB, of which")
+print(
+    f"{free:.0f} MiB is free. {small.allocated / GIB:.2f} GiB is allocated by PyTorch,"
+)
+print(f"and {unallocated:.0f} MiB is reserved by PyTorch but unallocated.")
+print(f"It happens in the {failed.moment}.")
+assert free < failed.size / MIB < free + unallocated
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: why `torch.cuda.empty_cache()` in every step does not help
+# PyTorch gives free segments back by itself when the card is full, and stuck blocks stay where they are. Only *other*
+# processes gain memory. Your run loses time, because it must take the segments again.
+
+# %% tags=["deep"]
+for script in ("a=30 -a", "a=5 b=5 c=5 d=5 -a -c"):
+    cache = play(script)
+    before = cache.reserved()
+    cache.empty()
+    print(f"{script:24} reserved {before:.0f} MiB, then {cache.reserved():.0f}")
+
+# %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** With chunks of 64 tokens and not 256, the whole recipe's *logits* row would be a quarter; alone that
-#    saves 22 MiB, as a block's backward pass comes next. Sparing 32 MiB in a block alone saves nothing. How many MiB do
-#    both together save at the peak? (Two of the heights printed in section 2 and one row of the bill are all you need.)
-# 2. **Build.** Fill in `fewest(limit)`: of all sets in `tables`, the one with the fewest switches whose peak is at most
-#    `limit` bytes; of equals the one with the lowest peak. Return the set, a key of `tables`.
-# 3. **Reach.** Which saving is a switch's own? A fair answer, Shapley's: go through all orders of the switches, note
-#    what each saves when its turn comes, take the mean. Fill in `fair(switches)`: from a list of switches, with all
-#    others off, to a dict from each switch to its bytes. (`itertools.permutations`: four switches have 24 orders.)
+# 1. **Predict**: in the whole job, the loss has 1,516.2 MiB, of which the logits of a chunk of 256 tokens take 250.5.
+#    The second highest moment is a block's backward pass, with 1,494.8 MiB. By how many MiB does the peak fall if you
+#    use chunks of 64 tokens, which makes the logits a quarter, and save 32 MiB in the block?
+# 2. **Build**: fill in `stuck(segments)`, which returns how many MiB are free and cannot be given back to the card.
+#    The segments are as in `Cache`.
+# 3. **Reach**: fill in `fair(switches)`, which returns a dict from each switch to its fair share in MiB, if all others
+#    are off. Shapley's fair share is a mean over all orders of the switches: what the switch saves when its turn
+#    comes. Use `peak_with(switches)` from section 3.
 
 # %% tags=["exercise"]
 mib_of_both = None
 
 
-def fewest(limit):
-    """FILL ME IN."""
+def stuck(segments):
+    """Return MiB. FILL ME IN."""
 
 
 def fair(switches):
-    """FILL ME IN."""
+    """Return a dict from each switch to MiB. FILL ME IN."""
 
 
 # %% Check the exercises tags=["hide-input"]
-def of_fewest(answer):
-    exactly = peak(tables[frozenset(["gradient_checkpointing", "peft"])])
-    for limit in (14 * 2**30, 4 * 2**30, 2 * 2**30, 40 * 2**30, exactly):
-        if (found := answer(limit)) is None:
+def of_stuck(answer):
+    free_whole = "a segment that is free as a whole can be given back"
+    lives = "in a segment where a tensor lives, all free blocks are stuck"
+    cases = (
+        ([[(5, None), (5, "b"), (10, None)]], 15, lives),
+        ([[(30, None)]], 0, free_whole),
+        (
+            [[(30, None)], [(5, None), (5, "b"), (5, None), (5, "d")], [(32, "e")]],
+            10,
+            free_whole,
+        ),
+        ([[(8, "a"), (12, None)], [(2, None), (18, "b")]], 14, lives),
+        ([], 0, "without segments nothing is stuck"),
+    )
+    for segments, right, hint in cases:
+        if (found := answer(segments)) is None:
             raise NotImplementedError
-        if not isinstance(found, frozenset | set | list | tuple):
-            raise TypeError(f"it returned a {type(found).__name__}")
-        found = frozenset(found)
-        assert found in tables, f"{sorted(map(str, found))} is no set of tables"
-        assert peak(tables[found]) <= limit, (
-            f"{sorted(found)} takes more than {limit / MIB:,.0f} MiB"
+        assert abs(found - right) < 1e-9, (
+            f"{found} instead of {right} for {segments}; {hint}"
         )
-        least = min(len(on) for on, one in tables.items() if peak(one) <= limit)
-        hint = "a peak of exactly the limit is allowed"
-        assert len(found) == least, (
-            f"{limit / MIB:,.0f} MiB can be had with fewer switches than "
-            f"{len(found)}; {hint}"
-        )
-        lowest = min(peak(one) for on, one in tables.items() if len(on) == least)
-        assert peak(tables[found]) == lowest, (
-            "another set with as few switches has a lower peak"
-        )
+
+
+def shares_of(switches):
+    """Shapley's shares, by the weights of the sets that come before a switch."""
+    n = len(switches)
+    shares = dict.fromkeys(switches, 0.0)
+    for field in switches:
+        others = [other for other in switches if other != field]
+        for size in range(n):
+            weight = math.factorial(size) * math.factorial(n - 1 - size)
+            for on in itertools.combinations(others, size):
+                gain = peak_with(on) - peak_with([*on, field])
+                shares[field] += weight / math.factorial(n) * gain
+    return shares
 
 
 def of_fair(answer):
@@ -738,94 +1158,85 @@ def of_fair(answer):
         assert set(found) == set(some), (
             "every switch of the list is a key of the dict, and nothing else is"
         )
-        all_of_it = peak(tables[frozenset()]) - peak(tables[frozenset(some)])
-        hint = "what all of them save together, in bytes"
-        assert abs(sum(found.values()) - all_of_it) < 1, (
-            f"the shares must add up to {hint}"
+        together = peak_with([]) - peak_with(some)
+        assert abs(sum(found.values()) - together) < 1e-3, (
+            "the shares must add up to what all of them save together, in MiB"
         )
-        value = {on: peak(tables[on]) for on in tables if on <= set(some)}
-        n = len(some)
-        for field in some:
-            others = [on for on in value if field not in on]
-            weigh = {
-                on: math.factorial(len(on))
-                * math.factorial(n - 1 - len(on))
-                / math.factorial(n)
-                for on in others
-            }
-            right = sum(weigh[on] * (value[on] - value[on | {field}]) for on in others)
-            hint = "is every order in it, each as often as any other?"
-            assert abs(found[field] - right) < 1, (
-                f"{field} has {found[field] / MIB:,.0f} MiB; {hint}"
+        for field, right in shares_of(some).items():
+            assert abs(found[field] - right) < 1e-3, (
+                f"{field} has {found[field]:,.0f} MiB; "
+                "is every order in it, each as often as any other?"
             )
 
 
-both_done = (peak(table(whole)) - heights(compiled)["last block"]) / MIB
+final = sums(table(fields))
+assert round(final["loss"] / MIB, 1) == 1516.2
+assert round(final["last block"] / MIB, 1) == 1494.8
+assert round(table(fields)["loss"]["logits"] / MIB, 1) == 250.5
+assert final["last block"] - spared > final["loss"] - 0.75 * 250.5 * MIB
 course.check(
     1,
     mib_of_both,
     course.about(
-        both_done, "which moment is the highest when both are done, and how high?"
+        (peak(table(fields)) - (final["last block"] - spared)) / MIB,
+        "which moment is the highest when both are done, and how high is it?",
     ),
     "a number of MiB",
 )
-course.check(
-    2,
-    fewest,
-    of_fewest,
-    "a function (limit) -> a set of switches, one of the keys of tables",
-)
+course.check(2, stuck, of_stuck, "a function (segments) -> a number of MiB")
 course.check(
     3,
     fair,
     of_fair,
-    "a function (switches) -> a dict from each switch to a number of bytes",
+    "a function (switches) -> a dict from each switch to a number of MiB",
 )
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
 #
 # ```python
-# # the loss falls 188 MiB, so the block is the peak, less its 32
+# # the loss falls by 188 MiB, so the block is the peak
 # mib_of_both = 1516.2 - (1494.8 - 32)
 #
 #
-# def fewest(limit):
-#     return min(
-#         (on for on in tables if peak(tables[on]) <= limit),
-#         key=lambda on: (len(on), peak(tables[on])),
-#     )
+# def stuck(segments):
+#     in_use = [each for each in segments if any(name for _, name in each)]
+#     return sum(size for each in in_use for size, name in each if name is None)
 #
 #
 # def fair(switches):
 #     shares = dict.fromkeys(switches, 0)
 #     orders = list(itertools.permutations(switches))
 #     for order in orders:
-#         for n, field in enumerate(order):
-#             before, after = frozenset(order[:n]), frozenset(order[: n + 1])
-#             shares[field] += (peak(tables[before]) - peak(tables[after])) / len(orders)
+#         for n, switch in enumerate(order):
+#             gain = peak_with(order[:n]) - peak_with(order[: n + 1])
+#             shares[switch] += gain / len(orders)
 #     return shares
 # ```
-#
-# Two switches, checkpointing and LoRA, bring the plain step under a T4's memory.
 #
 # </details>
 #
 # ## In one breath
-# - **Saves**: together 30,530 of 32,046 MiB, and three quarters of the time by estimate; alone the same switches claim
-#   43,866.
-# - **The rule**: what a switch saves lies between what it takes at the new peak's moment and at the old one's.
-# - **Costs**: checkpointing's second forward pass, unpacking, the rounding of 4 and 8 bits; compile, its first call.
-# - **When**: shrink the row that is largest at the peak, look again, repeat. Compile last, for a long run on a card.
-# - **When not**: memory is left over (section 5), or the switch takes nothing at the peak. Here the paged and the 8-bit
-#   optimizer are worth 12 and 28 MiB; with all weights trained they are gigabytes.
+# - **The rule**: a switch saves at most what it removes at the moment of the peak, and less if the peak then moves.
+# - **Together** the twelve switches save 30,530 of 32,046 MiB, and alone they would claim 41,327.
+# - **Where memory is left over**, switch off what costs time: checkpointing first. `cria train kwanzaa --fit fastest`
+#   does it for you.
+# - **A card limits reserved bytes**, and free memory goes back to it only as whole segments. So 7.3 GiB of tensors
+#   reserve 9.3 GiB, and 7.8 GiB with expandable segments, which change no number of the run.
+# - **When not**: if little is "reserved by PyTorch but unallocated", no setting helps. Then make the peak smaller.
 #
 # ## Sources
-# - Ansel et al. 2024, *PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph
-#   Compilation*, doi:10.1145/3620665.3640366, sections 4 and 5.
-# - Shapley 1953, *A Value for n-Person Games* (exercise 3).
+# - PyTorch, `c10/cuda/CUDACachingAllocator.cpp` at commit 001074d, class `DeviceCachingAllocator`: `malloc` (what is
+#   tried before the error, and its words), `get_free_block`, `should_split`, `try_merge_blocks`,
+#   `release_cached_blocks`, `try_allocate_expandable_block`. Its sizes: `c10/core/AllocatorConfig.h` of torch 2.13.
+# - PyTorch, *CUDA semantics*, "Memory management" and "Optimizing memory usage with PYTORCH_CUDA_ALLOC_CONF".
+# - NVIDIA NeMo, pull request 9061, 2024: 30 % overhead near the limit with batches of changing shapes, and its cure.
+# - *PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph Compilation*,
+#   doi:10.1145/3620665.3640366, sections 4 and 5 (Ansel and others, 2024). `torch/_dynamo/convert_frame.py` of 2.13.
+# - *A Value for n-Person Games* (Shapley, 1953; exercise 3).
 # - torchtune's README, "Optimization flags": a ladder on an A100, stacked only. Hugging Face's documentation has each
 #   switch alone.
-# - torch 2.13: `torch/_dynamo/convert_frame.py` (the limit), `torch/_dynamo/config.py`.
-# - Ours: `cria_tricks/bill/moments.py`, `cria_tricks/predict/toggles.py`, `cria_tricks/tricks/compile.py`,
-#   `benchmarks/bench_together.py`, `benchmarks/bench_interactions.py`, `tests/tricks/test_compile.py`.
+# - Lengths of rows: `data/kwanzaa_lengths.json`, in SmolLM2's tokens.
+# - Ours: `cria_tricks/bill/moments.py`, `cria_tricks/predict/allocator.py`, `cria_tricks/predict/memory_trace.py`,
+#   `cria_tricks/tricks/compile.py`, `benchmarks/bench_together.py`, `benchmarks/bench_interactions.py`,
+#   `tests/memory/test_allocator.py`, `tests/tricks/test_compile.py`.

@@ -1,5 +1,7 @@
 # ---
 # jupyter:
+#   question: What must a checkpoint hold so that a run, stopped at any step, ends with the same bits as one that was
+#     never stopped?
 #   jupytext:
 #     cell_metadata_filter: tags,-all
 #     text_representation: {extension: .py, format_name: percent}
@@ -7,25 +9,25 @@
 
 # %% [markdown]
 # # Checkpoint and resume: a Colab runtime that dies at minute 89
-# > **Promise.** You stop a run after each of its steps, begin anew from a file, and no bit of the end differs. Then you
-# > forget one part of that file after the other, and no error and no curve tells you.
+# > **Promise.** Colab ends your session at minute 89, and the run of the last hour is gone, unless you can continue
+# > from a file. You will build a checkpoint that survives a kill in the middle of a save, and you will stop a run after
+# > each of its steps and end with the same bits. You will also see which missing part no loss curve shows.
+# >
+# > **Card.** saves the work that was done when the machine goes away / costs 6 bytes of disk for each trained number,
+# > and seconds for each save / exact, bit for bit, on a CPU / about 25 minutes / after [8-bit
+# > optimizers](optimizers.py)
 #
-# > **Card.** saves the work that was done when the machine went / costs 6 bytes of disk a trained number, and seconds a
-# > save / exact, bit for bit, on a CPU / 30 minutes / after [lean preparation](mixed_precision.py)
-#
-# The job is QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a free T4 with 14.74 GiB. [The lesson on
-# lean preparation](mixed_precision.py) left a peak of 1.5 GiB, and this lesson does not move it by a byte. It pays in
-# another currency: bytes on a disk, and seconds. Colab's machines go away, and take what they know with them.
+# This lesson does not change the memory bill by a byte: the job still needs 1,516 MiB at its peak. It matters because a
+# run that fits the card is worth nothing if it dies before it ends. Colab and Kaggle take their machines away, and
+# everything on their disks is lost.
 
 # %% Imports and settings tags=["hide-input"]
 import atexit
 import importlib.util
 import inspect
 import io
-import os
-import random
+import logging
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +39,9 @@ from pickle import UnpicklingError
 
 import numpy as np
 import torch
+
+# on some CPUs it tells of a package that is not needed
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 from bitsandbytes.optim import AdamW8bit
 from rich.console import Console
 from torch import nn
@@ -46,7 +51,6 @@ from cria_tricks import course, recipes
 from cria_tricks.bench.style import Theme, panels
 from cria_tricks.common.atomic_files import damage
 from cria_tricks.hardware.device import pretend, this_cpu
-from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import with_settings
 from cria_tricks.store.checkpoints import Checkpoints
 
@@ -65,66 +69,48 @@ def new_place() -> Path:
     return Path(tempfile.mkdtemp(dir=disk.name))
 
 
+bill = course.bill(course.so_far("checkpoint_and_resume"))
+assert bill == course.bill(course.so_far("when_libraries_lie"))
+assert bill.peak_bytes // 2**20 == 1516
+
 # %% [markdown]
 # ## 1. The bill
-# What does the *next* step depend on? Not on the base, which is frozen and can be downloaded again. Not on gradients or
-# activations: between two steps there are none. What is left is the run's *state*:
+# A checkpoint holds everything on which the *next* step depends. It needs no base model, because that is frozen and can
+# be downloaded again. It needs no gradients or activations, because none exist between two steps. What remains is the
+# *state* of the run:
 #
-# - what trains, 4 bytes a number
-# - AdamW's two moments, with 8-bit states ([8-bit AdamW](optimizers.py)) 1 byte each, and a scale of 4 bytes for every
+# - the trained numbers, 4 bytes each
+# - AdamW's two moments. With [8-bit states](optimizers.py) they take 1 byte each, and 4 bytes for the scale of every
 #   256 of them
-# - the two tables of 256 levels, in fp32, shared by all
-# - the schedule, the loss scale, the place in the data, and the dice (random states) of Python, numpy and torch: some
-#   KiB
+# - the two tables of 256 levels in fp32, which all 8-bit states share
+# - the learning rate schedule, the loss scale, the position in the data, and the [random states
+#   (RNG)](../docs/glossary.md#random-state-rng) of Python, numpy and torch, a few KiB together
 #
-# Our adapter has 11,272,192 numbers. How many MB is a checkpoint? Guess, then run.
+# Our adapter has 11,272,192 trained numbers. How many MB does a checkpoint take?
 
 # %% Your guess: MB of a checkpoint tags=["predict"]
 guess = 0  # @param {type:"number"}
 
 # %%
-before, after = (
-    course.so_far("mixed_precision"),
-    course.so_far("checkpoint_and_resume"),
-)
-shape, r = find_shape(after.model), after.lora.r
-sizes = [
-    size for d_in, d_out in shape.packable.values() for size in ((r, d_in), (d_out, r))
-] * shape.layers
-adapter = [nn.Parameter(torch.randn(size)) for size in sizes]
-n = sum(p.numel() for p in adapter)
-bill = {
-    "adapter": 4 * n,
-    "moments": 2 * n,
-    "scales": 2 * 4 * n // 256,
-    "tables": 2 * 4 * 256,
-}
+n = 11_272_192
+predicted = {"trained": 4 * n, "moments": 2 * n}
+predicted |= {"scales": 2 * 4 * n // 256, "tables": 2 * 4 * 256}
 
-optimizer = AdamW8bit(adapter)
-for p in adapter:
-    p.grad = torch.randn_like(p)
-optimizer.step()  # the moments come to life
-kept = [
-    t
-    for states in optimizer.state.values()
-    for t in states.values()
-    if torch.is_tensor(t)
-] + adapter
-# what is shared is stored once
-counted = sum({t.data_ptr(): t.nbytes for t in kept}.values())
-print(" + ".join(f"{name} {size:,}" for name, size in bill.items()))
-print(f"predicted {sum(bill.values()):,} bytes for {n:,} numbers, counted {counted:,}")
-assert counted == sum(bill.values())
+adapter = nn.Parameter(torch.randn(n))  # all of it as one tensor
+adapter.grad = torch.randn(n)
+optimizer = AdamW8bit([adapter])
+optimizer.step()  # the first step creates the moments
+states = optimizer.state[adapter].values()
+counted = adapter.nbytes + sum(s.nbytes for s in states if torch.is_tensor(s))
+print(f"predicted {sum(predicted.values()):,} bytes: {predicted}")
+print(f"counted {counted:,} bytes")
+assert counted == sum(predicted.values())
 course.reveal(guess, counted / 1e6, "MB")
-
-# %% [markdown]
-# The bill says 9.6 MiB of states, since [the lesson on paged optimizers](optimizers.py) lets the large ones leave
-# for the host. A disk gets all of them.
 
 
 # %% Draw figure 1 tags=["hide-input"]
 def of_the_state(theme: Theme):
-    """What of a run a checkpoint holds."""
+    """Show which parts of a run a checkpoint holds."""
     sketch = course.Sketch(theme, 45, 14.5)
     for left, name in (
         (3, "base"),
@@ -155,41 +141,50 @@ def of_the_state(theme: Theme):
         (
             "schedule",
             "loss scale",
-            "place in data",
-            "Python's dice",
-            "numpy's",
-            "torch's",
+            "position",
+            "Python's RNG",
+            "torch's RNG",
         )
     ):
-        sketch.tensor(0.6 + 7.4 * place, 11, 6.8, 2.2, name, color=3)
+        sketch.tensor(1 + 8.8 * place, 11, 8.2, 2.2, name, color=3)
     return sketch.figure
 
 
 course.show(
     of_the_state,
-    "Figure 1. Filled goes into a checkpoint, dashed does not; "
-    "the small boxes are some KiB.",
+    "Figure 1. Filled boxes go into a checkpoint, dashed ones do not; "
+    "the boxes in the last line take a few KiB.",
 )
 
 # %% [markdown]
-# ## 2. From scratch, in four steps
-# **A run that has everything.** Python shuffles rows, numpy hides a tenth of the inputs, torch drops out; AdamW, a
-# falling learning rate, fp16 with a loss scale.
+# ## 2. From scratch
+# **A run that has everything.** Python's generator shuffles the rows, torch's generator drives dropout, the learning
+# rate falls, and fp16 has a loss scale. The run is small, so that we can repeat it 60 times.
 
 # %%
-# width, inner width, rows (six batches of 8 an epoch), steps
-D, H, ROWS, STEPS = 16, 64, 48, 60
+import os
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+
+WIDTH = 16
+ROWS = 48  # six batches of 8 in each epoch
+STEPS = 60
 torch.manual_seed(7)
-X = torch.randn(ROWS, D)
-Y = torch.tanh(X @ torch.randn(D, D) / 2) + 0.1 * torch.randn(ROWS, D)
+inputs = torch.randn(ROWS, WIDTH)
+targets = torch.tanh(inputs @ torch.randn(WIDTH, WIDTH) / 2)
 
 
 class Run:
     def __init__(self):
-        for seed in (random.seed, np.random.seed, torch.manual_seed):
-            seed(0)  # as a new process would
+        random.seed(0)  # as in a new process
+        torch.manual_seed(0)
         self.model = nn.Sequential(
-            nn.Linear(D, H), nn.GELU(), nn.Dropout(0.1), nn.Linear(H, D)
+            nn.Linear(WIDTH, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, WIDTH)
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -199,80 +194,80 @@ class Run:
         self.to_come, self.losses, self.weights = [], [], []
 
     def step(self):
-        # an epoch's order
-        self.to_come = self.to_come or random.sample(range(ROWS), ROWS)
-        rows, self.to_come = self.to_come[:8], self.to_come[8:]
-        hidden = torch.from_numpy(np.random.rand(8, D) < 0.1)
+        if not self.to_come:  # a new epoch, in a new order
+            self.to_come = random.sample(range(ROWS), ROWS)
+        rows = self.to_come[:8]
+        self.to_come = self.to_come[8:]
         with torch.autocast("cpu", torch.float16):
-            y = self.model(X[rows].masked_fill(hidden, 0))
-        loss, scale = (y.float() - Y[rows]).square().sum(), self.scaler.get_scale()
+            y = self.model(inputs[rows])
+        loss = (y.float() - targets[rows]).square().sum()
+        scale = self.scaler.get_scale()
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        # else the gradients overflowed, and the step was skipped
-        if self.scaler.get_scale() >= scale:
+        if self.scaler.get_scale() >= scale:  # else the step was skipped (overflow)
             self.schedule.step()
         return loss.item() / y.numel()
 
     def train(self, steps):
         for _ in range(steps):
             self.losses.append(self.step())
-            self.weights.append(
-                nn.utils.parameters_to_vector(self.model.parameters()).detach()
-            )
+            weights = nn.utils.parameters_to_vector(self.model.parameters())
+            self.weights.append(weights.detach())
 
 
 # %% [markdown]
-# **Name all of it.** Eight parts, each with the function that gives it and the one that takes it back. The place in the
-# data is the list of rows still to come. (transformers stores no list: it shuffles again from the seed, and skips.)
+# **Name every part of the state.** This run has seven parts. For each one we need a function that reads it and a
+# function that restores it. The position in the data is the list of rows that are still to come in this epoch.
+# (transformers stores no list: it shuffles again with the same seed, and skips the rows that were used.)
 
 
 # %%
-def dice_of_numpy():
-    name, key, *rest = np.random.get_state()
-    return name, key.tolist(), *rest  # a list; section 6 says why
-
-
 def parts(run):
     return {
         "model": (run.model.state_dict, run.model.load_state_dict),
         "optimizer": (run.optimizer.state_dict, run.optimizer.load_state_dict),
         "schedule": (run.schedule.state_dict, run.schedule.load_state_dict),
         "scaler": (run.scaler.state_dict, run.scaler.load_state_dict),
-        "place": (lambda: run.to_come, run.to_come.extend),
+        "position": (lambda: run.to_come, run.to_come.extend),
         "python": (random.getstate, random.setstate),
-        "numpy": (dice_of_numpy, np.random.set_state),
         "torch": (torch.get_rng_state, torch.set_rng_state),
     }
 
 
 def state(run):
-    return {part: give() for part, (give, _) in parts(run).items()}
+    return {part: read() for part, (read, _) in parts(run).items()}
 
 
 def restore(run, saved, without=""):
-    for part, (_, take) in parts(run).items():
+    for part, (_, write) in parts(run).items():
         if part != without:
-            take(saved[part])
+            write(saved[part])
 
 
 # %% [markdown]
-# **Write it whole or not at all.** Write aside, wait until the disk has it, rename. A rename within one file system
-# happens or does not; there is no half of it.
+# **Write the whole file or nothing.** `overwrite` replaces the old file, so a kill in the middle leaves half of a new
+# one. `write_aside` writes under a temporary name, waits until the disk has every byte, and then renames. Within one
+# file system a rename happens completely or not at all.
 
 
 # %%
+def overwrite(state, folder, step):
+    torch.save(state, folder / "state.pt")
+
+
 def sync(path):
-    """Wait for the disk: until then it may all be in the system's cache."""
+    """Wait for the disk: until then, the bytes may only be in the system's cache."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
-def durable(state, folder, step):
-    final, aside = folder / f"checkpoint-{step}", folder / f"checkpoint-{step}.partial"
-    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
+def write_aside(state, folder, step):
+    final = folder / f"checkpoint-{step}"
+    aside = folder / f"checkpoint-{step}.partial"
+    shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed
     aside.mkdir()
     torch.save(state, aside / "state.pt")
     sync(aside / "state.pt")  # the bytes
@@ -283,28 +278,25 @@ def durable(state, folder, step):
 
 def newest(folder):
     whole = [path for path in folder.iterdir() if path.suffix != ".partial"]
-    # 9 comes before 21
-    return max(whole, key=lambda path: int(path.name.partition("-")[2])) / "state.pt"
+    # Compare numbers, because as text "9" comes after "21".
+    return max(whole, key=lambda path: int(path.name.split("-")[1])) / "state.pt"
 
 
-def plain(state, folder, step):
-    torch.save(state, folder / "state.pt")  # over the old one
-
+run = Run()
+run.train(21)
+folder = Path(tempfile.mkdtemp())
+write_aside(state(run), folder, 21)
+run.train(3)
+again = Run()
+restore(again, torch.load(newest(folder)))
+again.train(3)
+print("the losses of steps 22 to 24, after a resume:", again.losses)
+assert again.losses == run.losses[21:]
 
 # %% [markdown]
-# **Kill it half way.** Two processes save step 24, where a checkpoint of step 21 lies. When half of the bytes are
-# written, each gets SIGKILL, which nothing can catch. What is left to go back to?
-
-
-# %%
-def refusal(path):
-    """What torch.load says of a file that it does not take."""
-    try:
-        torch.load(path)
-    except (EOFError, OSError, RuntimeError, UnpicklingError) as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError(f"{path.name} was loaded")
-
+# ## 3. Prove it
+# **First proof: a kill in the middle of a save.** Two processes save step 24 over a checkpoint of step 21. When half of
+# the bytes are written, each process gets SIGKILL, which no program can catch. What is left to go back to?
 
 # %% Helper: save in a child process, and kill it half way tags=["hide-input"]
 CHILD = """
@@ -328,9 +320,18 @@ save, torch.save = torch.save, half_of_it
 """
 
 
+def refusal(path):
+    """Return what torch.load says of a file that it refuses."""
+    try:
+        torch.load(path)
+    except (EOFError, OSError, RuntimeError, UnpicklingError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError(f"{path.name} was loaded")
+
+
 def killed_half_way(saving, folder):
-    """Load and save in a process of its own, and kill that when half of the new file is
-    there. Its exit code."""
+    """Save in a process of its own, kill it when half of the new file is there, and
+    return its exit code."""
     source = "\n\n".join(inspect.getsource(function) for function in (sync, saving))
     code = CHILD.format(source=source, name=saving.__name__)
     command = [
@@ -349,27 +350,23 @@ def killed_half_way(saving, folder):
 # %%
 run = Run()
 run.train(21)
-places = {plain: new_place(), durable: new_place()}
+places = {overwrite: new_place(), write_aside: new_place()}
 for way, place in places.items():
     way(state(run), place, 21)
     assert killed_half_way(way, place) == -signal.SIGKILL
-    print(
-        way.__name__,
-        "left",
-        [path.relative_to(place).as_posix() for path in sorted(place.glob("**/*.pt"))],
-    )
-print(refusal(places[plain] / "state.pt").partition(". ")[0])
-assert newest(places[durable]).parent.name == "checkpoint-21"
+    left = sorted(str(path.relative_to(place)) for path in place.glob("**/*.pt"))
+    print(way.__name__, "left", *left)
+print(refusal(places[overwrite] / "state.pt").partition(". ")[0])
+assert newest(places[write_aside]).parent.name == "checkpoint-21"
 
 # %% [markdown]
-# The plain one has destroyed step 21 and not made step 24. (What torch says of half a file depends on its length:
-# `EOFError`, `PytorchStreamReader failed reading zip archive`, or `Invalid argument`.) The durable one has step 21, and
-# rubbish under a name that nobody takes. A kill does not test `sync`: what a dead process has written stays in the
-# system's cache. It is for the day on which the machine itself goes, and we cannot rehearse that here.
+# `overwrite` has destroyed step 21 and not made step 24. (The message for half a file depends on its length:
+# `EOFError`, `PytorchStreamReader failed reading zip archive`, or `Invalid argument`.) `write_aside` still has step 21,
+# and an unfinished folder that nothing reads. A kill does not test `sync`, because the system's cache survives a dead
+# process. `sync` is for a machine that loses power, which we cannot rehearse here.
 #
-# ## 3. Prove it
-# First, that the eight parts are enough: stop after each of the 60 steps but the last, begin anew, and end with the
-# same bits.
+# **Second proof: the seven parts are enough.** Stop after each of the first 59 steps, continue in a fresh run, and
+# compare losses and weights bit for bit.
 
 # %%
 whole = Run()
@@ -377,10 +374,10 @@ whole.train(STEPS)
 
 
 def resumed(stop, without=""):
-    """Train, save, begin as a new process does, load, go on."""
+    """Train, save, start as a new process does, load, and go on."""
     run, place = Run(), new_place()
     run.train(stop)
-    durable(state(run), place, stop)
+    write_aside(state(run), place, stop)
     run = Run()
     restore(run, torch.load(newest(place)), without)
     run.train(STEPS - stop)
@@ -390,45 +387,41 @@ def resumed(stop, without=""):
 for stop in range(1, STEPS):
     again = resumed(stop)
     assert again.losses == whole.losses[stop:]
-    assert all(
-        torch.equal(p, q)
-        for p, q in zip(again.weights, whole.weights[stop:], strict=True)
-    )
+    pairs = zip(again.weights, whole.weights[stop:], strict=True)
+    assert all(torch.equal(p, q) for p, q in pairs)
 print(f"{STEPS - 1} stops, {STEPS - 1} times the same losses and weights, bit for bit")
 
 # %% [markdown]
-# Second, that each is needed: stop after step 21, in the middle of an epoch, and leave one out. Most people look at the
-# first loss after a resume, and at the end of the curve. For how many of the eight is that first loss wrong? Guess.
+# **Third proof: each part is needed.** Stop after step 21, in the middle of an epoch, and leave out one part. Most
+# people check the first loss after a resume, and the end of the curve. For how many of the seven parts is that first
+# loss wrong when the part is missing?
+
+# %% Your guess: parts, of seven, whose absence the first loss shows tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %%
 runs = {part: resumed(21, without=part) for part in state(whole)}
-right = np.mean(whole.losses[-6:])
-print(
-    "left out   first loss  differs at  last epoch  weights off  stood still   "
-    f"(nothing: last epoch {right:.4f})"
-)
+for run in runs.values():
+    assert not torch.equal(run.weights[-1], whole.weights[-1])
+seen = [part for part, run in runs.items() if run.losses[0] != whole.losses[21]]
+print("the first loss shows:", *seen)
+course.reveal(guess, len(seen), "of seven parts")
+
+# %% Print what each missing part changes tags=["hide-input"]
+print("left out   first loss   weights off at the end   loss of the last epoch")
 for part, run in runs.items():
-    differs = (
-        next(n for n in range(21, STEPS) if run.losses[n - 21] != whole.losses[n]) + 1
-    )
     off = (run.weights[-1] - whole.weights[-1]).norm() / whole.weights[-1].norm()
-    still = sum(
-        torch.equal(p, q)
-        for p, q in zip([whole.weights[20], *run.weights], run.weights, strict=False)
-    )
-    print(
-        f"{part:9}{run.losses[0]:12.3f}{differs:12}{np.mean(run.losses[-6:]):12.4f}"
-        f"{off:13.1%}{still:13}"
-    )
-    assert off > 0.01
-unseen = [part for part, run in runs.items() if run.losses[0] == whole.losses[21]]
-assert unseen == ["optimizer", "schedule", "scaler", "python"]
-assert any(np.mean(run.losses[-6:]) < right for run in runs.values())
+    last_epoch = sum(run.losses[-6:]) / 6
+    print(f"{part:9}{run.losses[0]:12.4f}{off:25.1%}{last_epoch:25.4f}")
+right_end = sum(whole.losses[-6:]) / 6
+lower = [part for part, run in runs.items() if sum(run.losses[-6:]) / 6 < right_end]
+assert (len(seen), len(lower)) == (3, 5)
+print(f"{'nothing':9}{whole.losses[21]:12.4f}{0:25.1%}{right_end:25.4f}")
 
 
 # %% Draw figure 2 tags=["hide-input"]
 def divergence(theme: Theme):
-    """Losses by epoch, and how far the weights are from the uninterrupted run's."""
+    """Draw the losses by epoch, and how far the weights are from the right ones."""
     drawn, (curves, distances) = panels(2, 3.0)
     looks = [(color, line) for line in ("-", (0, (4, 2))) for color in theme.series]
     ends: dict[str, float] = {}
@@ -472,39 +465,51 @@ def divergence(theme: Theme):
 
 course.show(
     divergence,
-    "Figure 2. Seven resumes with one part missing: left what you look at, "
-    "right what happens.",
+    "Figure 2. Six resumes, each with one part missing: the losses (left) look right, "
+    "while the weights (right) drift away.",
 )
 
 # %% [markdown]
-# Nothing was raised, and only missing weights stand out. Four of the others give a first loss that is right to the bit:
-# moments, schedule and scale act when weights next move, and nobody asks Python for an order before the epoch ends.
-# Some even finish *better*. What happens without the
+# No resume raised an error, and only missing weights stand out. Five of the seven wrong runs even end with a lower loss
+# than the right one. For four parts the first loss is right to the last bit, because moments, schedule and loss scale
+# act when the weights next move, and Python's generator is used when the next epoch starts. What happens without the
 #
-# - *optimizer*: the moments are zero; Adam begins again with steps of full size.
-# - *schedule*: the learning rate leaps back to the top, and comes down too late.
+# - *optimizer*: the moments are zero, and Adam starts again with steps of full size.
+# - *schedule*: the learning rate jumps back to its start, and falls too late.
 # - *scaler*: the loss scale is 65,536 again, and steps are skipped until it fits.
-# - *place*: an epoch begins anew; 24 rows of the old one are passed over.
-# - dice of *python, numpy, torch*: another draw of orders, hidden inputs, dropout.
+# - *position*: an epoch starts anew, so 24 rows of the old one are never used.
+# - *random states*: the order of the rows and dropout are drawn anew.
 #
-# An honest difference: without its dice a run is *another*, not a worse one. Without the first three it follows another
-# *recipe*. But equal bits are the one test that sees all of this, so we save the dice.
+# Losing a random state gives you a different run, not a worse one. Losing one of the first three gives you another
+# *recipe*. However, comparing bits is the only test that notices all of them, so we save the random states, too.
 #
 # ## 4. What it costs
-# A save holds the run up for $C$ seconds, and machines live $M$ seconds on average. Saving every $T$ seconds costs
-# $C/T$ of the time; each death loses half an interval, $T/2M$ of the time. The sum is least where both are equal, at
-# $T = \sqrt{2CM}$, and then it is $\sqrt{2C/M}$ (Young 1974). With $C = 20$ s and $M = 90$ minutes, both assumed, that
-# is 465 s and 8.6 %. Held against a simulation of 200,000 machines:
-
+# A save stops the run for $C$ seconds. If a machine lives $M$ seconds on average, then saving every $T$ seconds costs
+# the share $C/T$ of the time, and each death loses half an interval, the share $T/2M$. The sum is smallest at $T =
+# \sqrt{2CM}$, where both are equal, and it is $\sqrt{2C/M}$ (Young 1974). Assume $M$ = 90 minutes and $C$ = 20 s: then
+# the best interval is 465 s, and it wastes 8.6 % of the time. With $C$ = 2 s it is 147 s and 2.7 %. What is your $C$?
+# The cell measures it on this disk, and a copy to Drive comes on top.
 
 # %%
+began = time.perf_counter()
+write_aside({"adapter": adapter, "states": optimizer.state_dict()}, new_place(), 0)
+took = time.perf_counter() - began
+print(f"{counted / 1e6:.0f} MB on this disk, synced: {took:.2f} s")
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: the formula against a simulation of 200,000 machines
+# The simulation draws the lives of machines at random, and counts the time that went into saves or was lost.
+
+
+# %% tags=["deep"]
 def wasted(interval, cost, lives):
-    """Share of the time that went into saves, or into work that was lost."""
+    """Return the share of the time that went into saves, or into lost work."""
     saved = lives // (interval + cost)  # whole intervals, each with its save
     return 1 - (saved * interval).sum() / lives.sum()
 
 
 M = 90 * 60
+assert [round((2 * C * M) ** 0.5) for C in (20, 2)] == [465, 147]
 lives = np.random.default_rng(0).exponential(M, 200_000)
 for C in (2, 20):
     T = (2 * C * M) ** 0.5
@@ -525,7 +530,7 @@ print(
 assert abs(wasted(M - 20, 20, np.array([M])) - 20 / M) < 1e-9
 
 
-# %% Draw figure 3 tags=["hide-input"]
+# %% Draw figure 3 tags=["hide-input", "deep"]
 def young(theme: Theme):
     """Wasted time against the interval."""
     drawn, axes = course.figure(height=3.0)
@@ -565,39 +570,42 @@ def young(theme: Theme):
 
 course.show(
     young,
-    "Figure 3. Too often costs saves, too rarely costs work. Lines: formula; "
-    "dots: simulation.",
+    "Figure 3. Saving too often costs time for saves, and saving too rarely costs work "
+    "(lines: formula, dots: simulation).",
 )
 
-# %% [markdown]
-# The valley is flat: at half or twice the best interval the waste grows by about a quarter, so a guess of $M$ will do.
-# (Google names no number.) On the far left the formula says too much, as it takes saves to be short beside the
-# interval. And a *known* end, minute 90, is another problem: one save shortly before it costs 0.4 %, not 8.6 %. So
-# there are two switches, a clock for deaths that nobody announced, and a budget for those that somebody did.
-#
-# What is your $C$? Here is the state of section 1 on this disk; a copy to Drive comes on top.
-
-# %%
-began = time.perf_counter()
-durable({"adapter": adapter, "optimizer": optimizer.state_dict()}, new_place(), 0)
-print(f"{counted / 1e6:.0f} MB, synced: {time.perf_counter() - began:.2f} s")
+# %% [markdown] tags=["deep"]
+# The curve is flat around its minimum: at half or twice the best interval the waste grows by about a quarter. So a
+# rough guess of $M$ is enough (Google names no number). On the far left the formula gives too much, because it assumes
+# that a save is short compared with the interval. A *known* end, such as minute 90, is another problem: one save
+# shortly before it costs 0.4 %, not 8.6 %.
 
 # %% [markdown]
-# For scale: our run takes 6 to 9 minutes on a T4 by estimate, and its recipe saves every 7 of 42 steps. Its small
-# sibling took 109 minutes (two Xeon cores at 2.5 GHz, 2026-11-21); there a clock counts.
-#
 # ## 5. The production switch
-# One cell, run again after every disconnect:
+# You know some ends in advance and others not, so there are two kinds of switches. For an end that comes without a
+# warning, `train.save_steps` (every 7 of this recipe's 42 steps) and `train.save_minutes` (10) save regularly. For an
+# end that you know, `train.time_budget` stops the run in time. The newest two checkpoints are kept, and `train.mirror`
+# gets a copy of each. In Colab this is one cell, which you run again after every disconnect:
 #
 # ```
 # !cria train kwanzaa --out /content/kwanzaa --resume \
 #   --set train.mirror=/content/drive/MyDrive/kwanzaa --set train.time_budget=80m
 # ```
 #
-# Beside it `train.save_steps` (7 in this recipe) and `train.save_minutes` (10). The newest two are kept, `mirror` gets
-# a copy of each. Now the whole story on a toy of two blocks: the budget ends the run after its first step, the machine
-# is lost, the drive is not. (It runs on the CPU even if there is a card, because a card's sums have no fixed order and
-# this lesson compares bits.)
+# In plain Hugging Face code:
+#
+# ```python
+# from transformers.trainer_utils import get_last_checkpoint
+#
+# settings = TrainingArguments("out", save_steps=7, save_total_limit=2)
+# trainer = Trainer(model, settings, train_dataset=rows)
+# trainer.train(resume_from_checkpoint=get_last_checkpoint("out"))  # None: from the start
+# ```
+#
+# These switches are worth no byte of the memory bill, added to the earlier lessons or taken away from the whole job;
+# they cost only the seconds of the saves. Here is the whole story on a toy of two blocks. The time budget ends the run
+# after its first step, then the machine is lost, and the drive is not. (It runs on the CPU even if you have a card,
+# because on a card sums have no fixed order, and this lesson compares bits.)
 
 # %% Helpers: train a toy run tags=["hide-input"]
 toy = [
@@ -638,38 +646,26 @@ undisturbed = train(place / "undisturbed")
 train(place / "colab", drive, "train.time_budget=0.001")  # less than any step takes
 shutil.rmtree(place / "colab")  # the machine is gone
 gone_on = train(place / "colab", drive, resume=True)
-one, other = (
-    place / out / "adapter" / "adapter_model.safetensors"
-    for out in ("undisturbed", "colab")
-)
+
+file = Path("adapter") / "adapter_model.safetensors"
+one, other = (place / run / file for run in ("undisturbed", "colab"))
 assert one.read_bytes() == other.read_bytes()
 assert curve(undisturbed) == curve(gone_on)
 checkpoint = place / "drive" / "checkpoints" / "checkpoint-2"
 print({path.name: path.stat().st_size for path in sorted(checkpoint.iterdir())})
 
-# %% [markdown]
-# The same bytes in the adapter, the same losses. Our eight parts are there under other names: the dice in
-# `rng_state.pth`, the place as a number of steps in `trainer_state.json`; a run in fp32 has no `scaler.pt`. `run.json`
-# says of what recipe, rows and versions it is; another recipe is refused.
+# %% [markdown] tags=["deep"]
+# ### Deeper: what is in the folder, and why it has a manifest
+# The adapter has the same bytes, and the losses are the same. Our seven parts have other names here: the random states
+# are in `rng_state.pth`, and the position is a number of steps in `trainer_state.json`. A run in fp32 has no
+# `scaler.pt`. `run.json` says which recipe, rows and versions the run has, and another recipe is refused.
 #
-# The bill of a training step has not moved, in any row:
+# The name of a folder says only that it *was* whole. Drive is not a disk: what you write first goes to the machine and
+# is uploaded later, and users have lost checkpoints whose writing had ended without an error. Therefore the package's
+# `new_folder` does what our `write_aside` does, and adds a manifest: a list of the SHA-256 of each file, which
+# `--resume` compares. torch does not notice a changed bit:
 
-# %%
-course.show_bill(before, after)
-assert course.bill(before) == course.bill(after)
-
-# %%
-course.show(
-    course.staircase("checkpoint_and_resume"),
-    "Figure 4. The bill so far: no new step on the staircase.",
-)
-
-# %% [markdown]
-# **Why a manifest?** A name says that a folder *was* whole. Drive is no disk: what you write lands on the machine first
-# and is uploaded later; users lost checkpoints whose writing had ended without an error. So the package's
-# `durable.new_folder` is our `durable`, and a list of each file's SHA-256, which `--resume` compares. torch does not:
-
-# %%
+# %% tags=["deep"]
 file = checkpoint / "optimizer.pt"
 content = bytearray(file.read_bytes())
 content[len(content) // 2] ^= 64
@@ -678,14 +674,23 @@ torch.load(file)  # no complaint
 print(damage(checkpoint))
 assert damage(checkpoint) == "optimizer.pt has other content than was written"
 
+# %% [markdown] tags=["deep"]
+# A checkpoint that is not whole is passed over, and `cria` says so. Two more things go wrong with a drive. If it is not
+# mounted, `cria` refuses, because the copy would lie on the disk that goes away. If it is full, look into its bin:
+# deleted checkpoints count until you empty it.
+
+# %% tags=["deep"]
+file.unlink()
+start = Checkpoints(
+    checkpoint.parent, say=lambda line: print(line.replace(str(place), "..."))
+).newest()
+assert start.step == 1
+
 # %% [markdown]
-# What else goes wrong there: a drive that is not mounted (`cria` refuses: the copy would lie on the disk that goes
-# away), and a full one: deleted checkpoints lie in its bin, and count.
-#
 # ## 6. Where it breaks
 # **The loss after the resume looks right, and the run is another one.** transformers writes a checkpoint file by file
-# under its final name, and goes on without `optimizer.pt` when it is not there. What if only `scheduler.pt` is missing?
-# Guess.
+# under its final name, so a kill can leave a folder in which files are missing. It resumes from such a folder, too.
+# Here each of three files is missing once.
 
 # %% Helper: train with transformers' own trainer tags=["hide-input"]
 from transformers import PrinterCallback, Trainer, TrainingArguments
@@ -718,7 +723,7 @@ def by_transformers(folder, resume=None):
         "per_device_train_batch_size": 8,
         "learning_rate": 1e-2,
     }
-    rows = [{"x": x, "y": y} for x, y in zip(X, Y, strict=True)]
+    rows = [{"x": x, "y": y} for x, y in zip(inputs, targets, strict=True)]
     trainer = Trainer(
         Toy(), TrainingArguments(str(folder), **steps, **options), train_dataset=rows
     )
@@ -727,40 +732,47 @@ def by_transformers(folder, resume=None):
     return nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
 
 
-# %%
-saved = new_place()
-end, ends = by_transformers(saved), {}
-for missing in ("nothing", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
-    copy_of_it = new_place() / "checkpoint-3"
-    shutil.copytree(saved / "checkpoint-3", copy_of_it)
-    (copy_of_it / missing).unlink(missing_ok=True)
+def resume_without(missing, checkpoint):
+    """Go on from a checkpoint that lacks a file: the weights, and the warnings."""
+    incomplete = new_place() / checkpoint.name
+    shutil.copytree(checkpoint, incomplete)
+    (incomplete / missing).unlink(missing_ok=True)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        ends[missing] = by_transformers(new_place(), resume=str(copy_of_it))
+        weights = by_transformers(new_place(), resume=str(incomplete))
+    return weights, len(heard)
+
+
+# %%
+saved = new_place()
+end = by_transformers(saved)
+ends = {}
+for missing in ("nothing", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+    ends[missing], warned = resume_without(missing, saved / "checkpoint-3")
     off = (ends[missing] - end).norm() / end.norm()
-    print(f"{missing:13} missing: {len(heard)} warnings, weights off by {off:.2%}")
+    print(f"{missing:13} missing: {warned} warnings, weights off by {off:.2%}")
 assert torch.equal(ends.pop("nothing"), end)
 assert not any(torch.equal(other, end) for other in ends.values())
 assert torch.equal(ends["optimizer.pt"], ends["scheduler.pt"])
 
 # %% [markdown]
-# No error, no warning; and without the schedule's 1.4 KB the moments are not read either, although they are there: one
-# `if` asks for both files. Cure: a list of what must be there. Ours passes over what is not whole, and says so:
+# There is no error and no warning. If only the schedule's 1.4 KB are missing, transformers does not read the moments
+# either, although they are there, because one `if` asks for both files. The cure is a list of the files that must be
+# there. `cria` has one, so it passes over a checkpoint that is not whole, and takes an older one.
 
-# %%
-file.unlink()
-start = Checkpoints(
-    checkpoint.parent, say=lambda line: print(line.replace(str(place), "..."))
-).newest()
-assert start.step == 1
-
-# %% [markdown]
-# **`Weights only load failed.`** A pickle is a program, and `torch.load` would run it. Since torch 2.6 it takes tensors
-# and plain data only, and refuses numpy's array of dice as well. The message offers `weights_only=False`; see what that
-# does. Cure: save plain data.
+# %% [markdown] tags=["deep"]
+# ### Deeper: `Weights only load failed`, and numpy's random state
+# A pickle is a program, and `torch.load` would run it. Therefore torch 2.6 and newer load only tensors and plain data.
+# They also refuse the array in numpy's random state, which a run needs if numpy draws anything. The message offers
+# `weights_only=False`; the cell shows what that does. The cure is to save plain data: turn the array into a list.
 
 
-# %%
+# %% tags=["deep"]
+def random_state_of_numpy():
+    name, key, *rest = np.random.get_state()
+    return name, key.tolist(), *rest  # np.random.set_state takes it back
+
+
 class Surprise:
     def __reduce__(self):
         return print, ("this line was printed by torch.load",)  # could be anything
@@ -776,25 +788,24 @@ for content in ({"numpy": np.random.get_state()}, {"model": Surprise()}):
         sep=" ... ",
     )
 _ = torch.load(place / "from-a-stranger.pt", weights_only=False)
-torch.save(dice_of_numpy(), place / "cured.pt")  # numbers in a list
-assert torch.load(place / "cured.pt") == dice_of_numpy()
+torch.save(random_state_of_numpy(), place / "cured.pt")
+assert torch.load(place / "cured.pt") == random_state_of_numpy()
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** Full fine-tuning as in [the lesson on the bill](the_bill.py): 1,235,814,400 weights in fp32, AdamW
-#    with fp32 moments. How many bytes do weights and moments take in a checkpoint? Your answer is a number of bytes. (A
-#    free Drive has 15 GB.)
-# 2. **Build.** A save need not stop the run: take a *snapshot* in memory, and write that while training goes on. Fill
-#    in `snapshot(run)`. It returns a dict of all eight parts, as `state` does and as `restore` takes it.
-# 3. **Reach.** A save takes 2 s. How many seconds must machines live on average, so that the best interval wastes 1 %?
-#    Your answer is a number of seconds.
+# 1. **Predict.** Full fine-tuning as in [the lesson on the bill](the_bill.py): 1,235,814,400 weights in fp32, and AdamW
+#    with fp32 moments. How many bytes do weights and moments take in a checkpoint? (A free Drive has 15 GB.)
+# 2. **Build.** A save need not stop the run: take a *snapshot* in memory, and write it while training goes on. Fill in
+#    `snapshot(run)`. It returns a dict of all seven parts, as `state` does and as `restore` takes it.
+# 3. **Reach.** A save takes 2 s. How many seconds must machines live on average, so that the best interval wastes 1 %
+#    of the time?
 
 # %% tags=["exercise"]
 bytes_of_a_full_checkpoint = None
 
 
 def snapshot(run):
-    """FILL ME IN: return a dict of the eight parts."""
+    """FILL ME IN: return a dict of the seven parts."""
 
 
 seconds_of_life = None
@@ -824,7 +835,7 @@ def of_snapshot(answer):
     if not isinstance(taken, dict):
         raise TypeError(f"this is a {type(taken).__name__}, not a dict")
     missing = ", ".join(part for part in state(run) if part not in taken)
-    assert not missing, f"not all of the eight parts are in it: {missing}"
+    assert not missing, f"not all of the seven parts are in it: {missing}"
     run.train(5)  # while the snapshot is being written
     assert run.losses == whole.losses[:26], (
         "taking the snapshot changed the run itself: its later losses are different"
@@ -878,7 +889,7 @@ course.check(
     2,
     snapshot,
     of_snapshot,
-    "a function run -> a dict of the eight parts, as `state` gives it",
+    "a function run -> a dict of the seven parts, as `state` gives it",
 )
 course.check(
     3,
@@ -887,7 +898,7 @@ course.check(
         40_000,
         "section 4 has the waste at the best interval; solve it for M",
         mistakes={
-            20_000: "the formula has a 2 under the root, beside C",
+            20_000: "the formula has a 2 under the root, next to C",
             400: "the waste is a square root, so you need its square to find M",
             10_000: "at the best interval saves and lost work waste the same time, "
             "and both count",
@@ -923,22 +934,24 @@ course.check(
 # </details>
 #
 # ## In one breath
-# - **Saves** what was trained when the machine goes: of a run of any length you lose one interval at most.
-# - **Costs** 6 bytes of disk a trained number (68 MB; three while one is written), and $\sqrt{2C/M}$ of the time.
-# - **Exact**, bit for bit, if all eight parts are there, and versions and machine are the same; on a GPU sums have no
-#   fixed order, with or without a stop.
-# - **When**: always, when a run is longer than you would repeat. Test it by a kill, and by bits; no curve shows it.
-# - **When not**: a run of seconds. And a checkpoint is no result: publish the adapter, not the moments.
+# - **Saves** the work of a run whose machine goes away: at most one interval is lost, however long the run is.
+# - **Costs** 6 bytes of disk for each trained number (68 MB; three checkpoints while one is written), and $\sqrt{2C/M}$
+#   of the time.
+# - **Exact**, bit for bit, if every part of the state is there, and versions and machine are the same. On a GPU sums
+#   have no fixed order, with or without a stop.
+# - **When**: always, if a run is longer than you would like to repeat. Test it by a kill and by comparing bits, because
+#   no curve shows what is missing.
+# - **When not**: for a run of seconds. And a checkpoint is not a result: publish the adapter, not the moments.
 #
 # ## Sources
-# - Young 1974, *A first order approximation to the optimum checkpoint interval*, Communications of the ACM 17(9);
-#   Daly 2006, *A higher order estimate ...*, Future Generation Computer Systems 22(3) (when $C$ is not small).
+# - Young 1974, *A first order approximation to the optimum checkpoint interval*, Communications of the ACM 17(9); Daly
+#   2006, *A higher order estimate ...*, Future Generation Computer Systems 22(3) (when $C$ is not small).
 # - Mohan et al. 2021, *CheckFreq*, USENIX FAST 2021, sections 3 and 4 (the data's place, snapshots, how often).
 # - Pillai et al. 2014, *All File Systems Are Not Created Equal*, USENIX OSDI 2014 (what rename and fsync promise).
 # - Drive: googlecolab/colabtools, issues 659 (written to the machine first), 287 (lost; comment of September 2026),
 #   1269 (deleted, and still full).
-# - transformers 5.23: `trainer.py` (`_save_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`).
-#   torch 2.13: `torch/serialization.py`. bitsandbytes 0.50: `optim/optimizer.py`.
+# - transformers 5.23: `trainer.py` (`_save_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`). torch
+#   2.13: `torch/serialization.py`. bitsandbytes 0.50: `optim/optimizer.py`.
 # - Ours: `cria_tricks/common/atomic_files.py`, `cria_tricks/store/checkpoints.py`, `resumable.py` and `callbacks.py` in
-#   `cria_tricks/trainer/`; `tests/test_checkpoints.py`;
-#   `tests/drills/disconnect.py` kills a run 50 times and compares the bytes.
+#   `cria_tricks/trainer/`; `tests/test_checkpoints.py`; `tests/drills/disconnect.py` kills a run 50 times and compares
+#   the bytes.

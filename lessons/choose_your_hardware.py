@@ -807,8 +807,9 @@ assert recipes.best_precision(T4) == "fp16"  # the cure
 
 # %% [markdown]
 # **`does not fit`, on a card whose name says it should.** A T4 is sold with 16 GB. Without checkpointing, a row of
-# 8,192 tokens needs 15.96. But 15.83 can be used, 14.74 GiB. On a card the end is `torch.OutOfMemoryError: CUDA out of
-# memory`; here it is an exit code, 3. Cause: the name. Cure: plan with the bytes that
+# 8,192 tokens needs 15.94, and 18.8 GiB with what the allocator may reserve. But 15.83 GB can be used, 14.74 GiB. On a
+# card the end is `torch.OutOfMemoryError: CUDA out of memory`; here it is an exit code, 3. Cause: the name. Cure: plan
+# with the bytes that
 # `torch.cuda.get_device_properties(0).total_memory` gives, and flip a switch.
 
 # %%

@@ -1,29 +1,38 @@
 # ---
 # jupyter:
+#   question: Why does each new token move the whole KV cache three times, and how can all of a GPU read it?
 #   jupytext:
 #     cell_metadata_filter: tags,-all
 #     text_representation: {extension: .py, format_name: percent}
 # ---
 
 # %% [markdown]
-# # Flash-Decoding: one query, many readers
-# > **Promise.** You cut one token's attention into any number of pieces, merge them in any order, and get plain
-# > attention back within a bound that you count. Then you find that each new token moves the whole cache 3 times in
-# > transformers, 11 times where a T4 needs repeated heads, and you bring it down to once.
+# # Flash-Decoding: one new token reads a long past
+# > **Promise.** The longer a conversation, the slower your fine-tuned model answers, although most of the GPU has
+# > nothing to do. You will count how often transformers moves the KV cache for each new token, and bring it down to
+# > once. And you will write Flash-Decoding, which cuts the past into pieces for all multiprocessors and still gives the
+# > right numbers.
+# >
+# > **Card.** saves time for each token of an answer, and no byte of training / costs one output and one number more for
+# > each piece, and room for the whole answer / exact within rounding / about 25 minutes / after
+# > [FlashAttention](flash_attention.py)
 #
-# > **Card.** saves time, where one token leaves most of a card idle / costs one output more for each piece / exact
-# > within rounding / 30 minutes / after [FlashAttention](flash_attention.py)
+# The other lessons make training fit a T4. This one is about what comes afterwards: the trained Llama-3.2-1B answers,
+# one token at a time. The bill of the training step does not change.
 #
-# The job is still QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. Its bill stands
-# where [the lesson on FlashAttention](flash_attention.py) left it, and this lesson does not move it by one byte. It is
-# about what comes afterwards: the trained model answers, one token at a time.
+# ## 1. The bill
+# A new token attends to all tokens before it. Their keys and values do not change any more, so they are computed once
+# and stored in the [KV cache](../docs/glossary.md#kv-cache). Llama-3.2-1B has 16 blocks with 32 query heads and 8 heads
+# of keys and values each ([grouped-query attention](../docs/glossary.md#grouped-query-attention)), which are 64 wide.
+# How many KiB of cache does one token of the past take in 16 bits?
+
+# %% Your guess: KiB of KV cache for one token tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %% Imports and settings tags=["hide-input"]
 import math
 import types
 
-import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.benchmark import Timer
@@ -33,11 +42,12 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     LlamaConfig,
+    StaticCache,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-# names the lesson on FlashAttention's repeated heads to transformers
+# transformers knows sdpa_expanded from here on
 import cria_tricks.load.attention  # noqa: F401
 from cria_tricks import course
 from cria_tricks.bench import results, tables
@@ -48,38 +58,24 @@ from cria_tricks.load.cache import for_answers
 from cria_tricks.measure.counting import flops, peak_bytes
 from cria_tricks.models.configs import find_config
 from cria_tricks.models.shape import find_shape
+from cria_tricks.tricks import flash_decoding, kv_cache
 from cria_tricks.tricks.expand_kv import expand_kv
-from cria_tricks.tricks.flash_decoding import flash_decoding, for_chat
-from cria_tricks.tricks.kv_cache import append, groups_as_rows
+from cria_tricks.tricks.flash_decoding import for_chat
 
-torch.manual_seed(0)
 MIB = 2**20
-
-# %% [markdown]
-# ## 1. The bill
-# A new token attends to all before it. Their keys and values do not change any more, so they are kept: the *KV cache*.
-# How many bytes does one token of the past take, in 16 bits? Llama-3.2-1B has $L = 16$ blocks, $H = 32$ query heads,
-# and $K = 8$ heads of keys and values, of width $D = 64$. Write your guess down.
-
-# %% Your guess: KiB of one token tags=["predict"]
-guess = 0  # @param {type:"number"}
-
-# %% [markdown]
-# It is $2\,L\,K\,D$ numbers of 2 bytes: 32 KiB. If every query head had keys and values of its own, it would be
-# $H / K = 4$ times that. Here is the bill of answering, in 16 bits (`cria chat` unpacks an NF4 base first):
+job = course.so_far("flash_decoding")
+training = course.bill(job)
 
 # %%
-before, after = course.so_far("flash_attention"), course.so_far("flash_decoding")
-training = course.bill(after)
-# nothing of this lesson is part of a training step
-assert training.lines == course.bill(before).lines
-shape, card = find_shape(after.model), CARDS["t4"]
-L, H, K, D = shape.layers, shape.heads, shape.kv_heads, shape.head_width
-cached = 2 * L * K * D * 2  # bytes for each token of the past
-longest = find_config(after.model)["max_position_embeddings"]
+shape, card = find_shape(job.model), CARDS["t4"]
+# keys and values, in 2 bytes each
+cached = 2 * shape.layers * shape.kv_heads * shape.head_width * 2
+course.reveal(guess, cached / 1024, "KiB")
+longest = find_config(job.model)["max_position_embeddings"]
 
 
 def answering(past):
+    """Return what each new token reads, in bytes."""
     return {
         "weights": 2 * shape.weights,
         "adapter": 2 * training.facts.trained_weights,
@@ -87,54 +83,23 @@ def answering(past):
     }
 
 
-print(
-    f"a training step: {training.peak_bytes / MIB:,.0f} MiB before this lesson, "
-    "and after it"
-)
 for past in (2048, longest):
-    rows = " + ".join(
-        f"{name} {size / MIB:,.0f}" for name, size in answering(past).items()
-    )
-    print(
-        f"answering after {past:7,}: "
-        f"{rows} = {sum(answering(past).values()) / MIB:,.0f} MiB"
-    )
-assert (cached, H // K) == (32 * 1024, 4)
-assert sum(answering(longest).values()) < T4.memory_bytes / 2
-course.reveal(guess, cached / 1024, "KiB")
+    parts = answering(past)
+    total = sum(parts.values())
+    said = " + ".join(f"{name} {size / MIB:,.0f}" for name, size in parts.items())
+    print(f"after {past:7,} tokens: {said} = {total / MIB:,.0f} MiB,")
+    print(f"    at most {card.memory_rate / total:5.1f} tokens a second on a T4")
 
 # %% [markdown]
-# Even the longest past that this model knows takes less than half of a T4. Bytes are not short. What is?
+# Even the longest past that this model knows takes less than half of a T4. So memory is sufficient, and time is the
+# problem, because each new token reads all of these bytes once. For each byte there are only 1 to 3 arithmetic
+# operations, and a T4 could do 203 in the time that reading a byte takes. Therefore bandwidth divided by bytes limits
+# the tokens a second.
 #
-# A token reads everything on that bill once. For each byte there is about one operation: a weight of 2 bytes is
-# multiplied and added. (After a long past there are more, as 4 query heads use what is read once.) A T4 could do 203.
-# So reading is what takes time, and bandwidth over bytes bounds the tokens a second:
-
-# %%
-for past in (2048, longest):
-    read = sum(answering(past).values())
-    # scores, sums of values
-    work = (
-        2 * (shape.active_weights + training.facts.trained_weights)
-        + 4 * L * H * D * past
-    )
-    print(
-        f"after {past:7,}: {work / read:.2f} operations a byte, "
-        f"at most {card.memory_rate / read:5.1f} tokens/s"
-    )
-    assert 1 < work / read < 3
-assert round(card.half_flops / card.memory_rate) == 203
-
-# %% [markdown]
-# But who reads? A GPU's work is done by its *multiprocessors*, SMs. A T4 has 40. FlashAttention deals out pieces of
-# work, each a head and a block of queries: in training, with blocks of 64, $32 \cdot 2{,}048 / 64 = 1{,}024$. Now there
-# is *one* query, and nothing left to deal out but the 8 heads of the cache, each with 4 query heads as rows of one
-# piece. Predict how many SMs have nothing to do.
-
-# %%
-SMS = 2560 // 64  # CUDA cores of a T4, over those of one Turing multiprocessor
-print(f"{K} work, {SMS - K} idle")
-assert (SMS, SMS - K) == (40, 32)
+# However, only a part of the GPU reads the cache. A T4 computes in 40 multiprocessors ([SMs](../docs/glossary.md#sm)),
+# and [FlashAttention](flash_attention.py) gives each of them a head and a tile of queries. In training that makes
+# $32\cdot2{,}048/64=1{,}024$ pieces of work. For one new token there is *one* query, so only 8 pieces are left, one for
+# each head of the cache. 32 of the 40 SMs have nothing to do.
 
 
 # %% Draw figure 1 tags=["hide-input"]
@@ -144,7 +109,7 @@ def who_works(theme: Theme):
     whats = (
         ("training", "1,024 pieces", 40),
         ("one new token", "8 pieces", 8),
-        ("in 5 splits", "8 x 5 pieces", 40),
+        ("cut in five", "8 x 5 pieces", 40),
     )
     for row, (what, says, busy) in enumerate(whats):
         top = 0.8 + 3.8 * row
@@ -166,86 +131,78 @@ def who_works(theme: Theme):
 
 course.show(
     who_works,
-    "Figure 1. The 40 multiprocessors of a T4: filled ones have work, "
-    "dashed ones have none. In five splits each of "
-    "the 8 heads keeps five of them busy.",
+    "Figure 1. The 40 multiprocessors of a T4: filled ones have work, dashed ones have "
+    "none. Training keeps all of them busy, and one new token keeps 8 busy. If the "
+    "past is cut in five, each of the 8 heads keeps five busy.",
 )
 
 # %% [markdown]
-# (8 of 40 SMs may draw more than a fifth of the bandwidth; how much more, we have not measured.)
+# (8 SMs may use more than a fifth of the bandwidth; we have not measured how much more.)
 #
 # ## 2. From scratch, in four steps
-# **Attend to one piece as if there were no other.** $S$ tokens of past, $G = H / K$ queries that share a head. A
-# softmax needs the maximum $m$ of its scores and the sum $l$ of its exponentials. A piece takes its own, and keeps both
-# in one number $z = m + \log l$, the *log-sum-exp*.
+# ### Step 1: attend to one piece of the past
+# $S$ is the number of tokens in the past, and $G=32/8=4$ queries share each head of keys. We give each SM a piece of
+# the past, and it attends to this piece as if there were no other. A softmax needs the largest score $m$ and the sum
+# $\ell=\sum e^{s-m}$. Each piece uses those of its own scores. In addition to its output it returns their
+# [log-sum-exp](../docs/glossary.md#log-sum-exp), $z=m+\log \ell$.
 
 # %%
-S, G = 2048, H // K
-q, k, v = torch.randn(K, G, D), torch.randn(K, S, D), torch.randn(K, S, D)
+import torch
+import torch.nn.functional as F
+
+torch.manual_seed(0)
+S, H, K, D = 2048, 32, 8, 64  # tokens, query heads, heads of the cache, width
+G = H // K
+q = torch.randn(K, G, D)
+k, v = torch.randn(K, S, D), torch.randn(K, S, D)
 
 
-def attend(q, k, v, hidden=0.0):
-    """Output and log-sum-exp, (..., G, D) and (..., G, 1); -inf in ``hidden`` hides a
-    key."""
-    scores = q @ k.mT / D**0.5 + hidden
-    m = scores.amax(-1, keepdim=True)  # this piece's maximum
+def attend(q, k, v):
+    """Return the output, (..., G, D), and the log-sum-exp z, (..., G, 1)."""
+    scores = q @ k.mT / D**0.5
+    m = scores.amax(-1, keepdim=True)
     p = (scores - m).exp()
-    total = p.sum(-1, keepdim=True)  # this piece's sum
+    total = p.sum(-1, keepdim=True)
     return p @ v / total, m + total.log()
 
 
 whole, z_of_all = attend(q, k, v)
-assert torch.allclose(whole, F.softmax(q @ k.mT / D**0.5, -1) @ v, atol=1e-6)
-
+assert torch.allclose(whole, F.scaled_dot_product_attention(q, k, v), atol=1e-6)
 
 # %% [markdown]
-# **Merge two pieces.** Each output was divided by its own sum $e^{z}$. Multiply back, add, divide by the new sum. Only
-# differences of $z$ are raised to a power, and none is above zero.
+# ### Step 2: merge two pieces
+# A piece has divided its output by its own sum, which is $e^z$. So we multiply by it again, add both, and divide by the
+# new sum $e^{z_a}+e^{z_b}$. We compute only exponentials of differences of $z$. None of these differences is positive,
+# so nothing can overflow. In our example one piece has 700 tokens and the other has 1,348.
 
 
 # %%
 def merge(a, b):
-    (out_a, z_a), (out_b, z_b) = a, b
+    """Merge two pieces; the result is a piece again."""
+    out_a, z_a = a
+    out_b, z_b = b
     z = torch.logaddexp(z_a, z_b)
     return (z_a - z).exp() * out_a + (z_b - z).exp() * out_b, z
 
 
-out, z = merge(attend(q, k[:, :700], v[:, :700]), attend(q, k[:, 700:], v[:, 700:]))
+first = attend(q, k[:, :700], v[:, :700])
+second = attend(q, k[:, 700:], v[:, 700:])
+out, z = merge(first, second)
 assert torch.allclose(out, whole, atol=1e-6)
 assert torch.allclose(z, z_of_all, atol=1e-5)
 
-
 # %% [markdown]
-# **Merge in any order.** A merged piece is a piece again. So shuffle the keys, cut them anywhere into $n$, and let
-# chance decide who meets whom.
-
-
-# %%
-def by_chance(n, q, k, v):
-    cuts = (torch.randperm(S - 1)[: n - 1] + 1).sort().values
-    pieces = [
-        attend(q, k[:, keys], v[:, keys])
-        for keys in torch.randperm(S).tensor_split(cuts)
-    ]
-    while len(pieces) > 1:
-        a, b = (pieces.pop(int(torch.randint(len(pieces), ()))) for _ in range(2))
-        pieces.append(merge(a, b))
-    return pieces[0][0]
-
-
-assert torch.allclose(by_chance(7, q, k, v), whole, atol=1e-6)
-
-
-# %% [markdown]
-# **All pieces at once.** The pieces become one more dimension of a batch, and the weights of the merge are the softmax
-# of their $z$. Attention in splits is *a softmax of softmaxes*, and no piece waits for another.
+# ### Step 3: all pieces at once
+# A GPU works on all pieces at the same time. So we cut the past into $n$ pieces of equal length, and make them one more
+# dimension of the batch. Each piece has the share $e^{z}/\sum e^{z}$ in the result, which is the softmax of all $z$. So
+# Flash-Decoding is a *softmax of softmaxes*.
 
 
 # %%
 def split(q, k, v, n):
-    """One token's attention, (K, G, D), in n splits of equal length."""
-    # (K, n, G, D) and (K, n, G, 1)
-    outs, z = attend(q[:, None], k.unflatten(1, (n, -1)), v.unflatten(1, (n, -1)))
+    """Attend with one token's queries, (K, G, D), in n pieces."""
+    k, v = k.unflatten(1, (n, -1)), v.unflatten(1, (n, -1))
+    outs, z = attend(q[:, None], k, v)  # (K, n, G, D) and (K, n, G, 1)
     return (z.softmax(1) * outs).sum(1)
 
 
@@ -267,31 +224,96 @@ def flow(theme: Theme):
         sketch.tensor(46.4, top, 2.2, 2.2, "z", color=n)
         sketch.arrow((48.8, top + 1.1), (54.2, 6.7 + 0.5 * (n - 1.5)))
     sketch.tensor(54.4, 5.6, 6.4, 2.2, "(4, 64)")
-    sketch.text(57.6, 8.8, "softmax of z", quiet=True)
+    sketch.text(57.6, 9.4, "merged", quiet=True)
     return sketch.figure
 
 
 course.show(
     flow,
-    "Figure 2. One of the 8 heads, its 2,048 tokens of past in four splits; "
-    "no colour waits for another.",
+    "Figure 2. One of the 8 heads, with its 2,048 tokens of past in four pieces: each "
+    "piece gives an output and its z, and the softmax of z merges the outputs.",
 )
 
 # %% [markdown]
-# ## 3. Prove it
-# On paper: a piece stands for two sums over its keys, $\sum e^{s} = e^{z}$ and $\sum e^{s} v = e^{z} o$, with scores
-# $s$ and output $o$. To merge is to add both. Addition is associative and commutative, so merging is.
+# ### Step 4: move the cache only once
+# The usual way to add a token to the cache is `torch.cat`, which copies all of it. Instead, allocate room for the whole
+# answer once, and write each new token behind the others.
 #
-# But computers round. Count roundings, each at most $u = 2^{-24}$ of its number. A sum has at most $S$. A score of size
-# at most $a$ counts $(D + 4)\,a$, as an exponential turns an absolute error into a relative one. A merge counts at most
-# $3\,(a + \ln S + 3)$, and there are fewer than $n$. All that above and below the division, so twice:
+# The 4 queries that share a head should not need 4 copies of its keys, either. There is only one new token, and it may
+# see all of the past. So its queries need no causal mask, and they can form a $4\times 64$ matrix that multiplies the
+# shared keys.
+
+
+# %%
+def append(room, length, new):
+    """Write new keys or values behind the others, and return a view of all."""
+    end = length + new.shape[1]
+    room[:, length:end] = new
+    return room[:, :end]
+
+
+room_k, room_v = torch.empty(K, S + 100, D), torch.empty(K, S + 100, D)
+append(room_k, 0, k)
+append(room_v, 0, v)
+new_k, new_v = torch.randn(K, 1, D), torch.randn(K, 1, D)
+keys, values = append(room_k, S, new_k), append(room_v, S, new_v)
+assert torch.equal(keys, torch.cat([k, new_k], dim=1))
+assert keys.data_ptr() == room_k.data_ptr()  # no copy
+
+query = torch.randn(H, 1, D)  # of the new token, for each query head
+shared = F.scaled_dot_product_attention(query.view(K, G, D), keys, values)
+copies = [x.repeat_interleave(G, dim=0) for x in (keys, values)]
+repeated = F.scaled_dot_product_attention(query, *copies)
+torch.testing.assert_close(shared.view(H, 1, D), repeated)
+
+# %% [markdown]
+# ## 3. Prove it
+# A piece stands for two sums over its keys: $\sum e^s=e^z$ and $\sum e^s v=e^z o$, with scores $s$ and output $o$. To
+# merge two pieces is to add both sums. Sums do not depend on the order or on the brackets, so any cuts and any order
+# must give the same result, within rounding. We shuffle the keys, cut them at random places, and merge the pieces in a
+# random order. Then we compare with attention in float64.
+
+
+# %%
+def at_random(n, q, k, v):
+    cuts = (torch.randperm(S - 1)[: n - 1] + 1).sort().values
+    pieces = []
+    for keys in torch.randperm(S).tensor_split(cuts):
+        pieces.append(attend(q, k[:, keys], v[:, keys]))
+    while len(pieces) > 1:
+        a = pieces.pop(int(torch.randint(len(pieces), ())))
+        b = pieces.pop(int(torch.randint(len(pieces), ())))
+        pieces.append(merge(a, b))
+    return pieces[0][0]
+
+
+truth = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+
+
+def off(out):
+    return (out.view(K, G, D) - truth).abs().max().item()
+
+
+for n in (2, 40, S):
+    in_fp64 = at_random(n, q.double(), k.double(), v.double())
+    in_fp32 = at_random(n, q, k, v)
+    print(f"{n:5,} pieces: off by {off(in_fp32):.0e}, in float64 {off(in_fp64):.0e}")
+    assert off(in_fp32) < 1e-6
+    assert off(in_fp64) < 1e-14
+print(f"one softmax: off by {off(whole):.0e}")
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: a bound for the rounding error
+# Count roundings, each of which is at most $u=2^{-24}$ of its number. A sum has at most $S$ of them. A score of size at
+# most $a$ counts $(D+4)\,a$, because an exponential turns an absolute error into a relative one. A merge counts at most
+# $3\,(a+\ln S+3)$, and there are fewer than $n$ merges. All of this happens above and below the division, so twice:
 #
 # $$|\mathrm{error}| \le 2\,u\,\max|v|\,\bigl(S + (D + 4)\,a + 3\,n\,(a + \ln S + 3)\bigr)$$
 #
-# The order is not in it. And it is the worst case; most errors cancel. Predict: which $n$ is worst?
+# The order of the merges is not in it. It is the worst case, and most errors cancel. Therefore 2,048 pieces of one
+# token each do no worse than a few.
 
-# %%
-truth = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+# %% tags=["deep"]
 a = (q.abs() @ k.abs().mT).max().item() / D**0.5
 u, largest = torch.finfo(torch.float32).eps / 2, v.abs().max().item()
 
@@ -300,45 +322,27 @@ def bound(n):
     return 2 * u * largest * (S + (D + 4) * a + 3 * n * (a + math.log(S) + 3))
 
 
-def off(out):
-    return (out.view(K, G, D) - truth).abs().max().item()
-
-
 tried = [
-    (n, off(by_chance(n, q, k, v))) for n in (1, 2, 5, 13, 40, 300, S) for _ in range(3)
+    (n, off(at_random(n, q, k, v))) for n in (1, 2, 5, 13, 40, 300, S) for _ in range(3)
 ]
-print(
-    f"{len(tried)} ways to cut and merge: "
-    f"off by {max(error for _, error in tried):.1e} at most"
-)
-print(
-    f"one softmax: off by {off(whole):.1e}; "
-    f"the bound is {bound(1):.1e} for 1 piece, {bound(S):.1e} for {S:,}"
-)
+print(f"the bound is {bound(1):.1e} for 1 piece and {bound(S):.1e} for {S:,}")
 assert all(error < bound(n) for n, error in tried)
 assert max(error for n, error in tried if n == S) < 4 * max(
     error for n, error in tried if n < S
 )
+in_kernels = (q.view(1, H, 1, D), k[None], v[None])
+assert off(F.scaled_dot_product_attention(*in_kernels, enable_gqa=True)) < bound(1)
 for n in (1, 4, 64, 512, S):
     assert off(split(q, k, v, n)) < bound(n)
     # the package's reference
-    assert off(flash_decoding(q.view(1, H, 1, D), k[None], v[None], n)) < bound(n)
-assert off(
-    F.scaled_dot_product_attention(
-        q.view(1, H, 1, D), k[None], v[None], enable_gqa=True
-    )
-) < bound(1)
-in_fp64 = max(off(by_chance(n, q.double(), k.double(), v.double())) for n in (2, 40, S))
-print(f"in fp64: off by {in_fp64:.1e}")
+    assert off(flash_decoding.flash_decoding(*in_kernels, n)) < bound(n)
+in_fp64 = max(off(at_random(n, q.double(), k.double(), v.double())) for n in (2, 40, S))
 assert in_fp64 < bound(S) * 2**-29  # fp64 has 29 bits more
 
-# %% [markdown]
-# None is: 2,048 pieces of one token each do no worse than a few.
 
-
-# %% Draw figure 3 tags=["hide-input"]
+# %% Draw figure 3 tags=["deep"]
 def errors(theme: Theme):
-    """What chance found, beneath what rounding allows."""
+    """The errors found, below what rounding allows."""
     drawn, axes = course.figure(height=2.9)
     axes.loglog(
         [n for n, _ in tried],
@@ -357,7 +361,7 @@ def errors(theme: Theme):
         label="one softmax",
     )
     axes.set(
-        xlabel="pieces, cut and merged by chance",
+        xlabel="pieces, cut and merged at random",
         ylabel="largest error, fp32",
         ylim=(1e-8, 1),
     )
@@ -368,106 +372,26 @@ def errors(theme: Theme):
 
 course.show(
     errors,
-    "Figure 3. From 1 piece to 2,048, cut and merged by chance: "
-    "errors stay near that of one softmax.",
+    "Figure 3. From 1 piece to 2,048, cut and merged at random: the errors stay near "
+    "that of one softmax, and far below the bound.",
 )
 
 # %% [markdown]
 # ## 4. What it costs
-# **No product more,** and an output and a $z$ for each query head and split: $n\,H\,(D + 1)$ fp32 numbers.
-
-# %%
-outs, z = attend(q[:, None], k.unflatten(1, (8, -1)), v.unflatten(1, (8, -1)))
-assert outs.nbytes + z.nbytes == 8 * H * (D + 1) * 4
-assert (
-    flops(lambda: split(q, k, v, 8)) == flops(lambda: attend(q, k, v)) == 4 * H * D * S
-)
-print(
-    f"in 5 splits {5 * H * (D + 1) * 4:,} bytes, "
-    f"{5 * H * (D + 1) * 4 / (cached * S / L):.1%} of a block's cache"
-)
-
-# %% [markdown]
-# **What it can gain.** Suppose the worst: 8 SMs draw a fifth of the bandwidth, so without splits the cache takes five
-# times as long to read. How much faster does a *token* become? Predict for our 2,048.
-
-# %%
-for past in (2048, 32_768, longest):
-    *others, cache = answering(past).values()
-    print(
-        f"after {past:7,}: "
-        f"at most {(sum(others) + SMS / K * cache) / (sum(others) + cache):.2f} "
-        "times as fast"
-    )
-
-# %% [markdown]
-# A tenth at most: a token waits for weights, which all SMs read anyway. Flash-Decoding is for long pasts; its authors
-# report up to 8 times with CodeLlama-34B. Training gains nothing: it has 1,024 pieces already.
+# **Pieces** need no more matrix multiplications, but they cost an output and a $z$ for each query head and piece, which
+# are $n\,H\,(D+1)$ fp32 numbers. For 5 pieces and 2,048 tokens that is 1 % of the cache of a block.
 #
-# **On this machine** one thread reads alone, so splits cannot help. But repeated heads move nine times the bytes: they
-# are read, written 4 times, read again. The last row hands torch a group's 4 queries as 4 rows over their own head.
-# With a GPU it measures there, in 16 bits.
+# **The cache** costs traffic. transformers keeps it in a `DynamicCache`, which adds a token with `torch.cat`. That
+# reads the old cache and writes a new one, and then attention reads the new one. So the whole cache moves 3 times for
+# each token. A T4 has no fast attention kernel for shared heads, so there heads are often repeated first, as in
+# [FlashAttention](flash_attention.py): each of the 4 queries gets its own copy. How many times does the cache move
+# then?
 
-# %%
-device = "cuda" if torch.cuda.is_available() else "cpu"
-ways = {
-    "our 8 splits": lambda q, k, v: split(q[0], k[0], v[0], 8)[None],
-    "shared heads": lambda q, k, v: F.scaled_dot_product_attention(
-        q.view(1, H, 1, D), k, v, enable_gqa=True
-    ),
-    "repeated": lambda q, k, v: F.scaled_dot_product_attention(
-        q.view(1, H, 1, D), expand_kv(k, G), expand_kv(v, G)
-    ),
-    "4 rows a head": F.scaled_dot_product_attention,
-}
-print(
-    f"{this_device().name}: microseconds of one block's attention after 1,024, "
-    "4,096, 16,384 tokens"
-)
-for name, way in ways.items():
-    line = f"{name:14}"
-    for past in (1024, 4096, 16_384):
-        x = [torch.randn(1, K, n, D, device=device) for n in (G, past, past)]
-        assert torch.allclose(
-            way(*x).view(K, G, D), ways["shared heads"](*x).view(K, G, D), atol=1e-3
-        )
-        timer = Timer(
-            "way(*x)",
-            globals={"way": way, "x": [y.half() if device == "cuda" else y for y in x]},
-        )
-        line += f"{timer.blocked_autorange(min_run_time=0.1).median * 1e6:10,.0f}"
-    print(line)
-
-# %% [markdown]
-# The whole model, as committed (two blocks, 128 tokens of past). On a CPU `cria chat` asks for nothing, so *off* and
-# *on* are the same thing, and their difference is noise:
-
-# %%
-found = [
-    case for case in results.read(results.COMMITTED) if case.bench == "flash_decoding"
-]
-print(tables.tricks(found) if found else "no committed results beside this package")
-
-# %% [markdown]
-# ## 5. The production switch
-# There is no toggle. `for_chat` says what `cria chat` asks of transformers:
-
-# %%
-for machine in (A100_40GB, T4):
-    print(f"{machine.name}: {for_chat(machine) or 'nothing: torch splits by itself'}")
-
-# %% [markdown]
-# From compute capability 8.0 on, torch's flash kernel, like the package flash-attn, counts pieces and SMs, and splits
-# (`num_splits_heuristic`, exercise 2). vLLM's `paged_attention_v2` cuts every 512 tokens and merges in a second kernel.
-# FlashInfer has `merge_state`, and supports Turing. On a T4 torch has no kernel that splits; its fast one takes no
-# shared heads, so they are repeated there, as in [the lesson on FlashAttention](flash_attention.py).
-#
-# How often does the cache move for one token? Once would be ideal: attention reads it. But transformers' `DynamicCache`
-# appends with `torch.cat`, which reads the old cache and writes a new one. Predict both factors, then count in a small
-# Llama.
+# %% Your guess: times that the cache moves for a token, with repeated heads tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 
-# %% Helper: count moved bytes tags=["hide-input"]
+# %% Count moved bytes in a small Llama tags=["hide-input"]
 class Moved(TorchDispatchMode):
     """Bytes that operations read and write; views move none, and repeated heads are
     read where they are stored."""
@@ -476,113 +400,91 @@ class Moved(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if not func.is_view and func.overloadpacket.__name__ != "_unsafe_view":
-            tensors = (
-                x for x in tree_iter((args, kwargs, out)) if isinstance(x, torch.Tensor)
-            )
-            self.bytes += sum(
-                min(x.untyped_storage().nbytes(), x.numel() * x.itemsize)
-                for x in tensors
-            )
+        name = func.overloadpacket.__name__
+        if name == "index_copy_":  # writes the new token only
+            self.bytes += 2 * args[3].nbytes
+        elif not func.is_view and name != "_unsafe_view":
+            for x in tree_iter((args, kwargs, out)):
+                if isinstance(x, torch.Tensor):
+                    size = x.numel() * x.itemsize
+                    self.bytes += min(x.untyped_storage().nbytes(), size)
         return out
 
 
-# %%
-def repeated(module, query, key, value, *arguments, **named):
+def repeated_heads(module, query, key, value, *arguments, **named):
     """Attention as a T4's fast kernel needs it, also for one token."""
-    groups, ungrouped = (
-        query.shape[1] // key.shape[1],
-        types.SimpleNamespace(is_causal=True),
-    )
-    return sdpa_attention_forward(
-        ungrouped,
-        query,
-        expand_kv(key, groups),
-        expand_kv(value, groups),
-        *arguments,
-        **named,
-    )
+    groups = query.shape[1] // key.shape[1]
+    ungrouped = types.SimpleNamespace(is_causal=True)
+    key, value = expand_kv(key, groups), expand_kv(value, groups)
+    return sdpa_attention_forward(ungrouped, query, key, value, *arguments, **named)
 
 
-AttentionInterface.register("repeated", repeated)
+AttentionInterface.register("repeated", repeated_heads)
 AttentionMaskInterface.register("repeated", sdpa_mask)
-widths = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-}
 
 
-def moved(past, in_place=False, **attention):
-    config = LlamaConfig(num_attention_heads=8, num_key_value_heads=2, **widths)
-    model = AutoModelForCausalLM.from_config(config, **attention)
-    cache = (
-        for_answers(model, past + 1)["past_key_values"]
-        if in_place
-        else DynamicCache(config=config)
+def dynamic(model, past):
+    return DynamicCache(config=model.config)
+
+
+def in_place(model, past):
+    return for_answers(model, past + 1)["past_key_values"]
+
+
+def moved(past, cache_of, **attention):
+    """Return the bytes that one new token moves, and those of the cache."""
+    config = LlamaConfig(
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
     )
+    model = AutoModelForCausalLM.from_config(config, **attention)
+    cache = cache_of(model, past)
     with torch.no_grad():
         model(torch.zeros(1, past, dtype=torch.long), past_key_values=cache)
+        size = cached_in(cache)
         with Moved() as count:
             model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
-    return count.bytes, sum(
-        layer.keys.nbytes + layer.values.nbytes for layer in cache.layers
-    )
+    return count.bytes, size
 
 
-def factor(**how):
-    (less, small), (more, large) = moved(256, **how), moved(512, **how)
-    return (more - less) / (large - small)  # what grows with the past
+def cached_in(cache):
+    """Return the bytes of the tokens that are in a cache."""
+    keys = cache.layers[0].keys
+    token = 2 * len(cache.layers) * keys.shape[1] * keys.shape[3] * keys.itemsize
+    return int(cache.get_seq_length()) * token
 
 
-for name, how, predicted in (
-    ("shared heads, as on an A100", {}, 2 + 1),
-    (
-        "repeated heads, as on a T4",
-        {"attn_implementation": "repeated"},
-        2 + (1 + 4) + 4,
-    ),
-):
-    print(f"{name}: predicted {predicted}, counted {factor(**how):.2f} times the cache")
-    assert factor(**how) == predicted
+def times_moved(cache_of, **attention):
+    """Return how many times the cache moves: what grows with the past, over it."""
+    less, small = moved(256, cache_of, **attention)
+    more, large = moved(512, cache_of, **attention)
+    return (more - less) / (large - small)
 
-# %% [markdown]
-# Both can be mended. Take the room of the whole answer once, and write each new token behind the others. And let the 4
-# queries that share a head be 4 *rows* of it: one new token sees the whole past, so no row needs a causal mask.
 
 # %%
-room, (first, new) = (
-    torch.zeros(1, K, 8, D),
-    (torch.randn(1, K, 5, D), torch.randn(1, K, 1, D)),
-)
-append(room, 0, first)
-kept = append(room, 5, new)
-assert torch.equal(kept, torch.cat([first, new], dim=2))
-assert kept.data_ptr() == room.data_ptr()
-query = torch.randn(1, H, 1, D)
-rows = groups_as_rows(query, K)
-print(f"queries {tuple(query.shape)} -> {tuple(rows.shape)}")
-shared = F.scaled_dot_product_attention(rows, kept, kept).flatten(1, 2).unsqueeze(2)
-plain = F.scaled_dot_product_attention(
-    query, expand_kv(kept, H // K), expand_kv(kept, H // K)
-)
-torch.testing.assert_close(shared, plain)
+repeats = {"attn_implementation": "repeated"}
+usual = times_moved(dynamic)
+with_repeats = times_moved(dynamic, **repeats)
+print(f"shared heads: {usual:.0f} times the cache")
+course.reveal(guess, with_repeats, "times")
+assert (usual, with_repeats) == (2 + 1, 2 + (1 + 4) + 4)
 
 for machine in (A100_40GB, T4):
-    often = factor(in_place=True, **for_chat(machine))
-    print(
-        f"{machine.name}, as `cria chat` and `cria eval` answer: "
-        f"{often:.2f} times the cache"
-    )
-    assert often == 1
-for often in (11, 3, 1):
+    once = times_moved(in_place, **for_chat(machine))
+    print(f"{machine.name}, as `cria chat` answers: {once:.0f} times the cache")
+    assert once == 1
+for times in (11, 3, 1):
     *others, cache = answering(longest).values()
-    bytes_read = sum(others) + often * cache
-    print(
-        f"{often:2.0f} times: at most {card.memory_rate / bytes_read:.1f} tokens/s "
-        f"after {longest:,}"
-    )
+    rate = card.memory_rate / (sum(others) + times * cache)
+    print(f"{times:2} times: at most {rate:4.1f} tokens/s after {longest:,} tokens")
+for past in (2048, 32_768, longest):
+    *others, cache = answering(past).values()
+    gain = (sum(others) + 40 / 8 * cache) / (sum(others) + cache)
+    print(f"pieces, after {past:7,} tokens: at most {gain:.2f} times as fast")
 
 
 # %% Draw figure 4 tags=["hide-input"]
@@ -612,18 +514,162 @@ def speed_limits(theme: Theme):
 
 course.show(
     speed_limits,
-    "Figure 4. What a T4's bandwidth allows; the launch of kernels, "
-    "which a small model waits for, is not in it.",
+    "Figure 4. Tokens a second that a T4's bandwidth allows, for a cache that moves "
+    "once, 3 times or 11 times: after a short past the three hardly differ. The time "
+    "to launch kernels is not in it.",
 )
 
+# %% Print what was measured tags=["hide-input"]
+measured = [
+    case for case in results.read(results.COMMITTED) if case.bench == "kv_cache"
+]
+print(tables.tricks(measured) if measured else "no committed results")
+
 # %% [markdown]
-# Before you ask for splits, look at what moves. Rows of a shared head leave 8 pieces, but a fifth of the card for
-# one cache is quicker than all of it for nine. (By arithmetic: we had no T4.) transformers' `pack_gqa` makes such rows
-# for padded batches.
+# With repeated heads the cache moves 11 times: 2 for `torch.cat`, then one reading and four writings to repeat the
+# heads, and four readings by attention. Step 4 avoids the copy and the repeats, so the cache moves once. After the
+# longest past that allows 47 tokens a second on a T4, where 11 times allow 6. (These rates are predicted from the data
+# sheet.)
 #
+# The last lines show what pieces could gain in addition. We assume the worst, that without pieces 8 of 40 SMs read the
+# cache five times as slowly. After 2,048 tokens, pieces make a token at most a tenth faster, because it mostly reads
+# weights, and all SMs read those anyway. So Flash-Decoding is made for long pasts, and its authors report up to 8 times
+# with CodeLlama-34B. Training gains nothing, since it has 1,024 pieces already.
+#
+# The table was measured on a CPU, with four prompts and a model in the shape of SmolLM2, because we had no T4. The
+# cache in place (`on`) takes 0.76 of the time of `DynamicCache` (`off`).
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: attention alone, on this machine
+# On a CPU one thread reads alone, so pieces cannot help there. But repeated heads move nine times the bytes: they are
+# read, written 4 times, and read again. In the last line a group's 4 queries multiply their own head, as they do in our
+# pieces. So compare the first line with the last one. (torch's kernel for shared heads goes through the 32 query heads
+# one by one, so on a CPU it can be slower than both.) With a GPU the cell measures there, in 16 bits. The table below
+# it was measured on a CPU, where `cria chat` asks for nothing. So its *off* and *on* are the same, and their difference
+# is noise.
+
+# %% tags=["deep"]
+device = "cuda" if torch.cuda.is_available() else "cpu"
+ways = {
+    "our 8 pieces": lambda q, k, v: split(q[0], k[0], v[0], 8)[None],
+    "shared heads": lambda q, k, v: F.scaled_dot_product_attention(
+        q.view(1, H, 1, D), k, v, enable_gqa=True
+    ),
+    "repeated": lambda q, k, v: F.scaled_dot_product_attention(
+        q.view(1, H, 1, D), expand_kv(k, G), expand_kv(v, G)
+    ),
+    "4 queries a head": F.scaled_dot_product_attention,
+}
+print(
+    f"{this_device().name}: microseconds of one block's attention after 1,024, "
+    "4,096, 16,384 tokens"
+)
+for name, way in ways.items():
+    line = f"{name:16}"
+    for past in (1024, 4096, 16_384):
+        x = [torch.randn(1, K, n, D, device=device) for n in (G, past, past)]
+        assert torch.allclose(
+            way(*x).view(K, G, D), ways["shared heads"](*x).view(K, G, D), atol=1e-3
+        )
+        timer = Timer(
+            "way(*x)",
+            globals={"way": way, "x": [y.half() if device == "cuda" else y for y in x]},
+        )
+        line += f"{timer.blocked_autorange(min_run_time=0.1).median * 1e6:10,.0f}"
+    print(line)
+measured = [
+    case for case in results.read(results.COMMITTED) if case.bench == "flash_decoding"
+]
+print(tables.tricks(measured) if measured else "no committed results")
+
+# the numbers of the text
+outs, z = attend(q[:, None], k.unflatten(1, (8, -1)), v.unflatten(1, (8, -1)))
+assert outs.nbytes + z.nbytes == 8 * H * (D + 1) * 4
+assert round(100 * 5 * H * (D + 1) * 4 / (cached * S / shape.layers)) == 1
+in_pieces = flops(lambda: split(q, k, v, 8))
+assert in_pieces == flops(lambda: attend(q, k, v)) == 4 * H * D * S
+for past in (2048, longest):
+    weights = shape.active_weights + training.facts.trained_weights
+    operations = 2 * weights + 4 * shape.layers * H * D * past
+    assert 1 < operations / sum(answering(past).values()) < 3
+assert round(card.half_flops / card.memory_rate) == 203
+assert (cached, 2560 // 64) == (32 * 1024, 40)  # CUDA cores of a T4, and of one SM
+assert sum(answering(longest).values()) < T4.memory_bytes / 2
+
+# %% [markdown]
+# ## 5. The production switch
+# In plain Hugging Face code it is one argument of `generate`. `cache_implementation="static"` takes a `StaticCache`,
+# which writes new tokens in place:
+
+# %%
+print(kv_cache.PLAIN)
+print(f"On a T4 `cria chat` loads the model with {for_chat(T4)}")
+shares = for_chat(T4)  # the queries of a token share their heads
+both = times_moved(in_place, **shares)
+only_shared = times_moved(dynamic, **shares)
+only_in_place = times_moved(in_place, **repeats)
+print("times that the cache moves, for one token  without   with")
+for name, without, having in (
+    ("cache in place, added first", with_repeats, only_in_place),
+    ("cache in place, taken away from both", only_shared, both),
+    ("shared heads, added first", with_repeats, only_shared),
+    ("shared heads, taken away from both", only_in_place, both),
+):
+    print(f"{name:40}{without:9.0f}{having:7.0f}")
+
+# %% Check the numbers in the text tags=["hide-input"]
+assert (with_repeats, only_in_place, only_shared, both) == (11, 9, 3, 1)
+assert round(training.peak_bytes / MIB) == 1516
+assert training.lines == course.bill(course.so_far("kwanzaa")).lines
+
+# %% [markdown]
+# Each change is worth the same both times, 2 and 8 times the cache, because moved bytes add up. Neither changes the
+# training step, whose peak is 1,516 MiB with and without this lesson. So the recipe has no field for them. `cria chat`
+# and `cria eval` always write the cache in place, and they share heads where the card needs it:
+#
+# ```bash
+# cria train kwanzaa
+# cria chat runs/kwanzaa/adapter --prompt "What is umoja?"
+# ```
+#
+# From compute capability 8.0 on, torch's flash kernel cuts the past into pieces by itself, and so does the package
+# flash-attn. On a T4 torch has no kernel that does so. So first count how often your library moves the cache: a fifth
+# of the card that reads it once is faster than all of the card reading it nine times. (We have computed this, and not
+# measured it.)
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: what StaticCache reads, and who else splits
+# A `StaticCache` always gives attention the whole room, with a mask over the empty part. So each token also reads the
+# room that is still empty. We count it with a room for one token more, and with a room twice as long as the past. (The
+# masks add a fifth in so small a model. In our own cache, attention gets a view of the tokens that are there.)
+
+
+# %% tags=["deep"]
+def static(model, past):
+    return StaticCache(config=model.config, max_cache_len=past + 1)
+
+
+def static_with_room(model, past):
+    return StaticCache(config=model.config, max_cache_len=2 * past)
+
+
+nearly_full, half_empty = times_moved(static), times_moved(static_with_room)
+print(f"StaticCache, nearly full: {nearly_full:.1f} times the cache")
+print(f"StaticCache, half empty: {half_empty:.1f} times")
+assert 1 < nearly_full < 1.3
+assert abs(half_empty / nearly_full - 2) < 0.01
+
+# %% [markdown] tags=["deep"]
+# torch's flash kernel and flash-attn count pieces and SMs, and then choose the number of splits
+# (`num_splits_heuristic`, exercise 2). vLLM's `paged_attention_v2` cuts the past every 512 tokens and merges in a
+# second kernel. FlashInfer has `merge_state`, and it supports Turing, the generation of the T4. transformers'
+# `pack_gqa` groups the queries that share a head for batches with padding.
+
+# %% [markdown]
 # ## 6. Where it breaks
-# **Wrong numbers, no error.** Somebody merged with `mean`. One key of 2,048 is what the query looks for, and four of
-# five pieces have nothing to say. Cause: a piece counts by its $e^z$. Cure: the softmax of $z$.
+# **Wrong numbers, and no error.** Somebody took the mean of the pieces' outputs to merge them. In the next cell, one
+# key of 2,048 is what the query looks for, so four of the five pieces contain nothing that matters. However, the mean
+# gives each piece the same share. Cure: the share of a piece is the softmax of its $z$.
 
 # %%
 needle = k.clone()
@@ -641,12 +687,14 @@ wrong = {
 print(", ".join(f"{says}: off by {error:.1%}" for says, error in wrong.items()))
 assert wrong["mean"] > 0.5 > 1e-5 > wrong["cure: softmax of z"]
 
-# %% [markdown]
-# **An output of exactly zero, or `nan`.** Somebody left the maximum out, in fp16, which ends at 65,504. 4,096 keys with
-# a score of 3 sum to 82,270, so to `inf`, and finite over infinite is 0. One score of 12 makes it `inf` over `inf`.
-# Cure: subtract the maximum, and sum in fp32, as kernels do: 70,000 equal scores overflow even then.
+# %% [markdown] tags=["deep"]
+# ### Deeper: two failures that give zero or `nan`
+# **An output of exactly zero, or `nan`.** Somebody left out the maximum in fp16, whose largest number is 65,504. 4,096
+# keys with a score of 3 sum to 82,270, so to infinity, and a finite number over infinity is 0. One score of 12 makes it
+# infinity over infinity. Cure: subtract the maximum, and sum in fp32, as kernels do. In fp16, 70,000 equal scores
+# overflow even then.
 
-# %%
+# %% tags=["deep"]
 assert round(4096 * math.exp(3)) == 82_270
 scores = torch.full((4096,), 3.0).half()
 for highest in (3, 12):
@@ -662,55 +710,61 @@ for highest in (3, 12):
     assert abs((cured / cured.sum()).sum() - 1) < 1e-5
 assert torch.ones(70_000).half().sum().isinf()
 
-# %% [markdown]
-# **`nan` in some rows of a batch.** A padded row's first piece is all padding: every score is $-\infty$, so is the
-# maximum, and $-\infty - (-\infty)$ is `nan`. The merge spreads it. Cure: keep the maximum finite and the sum above
-# zero. FlashAttention's merge has such a line, too.
+# %% [markdown] tags=["deep"]
+# **`nan` for some rows of a batch.** The first piece of a padded row is nothing but padding: every score is $-\infty$,
+# and so is the maximum. $-\infty-(-\infty)$ is `nan`, and the merge spreads it. Cure: keep the maximum finite and the
+# sum above zero. FlashAttention's own merge has such a line, too.
 
 
-# %%
-def attend_or_not(q, k, v, hidden):
-    scores = q @ k.mT / D**0.5 + hidden
-    m = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+# %% tags=["deep"]
+def attend_masked(q, k, v, mask, careful):
+    scores = q @ k.mT / D**0.5 + mask
+    m = scores.amax(-1, keepdim=True)
+    if careful:
+        m = m.clamp(min=torch.finfo(scores.dtype).min)
     p = (scores - m).exp()
-    total = p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
+    total = p.sum(-1, keepdim=True)
+    if careful:
+        total = total.clamp(min=torch.finfo(p.dtype).tiny)
     return p @ v / total, m + total.log()
 
 
-hidden = torch.zeros(S)
-hidden[:600] = -torch.inf
-halves = [
-    (k[:, :512], v[:, :512], hidden[:512]),
-    (k[:, 512:], v[:, 512:], hidden[512:]),
-]
-for way in (attend, attend_or_not):
-    out, _ = merge(*(way(q, *half) for half in halves))
-    print(f"{way.__name__:14} {out.isnan().float().mean():.0%} nan")
-    assert out.isnan().all() == (way is attend)
+mask = torch.zeros(S)
+mask[:600] = -torch.inf  # padding
+for careful in (False, True):
+    halves = [
+        attend_masked(q, k[:, part], v[:, part], mask[part], careful)
+        for part in (slice(0, 512), slice(512, S))
+    ]
+    out, _ = merge(*halves)
+    name = "with the cure" if careful else "without the cure"
+    print(f"{name}: {out.isnan().float().mean():.0%} nan")
+    assert out.isnan().all() == (not careful)
 assert torch.allclose(out, attend(q, k[:, 600:], v[:, 600:])[0], atol=1e-6)
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** After how many tokens does the KV cache take as many bytes as the weights, both in 16 bits? Your
+# 1. **Predict.** After how many tokens does the KV cache take as many bytes as the weights, if both are in 16 bits? The
 #    answer is a number of tokens.
-# 2. **Build.** How many splits? $w$ pieces of work in $n$ splits take $r = w\,n / M$ rounds on $M$ SMs. The last may be
-#    nearly empty: the share of the card in use is $r / \lceil r \rceil$. FlashAttention (where each SM counts twice)
-#    does not split if $w \ge 0.8\,M$, else takes the smallest $n \le M$ with at least 85 % of the best share. Fill in
-#    `splits_for(work, sms)`. It returns $n$, a whole number; 1 means no split. (About four lines.)
-# 3. **Reach.** $B$ questions share a system prompt, whose keys and values, $(K, P, D)$ each, are kept and read once.
-#    Fill in `with_prompt`, using `attend` and `merge`. The queries are $(B, K, G, D)$, each question's own past $(B, K,
-#    S, D)$. It returns the outputs, shaped like the queries.
+# 2. **Build.** Into how many pieces should the past be cut? $w$ heads in $n$ pieces each give $w\,n$ pieces of work,
+#    which take $r=w\,n/M$ rounds on $M$ SMs. The last round may be nearly empty, so the share of the card in use is
+#    $r/\lceil r\rceil$. FlashAttention (where each SM counts twice) uses $n=1$ if $w\ge0.8\,M$. Otherwise it takes the
+#    smallest $n\le M$ whose share is at least 85 % of the best share. Fill in `splits_for(work, sms)`, where `work` is
+#    $w$ and `sms` is $M$. It returns the whole number $n$, and takes about four lines.
+# 3. **Reach.** $B$ questions share a system prompt. Its keys and values, $(K, P, D)$ each, are stored once, and should
+#    be read once. Fill in `with_prompt`, using `attend` and `merge`. The queries are $(B, K, G, D)$, and the own past
+#    of each question is $(B, K, S, D)$. It returns the outputs, in the shape of the queries.
 
 # %% tags=["exercise"]
 past_as_large_as_the_weights = None
 
 
 def splits_for(work, sms):
-    """FILL ME IN: return a whole number of splits."""
+    """FILL ME IN: return a whole number of pieces."""
 
 
 def with_prompt(q, prompt_k, prompt_v, own_k, own_v):
-    """FILL ME IN: return a tensor shaped like q."""
+    """FILL ME IN: return a tensor in the shape of q."""
 
 
 # %% Check the exercises tags=["hide-input"]
@@ -792,12 +846,12 @@ def of_prompt(answer):
     copied = peak_bytes(lambda: answer(*given), given) > (B - 1) * pk.nbytes
     assert not copied, (
         "right, but the prompt was copied for every question: "
-        "make the questions rows of one product"
+        "let the questions share one multiplication"
     )
     often = max(reads.times.values())
     assert often == 1, (
         f"right, but the prompt was read {often} times: "
-        "make the questions rows of one product"
+        "let the questions share one multiplication"
     )
 
 
@@ -844,10 +898,10 @@ course.check(
 #
 #
 # def with_prompt(q, prompt_k, prompt_v, own_k, own_v):
-#     rows = q.transpose(0, 1).flatten(1, 2)  # (K, B G, D): all over one prompt
+#     together = q.transpose(0, 1).flatten(1, 2)  # (K, B G, D): all over one prompt
 #     shared = [
 #         x.unflatten(1, (len(q), -1)).transpose(0, 1)
-#         for x in attend(rows, prompt_k, prompt_v)
+#         for x in attend(together, prompt_k, prompt_v)
 #     ]
 #     return merge(shared, attend(q, own_k, own_v))[0]
 # ```
@@ -855,18 +909,20 @@ course.check(
 # </details>
 #
 # ## In one breath
-# - **Saves** time where one token's 8 pieces of work leave most of a card idle; no byte of a training step.
-# - **Costs** $n\,H\,(D + 1)$ numbers for a moment, and no product.
-# - **Exact within rounding**: merging adds sums, so any cut and any order will do.
-# - **When**: long pasts, few conversations, many SMs. From compute capability 8.0 on kernels do it by themselves.
-# - **When not**: training; short pasts, which wait for weights; many conversations. First count how often your library
-#   moves the cache.
+# - **Saves** time for each token of an answer: the cache moves once and not 3 or 11 times, and pieces of a long past
+#   keep all SMs busy. It saves no byte of a training step.
+# - **Costs** $n\,H\,(D+1)$ numbers for a moment, no matrix multiplication, and room for the whole answer from the
+#   start.
+# - **Exact within rounding**: merging adds sums, so any cuts and any order will do.
+# - **When**: long pasts, few conversations, many SMs. From compute capability 8.0 on, kernels split by themselves.
+# - **When not**: in training, or after a short past, where a token mostly reads weights. First count how often your
+#   library moves the cache.
 #
 # ## Sources
 # - Dao, Haziza, Massa, Sizov 2023, *Flash-Decoding for long-context inference*, pytorch.org/blog/flash-decoding.
 # - Milakov, Gimelshein 2018, *Online normalizer calculation for softmax*, arXiv 1805.02867, section 3 (maxima and sums
 #   merge). Ye et al. 2025, *FlashInfer*, arXiv 2501.01005, section 2.2 (outputs merge).
-# - Shazeer 2019, *Fast Transformer Decoding*, arXiv 1911.02150 (decoding waits for memory); Ainslie et al. 2023, *GQA*,
+# - Shazeer 2019, *Fast Transformer Decoding*, arXiv 1911.02150 (memory limits decoding); Ainslie et al. 2023, *GQA*,
 #   arXiv 2305.13245. Juravsky et al. 2024, *Hydragen*, arXiv 2402.05099 (exercise 3).
 # - torch: `aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp`. transformers 5.23: `cache_utils.py`
 #   (`DynamicLayer.update`), `integrations/sdpa_attention.py` (`pack_gqa`).

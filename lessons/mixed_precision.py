@@ -857,7 +857,9 @@ runs = [
     for run in (results.study("quality") or {}).get("runs", ())
     if "16 + nf4" in run["case"]
 ]
-print(tables.quality(runs) if runs else "no committed results beside this package")
+course.show_table(
+    tables.quality(runs) if runs else "no committed results beside this package"
+)
 for when in ("before", "after"):
     found = {(run["case"], run["seed"]): run[f"eval_loss_{when}"] for run in runs}
     for case, seed in found:

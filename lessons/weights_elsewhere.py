@@ -1,5 +1,6 @@
 # ---
 # jupyter:
+#   question: Can a T4 train all weights of Llama-3.2-1B, and can a card of 4 GiB train adapters of an 8B model?
 #   jupytext:
 #     cell_metadata_filter: tags,-all
 #     text_representation: {extension: .py, format_name: percent}
@@ -7,23 +8,20 @@
 
 # %% [markdown]
 # # All weights, and weights that are elsewhere
-# > **Promise.** By estimate, a step that trains *all* weights of Llama-3.2-1B takes 20.4 GiB, and a T4 has 14.74. You
-# > free each gradient after use, and with 8-bit AdamW the step takes 11.3. Then you keep an 8B model's frozen blocks
-# > in host memory, and a card of 4 GiB is enough for rows of 256 tokens. Freeing and streaming change no bit of the
-# > result.
-#
+# > **Promise.** LoRA is not enough for you, and full fine-tuning of Llama-3.2-1B ends in `CUDA out of memory`: it takes
+# > 20.4 GiB, and a T4 has 14.7. You will free each gradient as soon as its weight has taken a step, and get to 11.3.
+# > Then you keep the frozen blocks of an 8B model in host memory, so that a card of 4 GiB trains its adapters.
+# >
 # > **Card.** saves the gradients of all weights but the largest; the frozen weights of all blocks but two / costs PCIe
-# > traffic and host memory, and rules out accumulation and clipping by the whole norm / exact, bit for bit / 30 minutes
-# > / after [all switches together](a_full_card.py)
+# > traffic and host memory, and rules out accumulation and clipping by the whole norm / exact, bit for bit / about 25
+# > minutes / after [a full card](a_full_card.py)
 #
-# So far the job trained 11 million adapter weights, and the 1.24 billion others were frozen. First, all weights
-# learn. Then the frozen weights leave the card.
+# So far the job trained 11 million adapter weights, and the 1.24 billion others were frozen. In this lesson all weights
+# train first, and then the frozen weights leave the card. All bytes and seconds are predicted; no GPU has run these
+# jobs yet.
 
 # %% Imports and settings tags=["hide-input"]
 import copy
-
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from cria_tricks import course, recipes
 from cria_tricks.bench.figures import capacity
@@ -39,7 +37,7 @@ from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
-from cria_tricks.tricks import folds
+from cria_tricks.tricks import folds, optimizer_in_backward, stream_layers
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -55,38 +53,24 @@ def refusal(recipe, setting):
 
 # %% [markdown]
 # ## 1. The bill
-# Train all 1.24 billion weights on one row of 1,024 tokens, with 16-bit products ([mixed
-# precision](mixed_precision.py)) and checkpointing ([checkpointing](gradient_checkpointing.py)). Weights that learn are
-# stored in fp32, 4 bytes each, and so are their gradients and AdamW's two states. Guess the GiB of weights, gradients
-# and states. Which of them need not stay?
+# We train all 1.24 billion weights of Llama-3.2-1B on one row of 1,024 tokens. [Mixed precision](mixed_precision.py) in
+# fp16, [sdpa](flash_attention.py) and [checkpointing](gradient_checkpointing.py) are on. Weights that train are stored
+# in fp32, 4 bytes each, and so are their gradients and the two [optimizer states](../docs/glossary.md#adamw) of AdamW.
+# How many GiB are weights, gradients and states together?
 
 # %% Your guess: GiB of weights, gradients and states tags=["predict"]
 guess = 0  # @param {type:"number"}
 
-# %%
+# %% The job, and four ways to train it tags=["hide-input"]
 settings = [
     "tricks.gradient_accumulation=1",
     "data.max_length=1024",
     "tricks.attention=sdpa",
     "tricks.expand_kv=true",
+    "tricks.gradient_checkpointing=true",
+    "tricks.precision=fp16",
 ]
-full = with_settings(course.so_far("gradient_checkpointing"), settings)
-for line in course.bill(full).lines:
-    print(f"{line.name:22}{line.bytes / MIB:8,.0f} MiB")
-print(
-    f"{'peak':22}{course.bill(full).peak_bytes / MIB:8,.0f} MiB; "
-    f"a T4 has {T4.memory_bytes / MIB:,.0f}"
-)
-assert f"{course.bill(full).peak_bytes / GIB:.1f}" == "20.4"
-course.reveal(guess, 16 * find_shape(full.model).weights / GIB, "GiB")
-
-# %% [markdown]
-# The peak is at the end of the backward pass, where all gradients exist and no activation is left. The states are the
-# largest line, and 8-bit AdamW ([8-bit AdamW](optimizers.py)) shrinks them. A gradient is needed only until its weight
-# has taken a step. So let each weight take its step as soon as its gradient arrives, and free the gradient. The switch
-# for that is `optimizer_in_backward`. It needs `max_grad_norm=0`, no clipping; section 6 shows why.
-
-# %%
+full = with_settings(course.so_far("the_bill"), settings)
 smaller_states = ["tricks.optimizer=adamw_8bit"]
 no_gradients = ["tricks.optimizer_in_backward=true", "train.max_grad_norm=0"]
 ways = {
@@ -95,19 +79,35 @@ ways = {
     "steps in the backward pass": with_settings(full, no_gradients),
     "both": with_settings(full, smaller_states + no_gradients),
 }
+llama = find_shape(full.model)
+
+# %%
+course.reveal(guess, 16 * llama.weights / GIB, "GiB")
+for line in course.bill(full).lines:
+    print(f"{line.name:28}{line.bytes / MIB:8,.0f} MiB")
+print()
 for name, recipe in ways.items():
     found = course.bill(recipe)
-    print(
-        f"{name:28}{found.peak_bytes / GIB:5.1f} GiB, "
-        f"with CUDA's own {found.least_bytes / GIB:.1f}: {found.verdict}"
-    )
-assert [course.bill(recipe).fits for recipe in ways.values()] == [
-    False,
-    False,
-    False,
-    True,
-]
-assert f"{found.peak_bytes / GIB:.1f}" == "11.3"
+    print(f"{name:28}{found.peak_bytes / GIB:5.1f} GiB at the peak,", end=" ")
+    print(f"with CUDA's own {found.least_bytes / GIB:.1f}: {found.verdict}")
+
+# %% [markdown]
+# The peak of the plain step is at the end of the backward pass, when all gradients exist and no activations are left.
+# Two lines of this bill are larger than they must be. The optimizer states shrink with [8-bit AdamW](optimizers.py),
+# and a gradient is needed only until its weight has taken a step. Therefore each weight can take its step as soon as
+# its gradient arrives, and the gradient is freed at once. The switch `optimizer_in_backward` does this. It needs
+# `train.max_grad_norm=0`, which means no clipping; section 6 shows why.
+#
+# The table shows what each switch is worth, alone and taken away from both. Added to the plain step, steps in the
+# backward pass save 3.6 GiB (20.4 to 16.8). Without them, "both" would take 15.0 GiB instead of 11.3, so only both
+# together fit a T4.
+
+
+# %% Check the numbers of the text tags=["hide-input"]
+peaks = [course.bill(recipe).peak_bytes / GIB for recipe in ways.values()]
+assert [f"{peak:.1f}" for peak in peaks] == ["20.4", "15.0", "16.8", "11.3"]
+fits = [course.bill(recipe).fits for recipe in ways.values()]
+assert fits == [False, False, False, True]
 
 
 # %% Draw figure 1 tags=["hide-input"]
@@ -141,54 +141,46 @@ def four_bills(theme: Theme):
 
 course.show(
     four_bills,
-    "Figure 1. Either change alone leaves the step too large for a T4; "
-    "both together fit.",
+    "Figure 1. Predicted peaks: either change alone leaves the step too large for a "
+    "T4, and both together fit.",
 )
 
-# %% [markdown]
-# **A surprise.** The gradients take 4.6 GiB. How much does the peak fall when they are freed?
+# %% [markdown] tags=["deep"]
+# ### Deeper: why only 3.6 of 4.6 GiB are saved
+# The gradients of all weights take 4.6 GiB, but freeing them lowers the peak by only 3.6. In this model one matrix of
+# 1,002 MiB is both embedding and head. Each of its two uses gives a gradient, and their sum is a third tensor of that
+# size. All three exist for a moment, with the switch as well. So you save the gradients of all *other* weights.
 
-# %%
-llama = find_shape(full.model)
-gain = (
-    course.bill(full).peak_bytes
-    - course.bill(ways["steps in the backward pass"]).peak_bytes
-)
-print(f"predicted {4 * llama.weights / GIB:.1f} GiB, by the bill {gain / GIB:.1f}")
+# %% tags=["deep"]
+gain = course.bill(full).peak_bytes
+gain -= course.bill(ways["steps in the backward pass"]).peak_bytes
+print(f"all gradients {4 * llama.weights / GIB:.1f} GiB, saved {gain / GIB:.1f}")
 assert gain == 4 * (llama.weights - llama.vocabulary * llama.width)
 
 # %% [markdown]
-# In this model one matrix of 1,002 MiB is both embedding and head. Each use gives a gradient, and their sum is a third
-# tensor of that size. All three exist for a moment, also with the switch. So you save only the gradients of all
-# *other* weights.
-#
 # ## 2. From scratch, in two parts
-# **A step for each gradient.** A *hook* is a function that torch calls at a certain moment: here, when the gradient
-# of a weight is complete. You can paste this cell into your own script:
+# **A step for each gradient.** A [hook](../docs/glossary.md#hook) is a function that torch calls at a certain moment.
+# This hook is called when the gradient of a weight is complete. At that moment no other weight has a gradient, so
+# `optimizer.step()` updates this weight alone.
 
 # %%
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
 def tiny():
-    """Return a model whose embedding is also its head."""
+    """A model whose embedding is also its head."""
     torch.manual_seed(0)
-    inner = [
-        nn.Linear(32, 128),
-        nn.Tanh(),
-        nn.Linear(128, 128),
-        nn.Tanh(),
-        nn.Linear(128, 32),
-    ]
-    model = nn.Sequential(nn.Embedding(512, 32), *inner, nn.Linear(32, 512, bias=False))
+    layers = [nn.Embedding(512, 32), nn.Linear(32, 128), nn.Tanh()]
+    layers += [nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 32)]
+    model = nn.Sequential(*layers, nn.Linear(32, 512, bias=False))
     model[-1].weight = model[0].weight
     return model
 
 
 def step_in_backward(model, optimizer):
     def step(weight):
-        # no other weight has a gradient now, so it updates this one alone
         optimizer.step()
         weight.grad = None  # frees the gradient
 
@@ -198,17 +190,20 @@ def step_in_backward(model, optimizer):
 
 model, ids = tiny(), torch.arange(9)
 step_in_backward(model, torch.optim.AdamW(model.parameters(), fused=True))
-# and no optimizer.step()
-nn.functional.cross_entropy(model(ids[:-1]), ids[1:]).backward()
+F.cross_entropy(model(ids[:-1]), ids[1:]).backward()  # and no optimizer.step()
+assert all(weight.grad is None for weight in model.parameters())
 
 # %% [markdown]
-# **Two slots.** The *host* is the computer around the card, with memory of its own. A frozen weight never changes, so
-# it can stay there and be copied to the card when it is needed. (A weight that learns would have to travel back, too.)
-# Keep all blocks on the host, and make room on the card for two, the *slots*. Block $i$ always comes into slot
-# $i\bmod{2}$. Before a block runs, a hook fetches its neighbour, which runs next. With checkpointing each block runs
-# again just before its own backward pass, from the last block to the first. So the same hook works in both directions.
+# **Two slots.** The [host](../docs/glossary.md#host) is the computer around the card, with memory of its own. A frozen
+# weight never changes, so it can stay on the host and be copied to the card when it is needed. (A weight that trains
+# would also have to travel back.)
 #
-# No card is needed to try it: here the slots lie in ordinary memory. What is copied, and in which order, is the same.
+# We keep all blocks on the host, and make room for two of them on the card, the *slots*. Block $i$ always comes into
+# slot $i \bmod 2$. Before a block runs, a hook fetches the block that runs next. In the forward pass this is the next
+# higher number. With checkpointing each block runs again just before its own backward pass, from the last block to the
+# first, so there it is the next lower number. The same hook therefore works in both directions.
+#
+# You need no card to try it: here the slots are in ordinary memory, but the copies and their order are the same.
 
 # %%
 L, D = 6, 64  # blocks, width
@@ -219,7 +214,7 @@ class Block(nn.Module):
         super().__init__()
         self.up = nn.Linear(D, 4 * D, bias=False).requires_grad_(False)
         self.down = nn.Linear(4 * D, D, bias=False).requires_grad_(False)
-        self.adapter = nn.Linear(D, D, bias=False)  # it learns, so it stays on the card
+        self.adapter = nn.Linear(D, D, bias=False)  # it trains, so it stays on the card
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(x))) + self.adapter(x)
@@ -232,34 +227,30 @@ class TwoSlots:
     """Fetches the frozen weights of each block from the host, one block ahead."""
 
     def __init__(self, blocks):
-        self.host = [
-            torch.cat([weight.flatten() for weight in block.frozen()])
-            for block in blocks
-        ]
+        self.host = []
+        for block in blocks:
+            self.host.append(torch.cat([weight.flatten() for weight in block.frozen()]))
         self.slots = [torch.empty_like(self.host[0]) for _ in range(2)]
         self.here = [None, None]  # the number of the block in each slot
         self.running, self.fetched = -1, 0
         for number, block in enumerate(blocks):
-            begin = 0
-            # becomes a view of the slot: no memory of its own
-            for weight in block.frozen():
-                weight.data = self.slots[number % 2][
-                    begin : begin + weight.numel()
-                ].view_as(weight)
-                begin += weight.numel()
+            sizes = [weight.numel() for weight in block.frozen()]
+            places = self.slots[number % 2].split(sizes)
+            for weight, place in zip(block.frozen(), places, strict=True):
+                weight.data = place.view_as(weight)  # no memory of its own
             block.register_forward_pre_hook(
                 lambda *_, number=number: self.enter(number)
             )
 
     def enter(self, number):
-        # else a backward pass, or the next forward pass, begins with the same block
-        if number != self.running:
-            ahead = number + 1 if number > self.running else number - 1
-            self.running = number
-            self.fetch(number)  # it is here already, unless it is the very first block
-            # Into the slot of the block that has just run. On a card a second stream
-            # copies it while this block runs.
-            self.fetch(ahead)
+        if number == self.running:
+            return  # a backward pass, or the next forward pass, begins with this block
+        ahead = number + 1 if number > self.running else number - 1
+        self.running = number
+        self.fetch(number)  # it is here already, unless it is the very first block
+        # Into the slot of the block that has just run. On a card a second stream copies
+        # it while this block runs.
+        self.fetch(ahead)
 
     def fetch(self, number):
         slot = number % 2
@@ -271,9 +262,10 @@ class TwoSlots:
 
 # %% [markdown]
 # ## 3. Prove it
-# **Steps in the backward pass.** Train the small model for three steps, plainly and with hooks. The weights must be
-# equal bit for bit. Then count the most bytes that are alive beside weights and states. Plain: the gradients of all
-# $P$ weights, and two more tensors as large as the embedding. With hooks: three of that size.
+# **Steps in the backward pass.** We train the small model for three steps, plainly and with hooks. The weights must be
+# equal bit for bit. Then we count the bytes that are alive at the peak, in addition to weights and optimizer states.
+# The plain step holds the gradients of all $P$ weights, and two more tensors as large as the embedding. With hooks only
+# three tensors of this size should be left: the two gradients of the shared matrix, and their sum.
 
 
 # %%
@@ -286,8 +278,7 @@ def made(hooked):
 
 
 def train(hooked):
-    """Train for three steps; return the weights and the peak of the last step in
-    bytes."""
+    """The weights after three steps, and the peak of the last step in bytes."""
     model, optimizer = made(hooked)
 
     def one_step():
@@ -302,23 +293,25 @@ def train(hooked):
     return [weight.detach() for weight in model.parameters()], peak
 
 
-(plain, plain_peak), (ours, our_peak) = train(hooked=False), train(hooked=True)
+plain, plain_peak = train(hooked=False)
+ours, our_peak = train(hooked=True)
 assert all(map(torch.equal, plain, ours))
 P, tied = sum(weight.numel() for weight in plain), plain[0].numel()
-for name, predicted, peak in (
-    ("plain", P + 2 * tied, plain_peak),
-    ("ours", 3 * tied, our_peak),
-):
-    print(f"{name:6} predicted {4 * predicted:,} bytes, counted {peak:,}")
-    assert peak == 4 * predicted + 8  # the loss and its gradient
+print(f"plain: predicted {4 * (P + 2 * tied):,} bytes, counted {plain_peak:,}")
+print(f"ours:  predicted {4 * 3 * tied:,} bytes, counted {our_peak:,}")
+assert plain_peak == 4 * (P + 2 * tied) + 8  # and the loss with its gradient
+assert our_peak == 4 * 3 * tied + 8
 
 # %% [markdown]
-# **Two slots.** The same blocks twice, once resident on the card and once streamed, and two passes. Losses and
-# gradients must be equal bit for bit. How many blocks does the second pass fetch? At its beginning the first two blocks
-# are still there. When the backward pass begins, the last two are there. So $L - 2$ forward, and $L - 2$ backward.
+# **Two slots.** We run the same blocks twice, once with all weights resident on the card and once streamed. Losses and
+# gradients must be equal bit for bit. How many blocks does the second pass fetch? When it begins, the first two blocks
+# are still in the slots, and when its backward pass begins, the last two are. So it fetches $L - 2$ blocks forward and
+# $L - 2$ backward.
+
+# %% Helper: one pass through all blocks tags=["hide-input"]
+from torch.utils.checkpoint import checkpoint
 
 
-# %%
 def one_pass(blocks, run):
     """Return the loss and the adapters' gradients."""
     torch.manual_seed(2)
@@ -335,35 +328,38 @@ def checkpointed(block, x):
     return checkpoint(block, x, use_reentrant=False)
 
 
+# %%
 torch.manual_seed(1)
 resident = nn.ModuleList(Block() for _ in range(L))
 streamed = copy.deepcopy(resident)
 slots = TwoSlots(streamed)
 for _ in range(2):
     before = slots.fetched
-    pairs = zip(
-        one_pass(resident, checkpointed), one_pass(streamed, checkpointed), strict=True
-    )
-    assert all(torch.equal(one, other) for one, other in pairs)
+    expected = one_pass(resident, checkpointed)
+    found = one_pass(streamed, checkpointed)
+    assert all(map(torch.equal, expected, found))
     print(f"bits equal; {slots.fetched - before} blocks fetched")
 assert slots.fetched - before == 2 * (L - 2)
 
 before = sum(weight.nbytes for block in resident for weight in block.frozen())
 after = sum(slot.nbytes for slot in slots.slots)
-print(
-    f"frozen weights on the card: {before / KIB:,.0f} KiB resident, "
-    f"{after / KIB:,.0f} in two slots"
-)
+print(f"frozen weights on the card: {before / KIB:,.0f} KiB resident,", end=" ")
+print(f"{after / KIB:,.0f} in two slots")
 assert after == before * 2 / L
 
 # %% [markdown]
 # ## 4. What it costs
-# Steps in the backward pass are the same steps, only earlier, so the estimate adds no time for them. Streaming copies
+# Steps in the backward pass are the same steps, only earlier, so they cost no time by our estimate. Streaming copies
 # blocks over PCIe, the *link* between host and card. A copy runs while the card computes, so it costs time only where
-# it takes longer than the computation. Take Llama-3.1-8B with LoRA, one row, a T4. By estimate (no GPU has run this
-# yet), these are the seconds of all copies of a micro-batch, and of all else that the card does:
+# it takes longer than the computation. The next cell predicts both for one row of Llama-3.1-8B with LoRA on a T4: the
+# seconds of all copies in a step, and the seconds of everything else. (The range of such a prediction is a factor of
+# 1.5 from its low to its high end.)
+#
+# In 16 bits the card must wait for the copies of short rows, because short rows need little computation. With
+# [NF4](nf4.py) it does not wait even with 16 tokens. The reasons are that a block has only about a quarter of the
+# bytes, and that the card must unpack it to 16 bits in each of three passes: forward, forward again, and backward.
 
-# %%
+# %% Helper: predict copies and computation tags=["hide-input"]
 t4, eight = CARDS["t4"], find_shape("llama-3.1-8b")
 on = [
     "model=llama-3.1-8b",
@@ -386,19 +382,18 @@ def copies_and_work(recipe, tokens):
     return copies, sum(part.seconds for part in parts.values())
 
 
+# %%
 for name, recipe in bits.items():
     for tokens in (16, 256, 1024):
         copies, work = copies_and_work(recipe, tokens)
-        print(
-            f"{name:7}{tokens:5,} tokens: copies {copies:.2f} s, all else {work:.2f} s"
-        )
+        print(f"{name:7}{tokens:5,} tokens: copies {copies:.2f} s,", end=" ")
+        print(f"everything else {work:.2f} s")
         assert (copies > work) == (name == "16-bit" and tokens < 1024)
 
 
 # %% Draw figure 2 tags=["hide-input"]
 def timeline(theme: Theme):
-    """Five blocks of a forward pass: the mean time of a copy, beside the mean time of
-    the work for each copy."""
+    """Five blocks of a forward pass: mean times of a copy and of the work for it."""
     drawn, axes = course.figure(height=3.2)
 
     def bar(row, left, wide, color, block):
@@ -442,18 +437,16 @@ def timeline(theme: Theme):
 
 course.show(
     timeline,
-    "Figure 2. Llama-3.1-8B at 256 tokens on a T4, the first five blocks, "
-    "by estimate: in 16 bits the card waits for "
-    "each block; in NF4 each block arrives in time. "
-    "Each copy and each block's work has its mean time.",
+    "Figure 2. Llama-3.1-8B at 256 tokens on a T4, the first five blocks, predicted: "
+    "in 16 bits the card must wait for each block; in NF4 each block arrives in time.",
 )
 
-# %% [markdown]
-# **A second surprise.** You would expect the card to wait on short rows, because they compute little. In 16 bits it
-# does. In NF4 it does not wait even on 16 tokens. There are two reasons: a block has about a quarter of the bytes,
-# and the card must unpack it to 16 bits before each of three passes: forward, forward again, backward.
+# %% [markdown] tags=["deep"]
+# ### Deeper: from how many tokens on the copies are hidden
+# In 16 bits the computation hides all copies from 524 tokens on. In NF4 unpacking alone takes longer than the copies,
+# so they are hidden at every length.
 
-# %%
+# %% tags=["deep"]
 copies_16, copies_nf4 = (copies_and_work(recipe, 16)[0] for recipe in bits.values())
 enough = next(
     tokens
@@ -468,26 +461,36 @@ print(
     f"NF4: all unpacking takes {parts['unpacking']:.2f} s, "
     f"all copies {copies_nf4:.2f} s"
 )
+assert enough == 524
 assert parts["unpacking"] > copies_nf4
 
 # %% [markdown]
 # ## 5. The production switch
-# You have seen the settings of the first switch. The second is `tricks.stream_layers`. `true` keeps the blocks in
-# *pinned* memory: the system cannot move it to the disk, so the card can read it while the processor does other work.
-# `file` keeps them in a file on the disk that is read like memory (*memory-mapped*), for a host that is too small. Here
-# is what the plan changes, and what a T4 and its host need for an 8B with rows of 256 tokens and a 14B with 2,048, with
-# the course's other switches. `card` includes what PyTorch's allocator may keep ([allocated and reserved
-# memory](a_full_card.py)):
+# As plain Hugging Face code, the first switch is one optimizer for each weight, and a hook. For the second we give the
+# package's `stream`, because `cpu_offload` of accelerate fetches a module only when it runs, and not ahead.
+#
+# ```bash
+# cria train full_1b
+# cria train big_14b
+# cria plan kwanzaa --gpu t4 --set model=llama-3.1-8b --set data.max_length=256 \
+#     --set tricks.gradient_checkpointing=true --set tricks.stream_layers=true
+# ```
+#
+# `full_1b` is a recipe with the settings of this lesson that trains all weights of Llama-3.2-1B. `big_14b` trains
+# adapters of Qwen3-14B, with its frozen blocks in a file.
 
 # %%
-both = ways["both"]
-print(diff(resolve(full, T4), resolve(both, T4)))
-print(
-    diff(
-        resolve(course.CAPSTONE, T4),
-        resolve(with_settings(course.CAPSTONE, ["tricks.stream_layers=true"]), T4),
-    )
-)
+print(optimizer_in_backward.PLAIN, stream_layers.PLAIN)
+print(diff(resolve(full, T4), resolve(ways["both"], T4)))  # what the package changes
+streaming = with_settings(course.CAPSTONE, ["tricks.stream_layers=true"])
+print(diff(resolve(course.CAPSTONE, T4), resolve(streaming, T4)))
+
+# %% [markdown]
+# `stream_layers` has two values. `true` keeps the blocks in [pinned](../docs/glossary.md#pinned-memory) host memory,
+# which the system cannot move to the disk, so the card can read it directly. `file` keeps them in a file on the disk
+# that is read like memory (*memory-mapped*), for a host that is too small. What do card and host need for an 8B with
+# rows of 256 tokens, and for a 14B with rows of 2,048? The other switches of the course are on, and `card` includes
+# what [the allocator may reserve](a_full_card.py).
 
 # %% Print the bills of four runs tags=["hide-input"]
 for model, tokens in (("llama-3.1-8b", 256), ("qwen3-14b", 2048)):
@@ -511,33 +514,26 @@ for recipe in (recipes.full_1b(T4), recipes.big_14b(T4)):
         f"{recipe.name:7} peak {found.peak_bytes / GIB:4.1f} GiB, "
         f"card {found.needed_bytes / GIB:4.1f}: {found.verdict}"
     )
-assert course.bill(recipes.full_1b(T4)).peak_bytes == course.bill(both).peak_bytes
+assert (
+    course.bill(recipes.full_1b(T4)).peak_bytes == course.bill(ways["both"]).peak_bytes
+)
 
 # %% [markdown]
-# So the 8B fits a card of 4 GiB, and Colab's 12.7 GB hold its blocks. The 14B fits a T4 anyway. Streamed, it takes
-# half, but Colab's host is too small for its blocks, so they need `file`. `cria plan` prints a verdict on the host,
-# because Linux ends a process that asks for too much memory without a message.
-#
-# Two recipes have these settings, for `cria plan` and `cria train`. `full_1b` trains all weights of Llama-3.2-1B.
-# `big_14b` streams a 14B from a file, with `tricks.layer_by_layer=true`: all micro-batches of a step go through a block
-# before the next block comes, so each pass fetches it once.
+# With streaming, the 8B needs 3.3 instead of 6.4 GiB, so it fits a card of 4 GiB, and the 12.7 GB of Colab's machine
+# hold its blocks. The 14B fits a T4 anyway. It takes half when it is streamed, but its blocks are too large for Colab's
+# host, so they need `file`. `cria plan` prints a verdict on the host as well, because Linux ends a process that asks
+# for too much memory without a message.
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: layer by layer, the optimizer on the host, and relatives
+# `big_14b` also sets `tricks.layer_by_layer=true`: all micro-batches of a step go through a block before the next block
+# comes, so each pass fetches it once for all of them, and not once for each.
 #
 # **Why not keep the optimizer on the host, too?** DeepSpeed can do that, and the processor takes the step. For each
-# weight the host holds an fp32 copy (4 bytes), two states (8) and a gradient (2 or 4):
-
-# %%
-for model in ("llama-3.2-1b", "llama-3.1-8b"):
-    low, high = (
-        (4 + 8 + gradient) * find_shape(model).weights / 1e9 for gradient in (2, 4)
-    )
-    print(
-        f"{model}: {low:.0f} to {high:.0f} GB; "
-        f"Colab's host has {COLAB.memory_bytes / 1e9:.1f}"
-    )
-    assert low > COLAB.memory_bytes / 1e9
-
-# %% [markdown]
-# **Relatives**, with their authors' figures; we measured none of them:
+# weight the host holds an fp32 copy (4 bytes), two states (8) and a gradient (2 or 4). For Llama-3.2-1B this is already
+# more than Colab's host has.
+#
+# **Relatives**, with the figures of their authors; we measured none of them:
 #
 # | | instead of AdamW on the card | published |
 # |---|---|---|
@@ -549,12 +545,25 @@ for model in ("llama-3.2-1b", "llama-3.1-8b"):
 # | [L2L](https://arxiv.org/abs/2002.05645) | steps on the host | 50B on a 16 GB V100, host 512 GB |
 # | [ZeRO-Infinity](https://arxiv.org/abs/2104.07857) | steps on the host, states on SSDs | - |
 #
-# LOMO frees gradients, as this lesson does, and has no states. The next four have smaller states. All five learn
-# differently from AdamW, so results differ. The last two stream layers.
-#
+# LOMO frees gradients, as this lesson does, and has no optimizer states, while the next four have smaller states. All
+# five learn differently from AdamW, so their results differ. The last two methods of the table stream layers.
+
+# %% tags=["deep"]
+for model in ("llama-3.2-1b", "llama-3.1-8b"):
+    low, high = (
+        (4 + 8 + gradient) * find_shape(model).weights / 1e9 for gradient in (2, 4)
+    )
+    print(
+        f"{model}: {low:.0f} to {high:.0f} GB; "
+        f"Colab's host has {COLAB.memory_bytes / 1e9:.1f}"
+    )
+    assert low > COLAB.memory_bytes / 1e9
+
+# %% [markdown]
 # ## 6. Where it breaks
-# **No message, and twice as many steps.** With accumulation, two micro-batches should make one step. Hooks take a step
-# after each, because a gradient is freed before the next one arrives. The switch refuses it:
+# **There is no message, but the model takes twice as many steps.** With [accumulation](gradient_accumulation.py) two
+# micro-batches should make one step. But hooks take a step after each micro-batch, because its gradients are freed
+# before the next one arrives. The last line below is the package, which refuses this combination.
 
 # %%
 for hooked in (False, True):
@@ -565,20 +574,37 @@ for hooked in (False, True):
     steps = int(optimizer.state[model[0].weight]["step"])
     print(f"hooks: {hooked}, steps: {steps}")
     assert steps == 1 + hooked
-print(refusal(both, "tricks.gradient_accumulation=8"))
+print(refusal(ways["both"], "tricks.gradient_accumulation=8"))
 
 # %% [markdown]
-# **Clipping.** The norm of *all* gradients is known when the last one has arrived, and then the others are gone.
-# `optimizer_in_backward=clip` limits the gradient of each weight by itself, so its results differ.
+# **Clipping** limits the norm of *all* gradients. This norm is known only when the last gradient has arrived, and by
+# then the others are gone. `optimizer_in_backward=clip` limits the gradient of each weight by itself instead, so its
+# results differ.
+#
+# **There is no message, but the gradients are wrong**, if blocks are streamed without checkpointing. The loss is right,
+# but the backward pass finds the weights of other blocks in the slots. The package refuses this combination as well.
 
 # %%
-print(refusal(both, "train.max_grad_norm=1"))
+loss, *right = one_pass(resident, lambda block, x: block(x))
+same_loss, *found = one_pass(streamed, lambda block, x: block(x))
+wrong = [number for number in range(L) if not torch.equal(right[number], found[number])]
+print(f"loss equal: {torch.equal(loss, same_loss)}; wrong gradients in blocks {wrong}")
+assert wrong
+print(refusal(bits["NF4"], "tricks.gradient_checkpointing=false"))
 
-# %% [markdown]
-# **No message, and NaN in all weights.** fp16's loss scaler looks for an overflow *after* the backward pass, and skips
-# the optimizer's step. Hooks have taken their steps by then:
+# %% [markdown] tags=["deep"]
+# ### Deeper: NaN in all weights, and which blocks are wrong
+# The [loss scaler](../docs/glossary.md#loss-scale) of fp16 looks for an overflow *after* the backward pass, and then
+# skips the step of the optimizer. Hooks have taken their steps by then, so all weights become NaN, without a message.
+# The package's switch divides each gradient by the scale and checks whether it is finite. The first gradient that is
+# not ends the steps of this backward pass. But weights nearer to the loss have taken theirs, so here the run differs
+# from a plain one.
+#
+# In the cell on wrong gradients, the last two blocks are right, because their weights are still in the slots. Block 3
+# is right as well, because the gradient of its adapter needs only the weights of these two.
 
-# %%
+# %% tags=["deep"]
+print(refusal(ways["both"], "train.max_grad_norm=1"))
 for hooked in (False, True):
     model, optimizer = made(hooked)
     # 8 times this is too large even for fp32
@@ -590,38 +616,16 @@ for hooked in (False, True):
     assert finite != hooked
 
 # %% [markdown]
-# The switch divides each gradient by the scale and checks whether it is finite. The first one that is not ends the
-# steps of this backward pass. But weights nearer to the loss have taken theirs: here it differs from a plain run.
-#
-# **No message, and wrong gradients.** Streamed blocks without checkpointing: the loss is right, but the backward pass
-# finds other blocks' weights in the slots. The last two blocks are right, and so is block 3, because its adapter's
-# gradient needs only their weights.
-
-# %%
-loss, *right = one_pass(resident, lambda block, x: block(x))
-same_loss, *found = one_pass(streamed, lambda block, x: block(x))
-wrong = [
-    number
-    for number, pair in enumerate(zip(right, found, strict=True))
-    if not torch.equal(*pair)
-]
-print(
-    f"loss equal: {torch.equal(loss, same_loss)}; "
-    f"wrong gradients in blocks {wrong} of {L}"
-)
-assert wrong
-print(refusal(bits["NF4"], "tricks.gradient_checkpointing=false"))
-
-# %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** A streamed model has 40 blocks, and an optimizer step has 8 micro-batches, one after the other. How
 #    many blocks does the second step fetch? Your answer is a whole number.
-# 2. **Build.** Fill in `careful(optimizer, limit)`. It returns a hook, a function of one weight: if the weight's
-#    gradient is finite, it scales a gradient whose norm is above `limit` down to that norm and lets `optimizer` take
-#    its step. In any case it frees the gradient.
-# 3. **Reach.** From how many tokens do the products of frozen blocks hide all copies? Fill in `tokens_to_hide(flops,
-#    link, size)`: operations a second, bytes a second, bytes of a stored weight. A frozen weight takes 2 operations a
-#    token in each of three passes (forward, again, backward), and is fetched twice. Count nothing else.
+# 2. **Build.** Fill in `careful(optimizer, limit)`. It returns a hook, which is a function of one weight. If the
+#    gradient of the weight is finite, the hook scales a gradient whose norm is above `limit` down to that norm, and
+#    lets `optimizer` take its step. In any case it frees the gradient.
+# 3. **Reach.** From how many tokens on do the matrix multiplications with frozen blocks hide all copies? Fill in
+#    `tokens_to_hide(flops, link, size)`: operations a second, bytes a second, bytes of a stored weight. A frozen weight
+#    takes 2 operations a token in each of three passes (forward, again, backward), and is fetched twice. Count nothing
+#    else.
 
 # %% tags=["exercise"]
 blocks_fetched = None
@@ -749,17 +753,16 @@ course.check(
 # </details>
 #
 # ## In one breath
-# - **Saves** the gradients of all weights but the largest, which may need three of its size; and the frozen weights of
-#   all blocks but two.
+# - **Saves** the gradients of all weights but the largest, which may need three tensors of its size; and the frozen
+#   weights of all blocks but two.
 # - **Costs** the use of accumulation and of clipping by the whole norm; $2(L - 2)$ blocks over PCIe for each
 #   micro-batch, and host memory for all blocks, or a file.
-# - **Exact**, bit for bit, without `clip`; an fp16 step that overflows is the one exception.
-# - **When**: steps in the backward pass, if all weights learn and gradients are at the peak; streaming, if frozen
-#   weights are at the peak. In NF4, or on long rows, it adds almost no time, by estimate.
+# - **Exact**, bit for bit, without `clip`; an fp16 step that overflows is the only exception.
+# - **When**: steps in the backward pass, if all weights train and the gradients are at the peak; streaming, if frozen
+#   weights are at the peak. In NF4, or on long rows, it adds almost no time (predicted).
 # - **When not**: with LoRA the gradients are small anyway. If the model fits, streaming gains nothing.
 #
-# So much for one card. [What we left out, and why](../docs/left_out.md) answers "why is X not here?", and [the lesson
-# on Kwanzaa](kwanzaa.py) is the whole run on your own rows.
+# [What we left out, and why](../docs/left_out.md) answers "why is X not here?".
 #
 # ## Sources
 # - Steps in the backward pass: PyTorch's tutorial "How to save memory by fusing the optimizer step into the backward

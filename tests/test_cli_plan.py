@@ -216,7 +216,7 @@ CONFIG = {
         (["--rows", "-1"], "--rows -1: must be a whole number above 0"),
         (["--rows", "many"], "--rows"),
         (["--model", "lama"], "model lama: no such folder, and no hub id (owner/name)"),
-        (["--model", "{bert}"], "model_type 'bert' is no decoder that can be estimated"),
+        (["--model", "{bert}"], "we cannot estimate model_type 'bert'"),
         (["--model", "{less}"], "its config.json has no vocab_size"),
         (["--model", "{broken}"], "cannot be read as JSON"),
         (["--set", "tricks.peft=side_network", "--set", "side.blocks=99"], "side.blocks=99: smollm2 has 30"),

@@ -92,6 +92,14 @@ def test_a_quoted_message_is_one_of_ours(symptom):
         assert any(part in message for message in _messages()), part
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_no_two_prices_are_taken_for_a_formula(page):
+    """The site reads ``$...$`` as mathematics, so a dollar sign that would close a pair is escaped."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.S)
+    for part in re.split(r"\n\s*\n|\||\n[-*] ", text):  # paragraphs, cells and list items
+        assert not re.search(r"(?<!\\)\$\d[^$]*(?<![\s\\])\$", part), part
+
+
 def test_there_are_symptoms_to_look_up():
     assert len(SYMPTOMS) > 20
 

@@ -8,19 +8,21 @@ import subprocess
 import pytest
 
 from cria_tricks import recipes
-from cria_tricks.common.errors import BadInput, OutOfMemory
+from cria_tricks.common.errors import BadInput
 from cria_tricks.data.lengths import Lengths
-from cria_tricks.hardware import T4
+from cria_tricks.hardware import T4, trust
 from cria_tricks.models.catalogue import CATALOGUE, CONFIGS
 from cria_tricks.models.shape import find_shape, shape_of
 from cria_tricks.predict import plan_data, toggles
 from cria_tricks.predict.toggles import Target
-from cria_tricks.run import api, search
+from cria_tricks.recipe import Recipe
+from cria_tricks.run import api, candidates, search
 from cria_tricks.settings import Tricks
 from tests.fit_choices import MANY, PASTED, choices, differences, pasted, planned, reduced
 from tests.sweeps import ALL, sample
 from tools import browser_python
 from tools.fit import answers, bridge, fields, others, page, show
+from tools.fit.words import plain
 
 
 def asked(job, **given):
@@ -146,11 +148,74 @@ def test_make_it_fit_changes_little_and_make_it_fast_searches():
     fast = asked("search", choice=fields.default(), aim="fastest")
     plan = api.plan(recipes.capstone(T4), gpu="t4", rows_full=True, fit="fastest")
     assert fast["set"] == list(plan.fit.chosen.set)
-    nothing = asked("search", choice=choice | {"model": "llama-3.1-70b"}, aim="fit")["refused"]
-    with pytest.raises(OutOfMemory) as error:
-        api.plan("kwanzaa", gpu="t4", model="llama-3.1-70b", rows_full=True, fit="smallest",
-                 settings=["train.batch_size=4"])  # fmt: skip
-    assert nothing == str(error.value)
+
+
+OFF = {**fields.of_recipe(Recipe()), "batch": "1", "tokens": "8192", "attention": "sdpa", "expand_kv": "true"}
+UNQUANTIZED = {"model": "llama-3.1-8b", "quantization": "none", "double_quantization": "false"}
+
+
+@pytest.mark.parametrize(
+    ("change", "needs", "changes"),
+    [
+        (OFF, "that trains all weights fits Tesla T4", {"peft": "lora", "quantization": "nf4"}),
+        (UNQUANTIZED, "fits Tesla T4", {"quantization": "nf4"}),
+        (
+            {"model": "llama-3.1-70b"},
+            "fits Tesla T4",
+            {"stream_layers": "file"},
+        ),  # Colab's RAM is small
+        ({"model": "llama-3.1-8b", "tokens": "90000"}, "fits Tesla T4", {"activation_offload": "false"}),
+    ],
+    ids=["all weights", "16 bits", "70B", "long rows"],
+)
+def test_where_no_set_fits_the_page_offers_what_would(change, needs, changes):
+    choice = fields.default() | {"gradient_accumulation": "1"} | change  # fewer sets to try
+    found = asked("search", choice=choice, aim="fit")
+    assert found["says"].startswith(f"No set of switches {needs}: the smallest needs ")
+    assert "--" not in found["says"]
+    for way in found["ways"]:
+        after = asked("answer", choice=choice | way["changes"])["data"]
+        assert after["verdict"] == "fits", way
+        assert after.get("host", {}).get("verdict") != "does not fit", way
+        if "tokens" not in way["changes"]:
+            assert show.amount(after["needed_bytes"]) in way["says"]
+    assert any(changes.items() <= way["changes"].items() for way in found["ways"]), found
+    assert not any("nf4" == choice["quantization"] == way["changes"].get("quantization") for way in found["ways"])
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("tricks.keep_attention=true: blocks keep everything; set tricks.gradient_checkpointing=true",
+         "“Selective checkpointing: on”: blocks keep everything; set “Gradient checkpointing: every block”"),
+        ("layer_by_layer has no effect: without stream_layers",
+         "“All micro-batches through each streamed layer” has no effect: without “Weights on the host, streamed layer "
+         "by layer”"),
+        ("--set train.batch_size=0: train.batch_size = '0': too small", "“Batch size” = '0': too small"),
+        ("model config.json: we cannot estimate model_type 't5'", "We cannot estimate model_type 't5'"),
+        ("the attention and the optimizer are words", "The attention and the optimizer are words"),
+    ],
+)  # fmt: skip
+def test_messages_name_settings_as_the_form_does(message, words):
+    assert plain(message) == words
+
+
+def test_no_refusal_or_warning_names_a_switch_by_its_code_name():
+    for choice in sample(choices(), 24, seed=2):
+        found = asked("answer", choice=choice)
+        said = [found["says"]] if "refused" in found else map(plain, found["data"]["warnings"])
+        for words in said:
+            assert not re.search(r"(tricks|train|data|lora)\.\w|\w+_\w+=", words), words
+
+
+def test_a_hint_says_what_counts_and_nothing_else():
+    values = asked("beside", choice=fields.default())["values"]
+    none, fp4, int8 = (values["quantization"][value] for value in ("none", "fp4", "int8"))
+    assert none["words"].startswith("+1.4 GiB, 1.1 times slower")
+    assert {"double_quantization"} <= set(none["also"]), "what else goes off is named, because it is counted"
+    assert fp4["link"] == show.QUALITY
+    assert "times" not in int8["words"], "a factor below 5 % is not told"
+    assert values["tiled_mlp"]["true"]["words"] == "", "it changes nothing here"
 
 
 def test_the_search_in_steps_finds_what_the_whole_search_finds():
@@ -158,8 +223,11 @@ def test_the_search_in_steps_finds_what_the_whole_search_finds():
     for change in changes:
         choice = fields.default() | change | {"batch": "2", "gradient_accumulation": "1"}
         of = answers.asked(choice)
-        whole = search.smaller(of.target, of.recipe, of.lengths, 1e18, of.target.works, search.NEAREST)
-        assert asked("search", choice=choice, aim="fit")["set"] == list(whole.set) != []
+        limit = (1 - trust.MARGIN) * of.target.device.memory_bytes
+        wanted = search.Wanted(of.target, of.recipe, search.NEAREST, of.lengths, limit)
+        every = candidates.candidates(of.target, of.recipe, candidates.EXACT, ())
+        best = wanted.choices(filter(of.target.works, every))[0]
+        assert asked("search", choice=choice, aim="fit")["set"] == list(best.set) != []
     steps = [json.loads(step) for step in bridge.steps("search", json.dumps({"choice": choice, "aim": "fastest"}))]
     tried, every = steps[-1]
     assert tried == every == sum(of > 0 for _, of in steps)
@@ -173,7 +241,7 @@ def test_the_search_in_steps_finds_what_the_whole_search_finds():
         ({"model": "config.json", "config": "[]"}, "is no JSON object"),
         ({"model": "config.json", "config": ""}, "paste the text of a config.json"),
         ({"model": "config.json", "config": '{"model_type": "llama", "hidden_size": 64}'}, "has no num_hidden_layers"),
-        ({"model": "config.json", "config": '{"model_type": "bert"}'}, "model_type 'bert' is no decoder"),
+        ({"model": "config.json", "config": '{"model_type": "bert"}'}, "we cannot estimate model_type 'bert'"),
         ({"model": "numbers", "kv_heads": "5"}, "32 heads cannot share 5 key heads"),
         ({"model": "numbers", "layers": "0"}, "Layers (num_hidden_layers): 0 is no whole number from 1 to 1,000"),
         ({"card": "h900"}, "unknown card h900"),
@@ -206,10 +274,15 @@ def test_every_switch_of_the_package_is_on_the_page():
 def test_a_tight_run_and_long_rows_are_said():
     tight = asked("answer", choice=fields.default() | {"tokens": "8192", "batch": "7"})
     assert tight["data"]["verdict"] == "tight"
-    assert 'class="tight">It is tight.</strong> At least ' in tight["html"]["verdict"]
+    least, needed = (tight["data"][f"{name}_bytes"] for name in ("least", "needed"))
+    said = tight["html"]["verdict"].partition("It is tight.</strong> ")[2]
+    assert said.startswith(f"{show.amount(least)} for tensors and CUDA of 14.7 GiB. ")
+    assert f"up to {show.amount(needed - least)} besides" in said
     far = asked("answer", choice=fields.default() | {"tokens": "999999"})
     assert far["html"]["verdict"].endswith("Rows are longer than the model&#x27;s context.")
     assert "longer than the model&#x27;s context of 131072" in far["html"]["rest"]
+    assert "An optimizer step takes" not in far["html"]["rest"], "a run that does not fit has no time"
+    assert "An optimizer step takes" in tight["html"]["rest"]
 
 
 def test_two_choices_stand_beside_each_other():

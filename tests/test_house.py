@@ -153,7 +153,8 @@ TOGGLES_ARE_READ = {
     "trainer/what_ran.py": (7, SAYS),
     # The strategy is chosen where processes start.
     "launch/torchrun.py": (3, "it starts as many processes as the strategy needs"),
-    "run/search.py": (3, "it tries toggles"),
+    "run/search.py": (2, "it tries toggles"),
+    "run/candidates.py": (4, "it tries toggles, and says which would help"),
     "run/recovery.py": (3, "a run in the middle cannot change all of them"),
     "run/api.py": (1, "several processes without a strategy are ddp"),
     "run/steps.py": (1, "it estimates one of several processes"),

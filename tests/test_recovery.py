@@ -20,8 +20,9 @@ from cria_tricks.models.shape import find_shape
 from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run import recovery, steps
+from cria_tricks.run.candidates import EXACT
 from cria_tricks.run.run import train
-from cria_tricks.run.search import EXACT, smaller
+from cria_tricks.run.search import smaller
 from cria_tricks.store import adaptations
 from cria_tricks.store.adaptations import Adaptation
 from cria_tricks.trainer.callbacks import StepMeter

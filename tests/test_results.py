@@ -80,7 +80,7 @@ def test_the_measured_ladder_goes_from_rung_to_rung():
         for name, before in (("ladder_b", "ladder_a"), ("ladder_a", "off"), ("off", ""), ("alone_b", "off"))
     )
     assert [line.split("|")[1].strip() for line in text.splitlines() if "together" in line] == [
-        "`together` off", "`together` ladder_a", "`together` ladder_b",
+        "`together` off", "`together` + a", "`together` + b",
     ]  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def test_a_frontier_that_was_stopped_early_can_be_drawn():
     }
     text = speed_tables.frontier({"points": points})
     assert "| TRL as small |  | 200 B |  | 0.50 |" in text
-    assert "| fast | 6.0 | as `small` |  |  |" in text
+    assert "| fast | 6.0 | 100 B (as the line small) |  |  |" in text
     assert style.save(figures.frontier({"points": points, "trl": "1.16.0"}), "light")
 
 

@@ -30,7 +30,7 @@ LEARNT = {
     "when_libraries_lie": "a dead run logs a falling loss, then 0.0",
     "checkpoint_and_resume": "without the random state it is another run",
     "kwanzaa": "plan, train, resume, evaluate",
-    "int8": "half the weights' bytes, and a larger bill",
+    "int8": "half the weights' bytes, and almost the same bill",
     "flash_decoding": "each new token moves the whole KV cache 3 times",
     "long_rows": "one open block is as large as all saved inputs",
     "weights_elsewhere": "4.6 GiB of freed gradients lower the peak by 3.6",

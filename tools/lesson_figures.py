@@ -24,7 +24,7 @@ PER_EXERCISE = 2
 EXERCISES = 3
 
 PRIVATE = {
-    "roots (memory that is never freed)": r"\broots?\b(?! of)",
+    "roots (memory that is never freed)": r"\broots?\b(?! of| mean)",
     "dice (random state)": r"\bdice\b",
     "sieve (filter)": r"\bsieves?\b",
     "tally (counter)": r"\btall(?:y|ies)\b",
@@ -39,7 +39,7 @@ PRIVATE = {
     "rung (step of the ladder)": r"\brungs?\b",
     "staircase": r"\bstaircases?\b",
     "the say (share, weight)": r"\bthe say\b|\ba say\b|\bless of a say\b",
-    "toggle (switch)": r"\btoggles?\b",
+    "toggle (switch)": r"(?<!--)\btoggles?\b",
     "row (line of the bill)": r"\brows? of (?:a|the|that|this) bill\b|\bbill's rows?\b|\bthe rows? \*",
     "beside (next to; as well as)": r"\bbeside\b",
     "who ... does": r"(?:^|[.!?:] )Who(?:ever)? \w+",

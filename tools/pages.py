@@ -46,6 +46,8 @@ MADE_HERE = (PAGES, browser_python.HERE)
 FIGURES = {LIGHT: "light", DARK: "dark", NARROW_LIGHT: "narrow-light", NARROW_DARK: "narrow-dark"}
 """The ends of a figure's files, by the MIME types under which a cell shows it."""
 HEADING = re.compile("^## ", re.M)
+NUMBER = re.compile(r"<td>(?=[-+−]?[\d.,]+(?: to [\d.,]+)?(?: (?:[KMG]i?B|%|s|min))?</td>)")
+"""The start of a cell that holds a number, with its unit or as a range, which a phone would break in two."""
 FOLDS, ENDS = "folds", "ends"
 """In the metadata of the first and of the last cell of a part that is folded."""
 ANSWERS, ASKS = "answers", "asks"
@@ -97,6 +99,8 @@ class ForTheSite(Preprocessor):
             raise LessonError(f"lessons/{self.stem}.py: a cell's last line has a value nobody asked for: {output.data}")
         if PREDICTION in output.data:
             return _fence(output.data["text/plain"], "{ .text .no-copy .output .stdout }")
+        if "text/markdown" in output.data:
+            return str(output.data["text/markdown"])
         return self._figure(output.data, resources)
 
     def _figure(self, data: Any, resources: Any) -> str:
@@ -278,8 +282,10 @@ def on_pre_build(config: Any) -> None:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """MkDocs: the form of "Will it fit?", with its first answer."""
-    return fit_page.put_in(html, config.extra["no_python"]) if page.file.src_uri == "fit.md" else html
+    """MkDocs: the form of "Will it fit?", with its first answer; and a number in a table stays with its unit."""
+    if page.file.src_uri == "fit.md":
+        return fit_page.put_in(html, config.extra["no_python"])
+    return NUMBER.sub('<td class="unit">', html)
 
 
 def on_post_build(config: Any) -> None:

@@ -21,7 +21,7 @@ def frontier(result: Mapping[str, Any]) -> str:
         if "peak_bytes" in entry:
             peak = human(entry["peak_bytes"])
         if "bytes_of" in entry:
-            peak = f"as `{entry['bytes_of']}`"
+            peak = f"{human(points[entry['bytes_of']]['peak_bytes'])} (as the line {entry['bytes_of']})"
         faster = smaller = ""
         if entry["way"] == "trl":
             faster = _faster(points.get("fast"), entry)
@@ -76,3 +76,34 @@ def over(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, float]
     if "peak_bytes" in ours and "peak_bytes" in theirs:
         found["bytes"] = ours["peak_bytes"] / theirs["peak_bytes"]
     return found
+
+
+def public_runs(found: Mapping[str, Any]) -> str:
+    """Lay out the seconds of public runs beside what is predicted for them."""
+    columns = (
+        "run",
+        "card",
+        "seconds of a step",
+        "predicted",
+        "share of the peaks",
+        "in the fit of its card",
+        "inside",
+    )
+    rows = []
+    for run in found["predictions"]:
+        fit = "left out here" if run["left_out"] else "for launches" if run["waits"] else "never"
+        span = f"{run['low']:.2f} to {run['high']:.2f}"
+        inside = "yes" if run["inside"] else "no"
+        rows.append((run["id"], run["card"], f"{run['measured']:.2f}", span, f"{run['share']:.2f}", fit, inside))
+    return table(columns, rows)
+
+
+def seconds_error(found: Mapping[str, Any]) -> str:
+    """Lay out predicted and measured seconds of a step on a calibrated machine."""
+    columns = ("set", "tokens", "predicted", "range", "measured", "error")
+    rows = []
+    for run in found["runs"]:
+        span = f"{run['low']:.2f} to {run['high']:.2f}"
+        numbers = (f"{run['predicted']:.2f}", span, f"{run['measured']:.2f}", f"{run['error']:+.0%}")
+        rows.append((f"`{run['set'] or 'everything off'}`", str(run["tokens"]), *numbers))
+    return table(columns, rows)

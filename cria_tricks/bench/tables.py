@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from cria_tricks.bench import growth as growing
+from cria_tricks.bench.case_names import plain_name
 from cria_tricks.bench.figures import APART, PEAK, STEP, TOKEN, Pair, against, capstone_pairs, estimate_error
 from cria_tricks.bench.growth import Curve
 from cria_tricks.bench.results import Case, by_device
 from cria_tricks.common.markdown_table import markdown_table
-from cria_tricks.common.units import human
+from cria_tricks.common.units import human, off_by
 
 TITLES = {
     "tricks": "Every trick against the step without it",
@@ -85,7 +86,7 @@ def _cases(cases: Sequence[Case]) -> str:
     rows = []
     for case in cases:
         baseline = baselines.get((case.bench, case.name))
-        name = f"`{case.bench}` {case.name}"
+        name = f"`{case.bench}` {plain_name(case.bench, case.name)}"
         if case.status != "ok":
             rows.append((name, f"{case.status}: {case.why}", "", "", _bytes(case.estimated_bytes), "", ""))
             continue
@@ -100,7 +101,7 @@ def _cases(cases: Sequence[Case]) -> str:
                 _times(case, baseline, TOKEN),
             )
         )
-    columns = ("case", "peak", "times the baseline's", "estimate off by", "estimated", "tokens/s", "time, times its")
+    columns = ("case", "peak", "peak / baseline", "estimate off by", "estimated", "tokens/s", "time / baseline")
     return table(columns, rows)
 
 
@@ -115,12 +116,11 @@ def ladder(counted: Mapping[str, Mapping[str, Any]]) -> str:
         if before is not None:
             name = f"+ `{label}`"
             sign = "-" if peak < before else "+"
-            step = sign + human(abs(peak - before))
+            step = sign + human(abs(peak - before)) if peak != before else "0"
         fits = "yes" if rung["fits"] else "no"
-        off = round(100 * (rung["estimated_bytes"] / peak - 1), 2) + 0.0  # adding zero turns -0.0 into 0.0
-        rows.append((name, human(peak), step, fits, f"{off:+.2f} %"))
+        rows.append((name, fits, human(peak), step, off_by(rung["estimated_bytes"], peak)))
         before = peak
-    return table(("toggle", "peak by dry run", "this step", "fits a T4", "by hand, off by"), rows)
+    return table(("toggle", "fits a T4", "peak by dry run", "this step", "by hand, off by"), rows)
 
 
 def long_rows(found: Mapping[str, Any]) -> str:
@@ -128,8 +128,8 @@ def long_rows(found: Mapping[str, Any]) -> str:
     rows = []
     for tokens, case in found["cases"].items():
         peak, by_hand = case["peak_bytes"], case["estimated_bytes"]
-        off = f"{100 * (by_hand / peak - 1):+.2f} %"
-        rows.append((f"{int(tokens):,}", f"{peak / 2**20:,.1f} MiB", f"{by_hand / 2**20:,.1f} MiB", off))
+        sizes = (f"{peak / 2**20:,.1f} MiB", f"{by_hand / 2**20:,.1f} MiB")
+        rows.append((f"{int(tokens):,}", *sizes, off_by(by_hand, peak)))
     return table(("tokens of the row", "peak", "by hand", "off by"), rows)
 
 
@@ -166,8 +166,8 @@ def links(cases: Iterable[Mapping[str, Any]]) -> str:
 
 def _peak(case: Mapping[str, Any]) -> str:
     """Write the peak of a case, and how far the bill is off."""
-    off = 100 * (case["billed_bytes"] / case["peak_bytes"] - 1)
-    return f"{case['peak_bytes'] / 2**20:,.1f} MiB ({off:+.1f} %)"
+    off = off_by(case["billed_bytes"], case["peak_bytes"], digits=1)
+    return f"{case['peak_bytes'] / 2**20:,.1f} MiB ({off})"
 
 
 def without_checkpointing(counted: Mapping[str, Mapping[str, Any]]) -> str:
@@ -176,8 +176,8 @@ def without_checkpointing(counted: Mapping[str, Mapping[str, Any]]) -> str:
     for label, case in counted.items():
         name, _, tokens = label.partition(": ")
         fits = "yes" if case["fits"] else "no"
-        off = round(100 * (case["estimated_bytes"] / case["peak_bytes"] - 1), 2) + 0.0
-        rows.append((name, f"{int(tokens):,}", human(case["peak_bytes"]), fits, f"{off:+.2f} %"))
+        off = off_by(case["estimated_bytes"], case["peak_bytes"])
+        rows.append((name, f"{int(tokens):,}", human(case["peak_bytes"]), fits, off))
     return table(
         ("adapters and blocks by", "tokens of the row", "peak by dry run", "fits a T4", "by hand, off by"), rows
     )
@@ -273,9 +273,22 @@ def growth(curves: Mapping[str, Sequence[Curve]]) -> str:
     for what, some in curves.items():
         for curve in some:
             if len(curve.xs) > 1:  # one point has no slope
-                sizes = f"{curve.xs[0]:g} to {curve.xs[-1]:g}"
+                sizes = _sizes(curve.xs[0], curve.xs[-1])
                 rows.append((what, curve.label, sizes, f"{curve.exponent:.2f}"))
     return table(("what grows with what", "recipe", "from, to", "exponent"), rows)
+
+
+def _sizes(low: float, high: float) -> str:
+    """Write two sizes with the unit of the larger one; those under a million have none.
+
+    Examples:
+        >>> _sizes(32, 512), _sizes(134_515_008, 8_030_261_248)
+        ('32 to 512', '0.135 to 8.03 billion')
+    """
+    for unit, one in (("billion", 1e9), ("million", 1e6)):
+        if high >= one:
+            return f"{low / one:.3g} to {high / one:.3g} {unit}"
+    return f"{low:g} to {high:g}"
 
 
 def published(entries: Iterable[Mapping[str, str]]) -> str:
@@ -283,37 +296,6 @@ def published(entries: Iterable[Mapping[str, str]]) -> str:
     columns = ("what", "figure", "on", "source", "date", "not comparable, because")
     keys = ("what", "figure", "card", "source", "date", "why")
     return table(columns, [tuple(entry[key] for key in keys) for entry in entries])
-
-
-def public_runs(found: Mapping[str, Any]) -> str:
-    """Lay out the seconds of public runs beside what is predicted for them."""
-    columns = (
-        "run",
-        "card",
-        "seconds of a step",
-        "predicted",
-        "share of the peaks",
-        "in the fit of its card",
-        "inside",
-    )
-    rows = []
-    for run in found["predictions"]:
-        fit = "left out here" if run["left_out"] else "for launches" if run["waits"] else "never"
-        span = f"{run['low']:.2f} to {run['high']:.2f}"
-        inside = "yes" if run["inside"] else "no"
-        rows.append((run["id"], run["card"], f"{run['measured']:.2f}", span, f"{run['share']:.2f}", fit, inside))
-    return table(columns, rows)
-
-
-def seconds_error(found: Mapping[str, Any]) -> str:
-    """Lay out predicted and measured seconds of a step on a calibrated machine."""
-    columns = ("set", "tokens", "predicted", "range", "measured", "error")
-    rows = []
-    for run in found["runs"]:
-        span = f"{run['low']:.2f} to {run['high']:.2f}"
-        numbers = (f"{run['predicted']:.2f}", span, f"{run['measured']:.2f}", f"{run['error']:+.0%}")
-        rows.append((f"`{run['set'] or 'everything off'}`", str(run["tokens"]), *numbers))
-    return table(columns, rows)
 
 
 def _bytes(count: float | None) -> str:
@@ -342,4 +324,4 @@ def _error(case: Case) -> str:
     error = estimate_error(case)
     if error is None:
         return ""
-    return f"{error:+.2f} %"
+    return off_by(100 + error, 100)

@@ -29,6 +29,18 @@ def human(count: int | float) -> str:
     return f"{size:.1f} TiB"
 
 
+def off_by(found: float, true: float, digits: int = 2) -> str:
+    """Return how far a number is from the true one, in per cent with its sign; what rounds to zero has none.
+
+    Examples:
+        >>> off_by(96, 100), off_by(99.999, 100), off_by(100.56, 100, digits=1)
+        ('-4.00 %', '0.00 %', '+0.6 %')
+    """
+    percent = round(100 * (found / true - 1), digits)
+    sign = "+" if percent else ""
+    return f"{percent or 0.0:{sign}.{digits}f} %"
+
+
 def duration(seconds: float) -> str:
     """Return a time as text, in the unit that suits it: s, min, h and min, days, or years.
 

@@ -4,6 +4,7 @@ from cria_tricks.course.drawing import DARK, LIGHT, NARROW_DARK, NARROW_LIGHT, S
 from cria_tricks.course.exercises import CHECKS, about, check, equal
 from cria_tricks.course.job import CAPSTONE, LESSON_OF, bill, show_bill, show_worth, so_far
 from cria_tricks.course.measured import on_a_gpu
+from cria_tricks.course.notebook import show_table
 from cria_tricks.course.predictions import NO_GUESS, PREDICTION, reveal, trend
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "reveal",
     "show",
     "show_bill",
+    "show_table",
     "show_worth",
     "so_far",
     "staircase",

@@ -11,6 +11,7 @@ from cria_tricks.bench import figures, style
 from cria_tricks.bench.style import Drawing, Theme
 from cria_tricks.common.lessons import LESSONS
 from cria_tricks.course.job import CAPSTONE, LESSON_OF, bill, so_far
+from cria_tricks.course.notebook import shown
 from cria_tricks.hardware import T4
 from cria_tricks.predict import toggles
 
@@ -78,19 +79,12 @@ def show(drawing: Drawing, says: str) -> None:
     # Draw both even if nothing is shown, so that running a lesson as a plain script finds a broken figure.
     light, dark = (style.save(drawing, theme).decode() for theme in ("light", "dark"))
     narrow = [style.save(drawing, theme, narrow=True).decode() for theme in ("light", "dark")]
-    try:
-        # Imported here, because a lesson also runs as a plain script on a machine without IPython.
-        from IPython.core.getipython import get_ipython
-        from IPython.display import display
-    except ImportError:
-        return
-    if get_ipython() is not None:
-        # A notebook may have a dark page, so the plain SVG gets a white background.
-        white = light.replace("<defs>", '<rect width="100%" height="100%" fill="#ffffff"/>\n <defs>', 1)
-        found = {"image/svg+xml": white, LIGHT: light, DARK: dark, "text/plain": says}
-        if all(narrow):
-            found |= dict(zip((NARROW_LIGHT, NARROW_DARK), narrow, strict=True))
-        display(found, raw=True)
+    # A notebook may have a dark page, so the plain SVG gets a white background.
+    white = light.replace("<defs>", '<rect width="100%" height="100%" fill="#ffffff"/>\n <defs>', 1)
+    found = {"image/svg+xml": white, LIGHT: light, DARK: dark, "text/plain": says}
+    if all(narrow):
+        found |= dict(zip((NARROW_LIGHT, NARROW_DARK), narrow, strict=True))
+    shown(found)
 
 
 class Sketch:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from cria_tricks.bench import results, tables
+from cria_tricks.course.notebook import show_table
 
 
 def on_a_gpu(bench: str, off: str, on: str, shorter: int = 1) -> None:
@@ -30,4 +31,4 @@ def on_a_gpu(bench: str, off: str, on: str, shorter: int = 1) -> None:
     if not found:
         print(f"no GPU here, and no committed results of {bench} beside this package")
     else:
-        print(tables.tricks(found))
+        show_table(tables.tricks(found))

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from cria_tricks.course.notebook import shown
+
 PREDICTION = "application/vnd.cria.prediction+json"
 """The MIME type under which the site finds an answer, which it hides until the reader has guessed."""
 NO_GUESS = "no guess"
@@ -21,17 +23,8 @@ def reveal(guess: float | str | None, answer: float | str, unit: str = "") -> No
     if not isinstance(answer, str):
         answer = float(answer)
     said = verdict(guess, answer, unit)
-    try:
-        # Imported here, because a lesson also runs as a plain script on a machine without IPython.
-        from IPython.core.getipython import get_ipython
-        from IPython.display import display
-    except ImportError:
+    if not shown({"text/plain": said, PREDICTION: {"answer": answer, "unit": unit}}):
         print(said)
-        return
-    if get_ipython() is None:
-        print(said)
-    else:
-        display({"text/plain": said, PREDICTION: {"answer": answer, "unit": unit}}, raw=True)
 
 
 def verdict(guess: Any, answer: float | str, unit: str = "") -> str:

@@ -210,7 +210,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
         config = config["text_config"]
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in KINDS:
-        raise BadInput(f"model {name}: model_type {kind!r} is no decoder that can be estimated; {', '.join(KINDS)} are")
+        raise BadInput(f"model {name}: we cannot estimate model_type {kind!r}; supported: {', '.join(KINDS)}")
     _refuse_other_heads(whole, name)
     config = {**KINDS[kind], **config}  # transformers' defaults stand for missing fields
     number = functools.partial(_number, config, name)

@@ -44,7 +44,7 @@ from cria_tricks.tricks.gradient_checkpointing import kept_blocks
 from cria_tricks.tricks.packing import documents
 
 SWITCHES = ("strategy=context",)
-CLAIM = "exact"
+CLAIM = "exact within rounding"
 LESSON = "context_parallel"
 REFERENCE = ("RingAttention", "merge", "zigzag")  # from ring_attention.py and zigzag.py
 PLAIN = """

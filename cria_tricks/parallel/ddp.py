@@ -33,7 +33,7 @@ from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import folds
 
 SWITCHES = ("strategy=ddp",)
-CLAIM = "exact"
+CLAIM = "exact within rounding"
 LESSON = "data_parallel"
 REFERENCE = ("Replicated",)
 PLAIN = """

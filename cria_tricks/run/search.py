@@ -9,46 +9,42 @@ Nothing is trained: each of the thousand sets that are compared is an estimate o
 for the same card, so they share the error of its rates: which of two sets is faster is known better than their times.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.step_time import ends
-from cria_tricks.common.errors import BadInput, OutOfMemory
+from cria_tricks.common.errors import BadInput
 from cria_tricks.common.names import hint, nearest
 from cria_tricks.common.units import between, human
 from cria_tricks.data.lengths import Lengths, as_long_as, full
 from cria_tricks.hardware.trust import MARGIN
-from cria_tricks.predict.toggle_values import choices
 from cria_tricks.predict.toggles import LONGEST, Target, longest
 from cria_tricks.recipe import Recipe
+from cria_tricks.run.candidates import (
+    ALLOWED,
+    EXACT,
+    LONG,
+    NothingFits,
+    candidates,
+    checkpointed,
+    differences,
+    with_free,
+)
 
 AIMS = ("fastest", "smallest", "longest")
 """What can be wanted: the least time, the fewest bytes, or the longest rows."""
 
-EXACT = (
-    "expand_kv", "chunked_loss", "activation_offload", "keep_attention", "paged_optimizer", "optimizer_in_backward",
-)  # fmt: skip
-"""Toggles that are on or off and change no result beyond rounding. Checkpointing and micro-batches are tried, too."""
-
-LONG = (*EXACT, "tiled_mlp")
-"""The same for rows longer than a tile. No GPU has run it, so a run that goes on with less memory does not try it."""
-
-FREE = ("fused_lora", "fused_blocks")
-"""Toggles of the same kind that cost nothing by the estimate, so they are switched on wherever they have an effect. A
-run that goes on with less memory does not switch them on by itself, because no GPU has run them yet."""
-
-ALLOWED = ("precision", "quantization", "double_quantization", "lean_preparation", "optimizer", "packing", "compile")
-"""Toggles that ``may_change`` may name: they change numbers, or, like packing, how many documents a step sees."""
 NEAREST = "nearest"
 """The aim of :func:`smaller` where no speed is known: the fewest changes, then the fewest recomputed blocks."""
 SAFER = 0.85
 """The share of the card's memory that the safer alternative needs at most."""
-MOST_SPLITS = 64
-"""The largest micro-batch that is tried [rows]."""
+
+Result = TypeVar("Result")
+Steps = Generator[tuple[int, int], None, Result]
+"""A search in steps. Each says how many sets were compared, and of how many; 0 and 0 while they are listed."""
 
 
 @dataclass(frozen=True)
@@ -108,26 +104,62 @@ def search(target: Target, recipe: Recipe, aim: str, lengths: Lengths, may_chang
 
     Raises:
         BadInput: for an unknown aim or name, or for ``fastest`` if the card's speed is not known.
-        OutOfMemory: if no set fits.
+        NothingFits: if no set fits.
     """
-    may_change = tuple(may_change)
-    _refuse_unknown(target, aim, may_change)
-    exact = LONG if aim == "longest" or recipe.data.max_length > target.shape.width else EXACT
-    candidates = [_with_free(target, one) for one in _candidates(target, recipe, exact, may_change)]
+    found, sets = whole(in_steps(target, recipe, aim, lengths, may_change))
     wanted = Wanted(target, recipe, aim, lengths, (1 - MARGIN) * target.device.memory_bytes)
-    found = wanted.choices(candidates)
-    if not found:
-        raise OutOfMemory(_nothing_fits(target, recipe, candidates))
     chosen = found[0]
     runner_up = next((one for one in found if wanted.order(one)[0] != wanted.order(chosen)[0]), None)
     safer = None
     if aim == "fastest" and chosen.memory.needed_bytes > (limit := SAFER * target.device.memory_bytes):
-        safer = next(iter(replace(wanted, limit=limit).choices(candidates)), None)
-    return Found(aim, chosen, runner_up, safer, len(candidates))
+        safer = next(iter(replace(wanted, limit=limit).choices(sets)), None)
+    return Found(aim, chosen, runner_up, safer, len(sets))
+
+
+def in_steps(
+    target: Target, recipe: Recipe, aim: str, lengths: Lengths, may_change: Iterable[str] = ()
+) -> Steps[tuple[list[Choice], list[Recipe]]]:
+    """Search as :func:`search` does, in steps, so that a caller can show how far it is, or stop.
+
+    Returns:
+        What fits, the best first; and all sets that were compared.
+    """
+    may_change = tuple(may_change)
+    _refuse_unknown(target, aim, may_change)
+    exact = LONG if aim == "longest" or recipe.data.max_length > target.shape.width else EXACT
+    sets = []
+    for one in candidates(target, recipe, exact, may_change):
+        yield 0, 0
+        sets.append(one)
+    wanted = Wanted(target, recipe, aim, lengths, (1 - MARGIN) * target.device.memory_bytes)
+    found: list[Choice] = []
+    for place, one in enumerate(sets):
+        yield place + 1, len(sets)
+        sets[place] = with_free(target, one)
+        found += wanted.choices([sets[place]])
+    if found:
+        return sorted(found, key=wanted.order), sets
+    smallest, needed = recipe, math.inf
+    for one in sets:
+        yield len(sets), len(sets)
+        size = target.memory(one).needed_bytes
+        if size < needed:
+            smallest, needed = one, size
+    raise NothingFits(target, smallest, int(needed))
+
+
+def whole(steps: Generator[Any, None, Result]) -> Result:
+    """Do a search to its end."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
 
 
 def smaller(
-    target: Target, recipe: Recipe, lengths: Lengths, limit: float, allowed: Callable[[Recipe], bool], aim: str = ""
+    target: Target, recipe: Recipe, lengths: Lengths, limit: float, allowed: Callable[[Recipe], bool]
 ) -> Choice | None:
     """Find the set with which a run goes on with less memory: the fastest, or the nearest where no speed is known.
 
@@ -137,14 +169,43 @@ def smaller(
         lengths: the lengths of the rows.
         limit: what the set may need at most [bytes].
         allowed: whether the run can go on with a set.
-        aim: one of :data:`AIMS`, or :data:`NEAREST`; when left out, as above.
 
     Returns:
         The choice; ``None`` if no set needs so little.
     """
     limit = min(limit, (1 - MARGIN) * target.device.memory_bytes)
-    wanted = Wanted(target, recipe, aim or ("fastest" if target.card else NEAREST), lengths, limit)
-    return next(iter(wanted.choices(filter(allowed, _candidates(target, recipe, EXACT, ())))), None)
+    if target.card is None:
+        return whole(nearest_in_steps(target, recipe, lengths, limit, allowed))
+    wanted = Wanted(target, recipe, "fastest", lengths, limit)
+    return next(iter(wanted.choices(filter(allowed, candidates(target, recipe, EXACT, ())))), None)
+
+
+def nearest_in_steps(
+    target: Target, recipe: Recipe, lengths: Lengths, limit: float, allowed: Callable[[Recipe], bool]
+) -> Steps[Choice | None]:
+    """Find the set with the fewest changes, then the fewest recomputed blocks, in steps.
+
+    The arguments and what is returned are those of :func:`smaller`. Sets with few changes are tried first, and those
+    with more are left out.
+    """
+    wanted = Wanted(target, recipe, NEAREST, lengths, limit)
+    by_changes: dict[int, list[Recipe]] = {}
+    for one in candidates(target, recipe, EXACT, ()):
+        yield 0, 0
+        changes = [change for change in differences(recipe, one) if "gradient_checkpointing" not in change]
+        by_changes.setdefault(len(changes), []).append(one)
+    every, tried = sum(map(len, by_changes.values())), 0
+    found: list[Choice] = []
+    for least in sorted(by_changes):
+        if found and len(found[0].set) < least:
+            break
+        for one in by_changes[least]:
+            tried += 1
+            yield tried, every
+            if allowed(one):
+                found += wanted.choices([one])
+        found.sort(key=wanted.order)
+    return found[0] if found else None
 
 
 def _refuse_unknown(target: Target, aim: str, may_change: tuple[str, ...]) -> None:
@@ -157,38 +218,6 @@ def _refuse_unknown(target: Target, aim: str, may_change: tuple[str, ...]) -> No
             f"--fit {aim}: the speed of {target.device.name} is not known, so it cannot be said which set is faster; "
             "--fit smallest and --fit longest compare bytes alone"
         )
-
-
-def _candidates(target: Target, recipe: Recipe, exact: Iterable[str], may_change: Iterable[str]) -> Iterator[Recipe]:
-    """Yield the recipe with each set of toggles (its own values, too) and each micro-batch, all blocks recomputed."""
-    fields: dict[str, tuple[Any, ...]] = {n: tuple({False: 0, True: 0, getattr(recipe.tricks, n): 0}) for n in exact}
-    attention = recipe.tricks.attention
-    fields["attention"] = (attention, "sdpa") if attention == "eager" else (attention,)
-    values = choices(recipe, target.device, target.shape.width) | {"packing": (False, True), "compile": (False, True)}
-    fields |= {name: values[name] for name in may_change}
-    batches = [rows for rows in _divisors(recipe.rows_per_step) if rows <= MOST_SPLITS]
-    warned = len(target.resolve(recipe).warnings)
-    for combination in itertools.product(*fields.values()):
-        tricks = dict(zip(fields, combination, strict=True)) | {"gradient_checkpointing": True}
-        one = _changed(recipe, tricks, recipe.train.batch_size)
-        try:
-            plan = target.resolve(one)
-        except BadInput:
-            continue
-        if len(plan.warnings) > warned:
-            continue  # one of the toggles would have no effect
-        whole = [recipe.train.batch_size]  # with steps in the backward pass a step is one micro-batch
-        for rows in whole if plan.optimizer.get("in_backward") else batches:
-            yield _changed(one, {"gradient_accumulation": recipe.rows_per_step // rows}, rows)
-
-
-def _with_free(target: Target, recipe: Recipe) -> Recipe:
-    """Switch on the toggles of :data:`FREE` that work here and have an effect."""
-    for name in FREE:
-        more = _changed(recipe, {name: True}, recipe.train.batch_size)
-        if target.works(more) and len(target.resolve(more).warnings) == len(target.resolve(recipe).warnings):
-            recipe = more
-    return recipe
 
 
 @dataclass(frozen=True)
@@ -209,9 +238,9 @@ class Wanted:
     lengths: Lengths
     limit: float
 
-    def choices(self, candidates: Iterable[Recipe]) -> list[Choice]:
+    def choices(self, sets: Iterable[Recipe]) -> list[Choice]:
         """Return the best choice of each candidate that fits, the best of all first."""
-        found = [choice for one in candidates if (choice := self._best_of(one))]
+        found = [choice for one in sets if (choice := self._best_of(one))]
         return sorted(found, key=self.order)
 
     def order(self, choice: Choice) -> tuple[float, ...]:
@@ -246,11 +275,11 @@ class Wanted:
             least = self._recomputed(self.recipe)
         while least < most:
             middle = (least + most) // 2
-            if self._fits(_checkpointed(candidate, middle, blocks)):
+            if self._fits(checkpointed(candidate, middle, blocks)):
                 most = middle
             else:
                 least = middle + 1
-        best = _checkpointed(candidate, most, blocks)
+        best = checkpointed(candidate, most, blocks)
         if not most and best.tricks.keep_attention:
             return None  # nothing is recomputed, so there is nothing to keep
         return self._choice(best) if self.target.works(best) else None
@@ -302,49 +331,3 @@ def lengths_of(found: Found, lengths: Lengths) -> Lengths:
         return full(found.chosen.recipe, "the longest that fit")
     mean = lengths.mean_of(found.chosen.recipe.train.batch_size)
     return replace(lengths, mean=mean)
-
-
-def _nothing_fits(target: Target, recipe: Recipe, candidates: list[Recipe]) -> str:
-    """Say by how much even the smallest set is too large."""
-    smallest = min((target.memory(one).needed_bytes for one in candidates), default=0)
-    has = human(target.device.memory_bytes)
-    return (
-        f"--fit: no set of toggles fits {target.device.name} with a margin: the smallest needs {human(smallest)} of "
-        f"{has}; shorten data.max_length ({recipe.data.max_length}), or store the weights in fewer bits with "
-        "--may-change quantization"
-    )
-
-
-def _checkpointed(recipe: Recipe, number: int, blocks: int) -> Recipe:
-    """Return the recipe with so many of its blocks recomputed."""
-    value = {0: False, blocks: True}.get(number, number)
-    return _changed(recipe, {"gradient_checkpointing": value}, recipe.train.batch_size)
-
-
-def _changed(recipe: Recipe, tricks: dict[str, Any], rows: int) -> Recipe:
-    return recipe.model_copy(
-        update={
-            "tricks": recipe.tricks.model_copy(update=tricks),
-            "train": recipe.train.model_copy(update={"batch_size": rows}),
-        }
-    )
-
-
-def differences(recipe: Recipe, changed: Recipe) -> tuple[str, ...]:
-    """Write what differs between two recipes in toggles and micro-batches, as ``--set`` takes it."""
-    found = []
-    if changed.data.max_length != recipe.data.max_length:
-        found.append(f"data.max_length={changed.data.max_length}")
-    if changed.train.batch_size != recipe.train.batch_size:
-        found.append(f"train.batch_size={changed.train.batch_size}")
-    for name in type(recipe.tricks).model_fields:
-        value, before = getattr(changed.tricks, name), getattr(recipe.tricks, name)
-        if (type(value), value) != (type(before), before):
-            found.append(f"tricks.{name}={str(value).lower() if isinstance(value, bool) else value}")
-    return tuple(found)
-
-
-def _divisors(number: int) -> list[int]:
-    """List the numbers that divide another."""
-    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
-    return sorted({*small, *(number // one for one in small)})

@@ -3,9 +3,9 @@ r"""Gradient accumulation: k small batches, one optimizer step.
 Saves    activations and logits: those of k B rows -> those of B rows                [bytes]
 Costs    time: k forward and backward passes on small batches keep a card less busy than one on a large batch. As many
          FLOPs, and with B = 1 no padding. The gradients stay between micro-batches: 4 bytes a trained weight
-Claim    exact, also with ragged lengths and a partial last window, when the loss is divided by the
+Claim    exact within rounding, also with ragged lengths and a partial last window, when the loss is divided by the
          window's trained tokens and not averaged micro-batch by micro-batch
-Needs    nothing; composes with every other trick
+Needs    optimizer_in_backward=false, which is refused beside it; composes with every other trick
 Breaks   batch statistics (there are none here); a mean of the micro-batches' means (transformers 34191): on the 107
          Kwanzaa rows, 8 a step, it assigns 14 % of the gradient to the wrong examples, in the worst window 21 %
 Sources  Huang et al. 2018, arXiv:1811.06965, sec. 2.2 (micro-batches); transformers PR 34198
@@ -29,7 +29,7 @@ from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 
 SWITCHES = ("gradient_accumulation=8",)
-CLAIM = "exact"
+CLAIM = "exact within rounding"
 LESSON = "gradient_accumulation"
 REFERENCE = ("accumulated",)
 PLAIN = """

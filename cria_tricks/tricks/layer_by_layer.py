@@ -4,7 +4,8 @@ Saves    PCIe traffic of streamed layers: each pass fetches a block once for the
          its k micro-batches, so 1 / k of the fetches remain
 Costs    activations: the block inputs of all k micro-batches are saved at once, k L s, and the gradient of the last
          block's output for each micro-batch
-Claim    exact: a gradient is the same sum in the same order. With dropout the micro-batches draw other masks
+Claim    exact: against the same gradient accumulation without it, a gradient is the same sum in the same order. With
+         dropout the micro-batches draw other masks
 Needs    stream_layers and gradient_accumulation above 1; without them it has no effect
 Breaks   activation_offload=overlapped, which is refused. Accumulation then saves less memory: only the logits and the
          open block (the one that is being recomputed) are those of one micro-batch

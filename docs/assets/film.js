@@ -4,8 +4,10 @@
   const GIB = 2 ** 30;
   // The lines of the bill, in the order in which they are stacked; their colours are in film.css.
   const LINES = ["weights", "optimizer states", "batch", "gradients", "saved activations", "temporary activations", "logits", "workspace"];
+  const GRADIENTS = LINES.indexOf("gradients");
   const SECONDS = 14; // of playing, from the first moment to the last
   const MORPH = 700; // milliseconds in which one film becomes another
+  const SMALL = 2 ** 20; // a line that is smaller at every moment is not in the legend
   const LARGEST = 8; // so many tensors are named; the files hold enough for these
   const still = window.matchMedia("(prefers-reduced-motion: reduce)");
   const films = (window.criaFilms ||= {}), sets = (window.criaFilmSets ||= {}), loading = {};
@@ -115,11 +117,12 @@
         box.append(el("label", { for: `${id}-0` }, input, set.films[names[1]]));
         return box;
       }
+      if (set.adds) box.append(el("p", { class: "film-adds" }, "Each step adds a switch to those before it."));
       names.forEach((one, n) => {
         const input = el("input", { type: "radio", name: id, id: `${id}-${n}` });
         input.checked = n === 0;
         input.addEventListener("change", () => show(one));
-        box.append(el("label", { for: `${id}-${n}` }, input, (set.adds && n ? "+ " : "") + set.films[one]));
+        box.append(el("label", { for: `${id}-${n}` }, input, (set.adds && n ? `${n}. + ` : "") + set.films[one]));
       });
       return box;
     }
@@ -165,8 +168,6 @@
         inside.push(text(words, (from + to) / 2, bottom + 17, { "text-anchor": "middle" }));
       });
       const line = up(film.capacity), within = film.capacity <= set.top; // else the films stay far below it
-      const plate = 7.2 * `${film.card}: ${size(film.capacity)}`.length; // behind the words, which lie on the areas
-      if (within) inside.push(el("rect", { class: "film-plate", x: right - plate - 4, y: line - 19, width: plate + 4, height: 18 }));
       if (within) inside.push(el("line", { class: "film-card", x1: left, x2: right, y1: line, y2: line }));
       inside.push(text(`${within ? "" : "↑ "}${film.card}: ${size(film.capacity)}`, right - 2, within ? line - 5 : top + 2,
         { class: "film-card-name", "text-anchor": "end" }));
@@ -192,11 +193,12 @@
       const [part] = partAt(film, moment), total = film.total[moment];
       scrubber.max = film.count - 1;
       scrubber.value = moment;
-      const words = `${part[0].toUpperCase()}${part.slice(1)}: ${size(total)} in tensors`
+      const begins = part === "backward pass" && !film.bytes[GRADIENTS][moment] ? "start of the backward pass" : part;
+      const words = `${begins[0].toUpperCase()}${begins.slice(1)}: ${size(total)} in tensors`
         + (film.reserved ? `, ${size(film.kept[moment])} reserved` : "") + (moment === film.peak ? ". This is the peak." : "");
       scrubber.setAttribute("aria-valuetext", words);
       now.textContent = words;
-      legend.replaceChildren(...LINES.map((line, n) => [line, n]).filter(([, n]) => film.bytes[n].some(Boolean)).map(([line, n]) =>
+      legend.replaceChildren(...LINES.map((line, n) => [line, n]).filter(([, n]) => film.bytes[n].some((bytes) => bytes >= SMALL)).map(([line, n]) =>
         el("li", {}, el("span", { class: `film-swatch film-line-${n}` }), `${line} `, el("span", { class: "film-bytes" }, size(film.bytes[n][moment])))));
       if (film.reserved) {
         legend.append(el("li", {}, el("span", { class: "film-swatch film-swatch-reserved" }), "reserved, not used ", el("span", { class: "film-bytes" }, size(Math.max(0, film.kept[moment] - total)))));
@@ -205,7 +207,7 @@
       list.replaceChildren(...there.map((one) => el("li", {},
         el("span", { class: `film-swatch film-line-${one.line}` }),
         el("strong", {}, size(one.count * one.bytes)), " ",
-        el("code", {}, one.module), ` ${one.how}`,
+        el("code", {}, one.module), one.module.endsWith(`.${one.how}`) ? "" : ` ${one.how}`,
         el("small", {}, `${one.count > 1 ? `${one.count} × ${size(one.bytes)}: ` : ""}${one.shape.map((n) => n.toLocaleString("en")).join(" × ") || "one number"}, ${one.dtype}, ${LINES[one.line]}`))));
       root.dataset.moment = moment;
       clearTimeout(said); // a reader hears a moment when the marker rests, not each on its way

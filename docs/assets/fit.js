@@ -5,13 +5,13 @@
   if (!root || !page) return;
   const given = JSON.parse(page.textContent);
   const find = (selector) => root.querySelector(selector);
-  const form = find("form"), verdict = find(".verdict"), bars = find(".bars"), rest = find(".rest");
+  const form = find("form"), verdict = find(".verdict"), bars = find(".bars"), rest = find(".rest"), legends = find(".legends");
   const strange = find(".strange"), done = find(".done");
   const control = (name) => document.getElementById(`fit-${name}`);
   const OWN = /^\d+(\.\d+)?\s*(gib|gb|mib)(:\d+\.\d+)?$/i; // an amount of memory, as --gpu takes it
   const ALWAYS = ["model", "card", "batch", "tokens"]; // these stand in each link, all others where they differ
   root.classList.add("live"); // without a script there is no form
-  let state = given.default, pinned = null, editing = "", known = null, searching = "";
+  let state = given.default, pinned = null, editing = "", known = null, searching = "", reason = "";
 
   const el = (tag, attributes = {}, ...inside) => {
     const made = document.createElement(tag);
@@ -123,7 +123,7 @@
 
   // From a choice to its answer -------------------------------------------------------------------------------------------
 
-  function go(choice, { keep = true, field = "", said = [], says = "" } = {}) {
+  function go(choice, { keep = true, field = "", said = [], says = "", at = "" } = {}) {
     const text = link(choice, pinned);
     if (keep && text !== location.hash.slice(1)) { // keys pressed in one field are one step back
       history[field && field === editing ? "replaceState" : "pushState"](null, "", `#${text}`);
@@ -135,6 +135,10 @@
     besides({});
     strange.textContent = said.join(" ");
     done.textContent = says;
+    done.title = "";
+    form.querySelectorAll(".wrong").forEach((row) => row.classList.remove("wrong"));
+    form.querySelectorAll(".error").forEach((line) => line.remove());
+    if (at) wrong(at, says);
     if (text === link(given.default) && !pinned && !root.dataset.changed) return first();
     root.dataset.changed = "true";
     clear(ready ? "busy" : "waiting");
@@ -154,19 +158,28 @@
   }
   function show(found) {
     clear(found.refused ? "refused" : "");
-    form.querySelectorAll(".wrong").forEach((row) => row.classList.remove("wrong"));
+    reason = found.refused || "";
     if (found.refused) {
-      verdict.replaceChildren(el("strong", { class: "not" }, "Refused. "), found.refused);
-      found.at.forEach((name) => control(name)?.parentElement.classList.add("wrong"));
+      verdict.replaceChildren(el("strong", { class: "not", title: reason }, "Not possible. "), found.says);
+      found.at.forEach((name) => wrong(name, found.says));
     } else {
       const open = [...rest.querySelectorAll("details[open] > summary")].map((summary) => summary.textContent);
       verdict.innerHTML = found.html.verdict; // written by tools/fit/show.py, which escapes all names
       bars.innerHTML = found.html.bar;
+      legends.innerHTML = found.html.legend;
       rest.innerHTML = found.html.rest;
       rest.querySelectorAll("summary").forEach((line) => { line.parentElement.open = open.includes(line.textContent); });
     }
     finish(found);
     aside();
+  }
+  function wrong(name, says) { // a refusal stands at its field, too
+    const row = control(name)?.closest(".field, .switch");
+    if (!row) return;
+    row.classList.add("wrong");
+    row.append(el("p", { class: "error" }, says));
+    const group = row.closest("details");
+    if (group) group.open = true;
   }
   function finish(found) {
     if (found.commands) commands(found.commands);
@@ -220,7 +233,7 @@
       const [name, value] = row.dataset.beside.split("=");
       row.hidden = state[name] !== value;
     });
-    find("[data-do=pin]").textContent = pinned ? "Drop A" : "Keep as A";
+    find("[data-do=pin]").textContent = pinned ? "Stop comparing" : "Compare with this (A)";
   }
   function own(card) {
     const name = Object.hasOwn(given.aliases, card) ? given.aliases[card] : card, listed = given.cards.includes(name);
@@ -261,15 +274,22 @@
     return { ...Object.fromEntries(also.map((other) => [other, given.off[other]])), [name]: value };
   }
   form.addEventListener("submit", (event) => event.preventDefault());
-  form.addEventListener("input", ({ target }) => {
+  const label = (name) => control(name).labels[0].textContent.split(/ \(|:/)[0];
+  function words(name, value) { // a choice in the words of the form
+    const box = control(name), option = box.options && [...box.options].find((one) => one.value === value);
+    return `${label(name)}: ${box.type === "checkbox" ? { true: "on", false: "off" }[value] : option?.textContent || value}`;
+  }
+  function take(target) {
     if (searching) stop();
-    if (target.type === "file") return;
-    const fields = chosen(target);
-    if (!fields) return;
+    const fields = target.type !== "file" && chosen(target);
+    if (!fields || Object.keys(fields).every((name) => state[name] === fields[name])) return;
     const also = Object.keys(fields).slice(0, -1).filter((name) => state[name] !== fields[name]);
-    go({ ...state, ...fields }, { field: target.id, says: also.length ? `Also switched off: ${also.join(", ")}.` : "" });
-  });
+    go({ ...state, ...fields }, { field: target.id, says: also.length ? `Also switched off: ${also.map(label).join(", ")}.` : "" });
+  }
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("input", ({ target }) => take(target));
   form.addEventListener("change", ({ target }) => {
+    if (target.matches("select, [type=checkbox]")) take(target); // some browsers and tools send no input event for these
     editing = "";
     const name = target.name;
     if (target.type === "file") return target.files[0]?.text().then((text) => {
@@ -280,7 +300,7 @@
     const [low, high] = [given.fields[name].low, given.fields[name].high].map((end) => end.toLocaleString("en"));
     const value = within(name, target.value, state[name]); // a number is brought into its range
     target.value = value;
-    go({ ...state, [name]: value }, { says: `${target.labels[0].textContent}: from ${low} to ${high}.` });
+    go({ ...state, [name]: value }, { says: `${label(name)} can be ${low} to ${high}.`, at: name });
   });
 
   // What other values would change, and which cannot be -------------------------------------------------------------------
@@ -292,13 +312,13 @@
       says.replaceChildren();
       options.forEach((option) => {
         const value = option === box ? String(!box.checked) : option.value, one = values[name]?.[value];
-        const words = ["model", "card"].includes(name) ? value : option.textContent;
-        const label = option === box ? (box.checked ? "off" : "on") : words;
+        const short = ["model", "card"].includes(name) ? value : option.textContent;
+        const said = option === box ? `switch it ${box.checked ? "off" : "on"}` : `choose ${short}`;
         const here = option === box ? box === document.activeElement : option.selected; // this one must stay as it is
         option.disabled = Boolean(one?.refused) && !root.classList.contains("refused") && !here;
         option.title = option.disabled ? one.refused : "";
-        if (option.disabled) refused.push([label, one.refused, { ...one.instead, [name]: value }]);
-        if (one?.words) says.append(el("div", {}, `${label}: ${one.words}`));
+        if (option.disabled) refused.push([option === box ? said.slice(10) : short, one.why, { ...one.instead, [name]: value }]);
+        if (one?.words) says.append(effect(said, one));
         if (option === box && one?.says) says.append(el("div", {}, one.says));
       });
       if (refused.length) says.append(impossible(refused));
@@ -306,21 +326,27 @@
     if (root.classList.contains("refused")) mends(values);
     mark(longest, state.packing === "true" ? 0 : context);
   }
+  function effect(said, { words: changes, also = [], link: more }) { // what else would go off is counted, so it is named
+    const others = also.length ? ` (${also.map(label).join(", ")} would go off, too)` : "";
+    const line = el("div", {}, `If you ${said}: ${changes}${others}`);
+    if (more) line.append(" ", el("a", { href: more }, "measured"));
+    return line;
+  }
   function impossible(refused) { // the reasons, and a button where one more setting makes it possible
     const names = refused.map(([label]) => label), short = names.length < 4 ? names.join(", ") : names.length;
     return el("details", {}, el("summary", {}, `Not possible here: ${short}`), ...refused.map(([label, why, fields], at) => {
       const [other, value] = Object.entries(fields)[0], before = refused[at - 1];
       const same = before?.[1].replaceAll(before[0], label) === why;
       const line = el("p", {}, same ? `${label}: for the same reason. ` : `${label}: ${why}. `);
-      if (Object.keys(fields).length > 1) line.append(button("link", `Take it with ${other}=${value}`, () => go({ ...state, ...fields })));
+      if (Object.keys(fields).length > 1) line.append(button("link", `Choose it, with ${words(other, value)}`, () => go({ ...state, ...fields })));
       return line;
     }));
   }
   function mends(values) { // single changes with which a refused choice works
-    const advised = ([name, value]) => verdict.textContent.includes(`${name}=${value}`); // what the refusal says comes first
+    const advised = ([name, value]) => reason.includes(`${name}=${value}`); // what the refusal says comes first
     const found = Object.entries(values).flatMap(([name, others]) => Object.entries(others)
       .filter(([, one]) => one.mends).map(([value]) => [name, value])).sort((one, other) => advised(other) - advised(one)).slice(0, 4);
-    done.replaceChildren(...found.map(([name, value]) => button("md-button", `Set ${name}=${value}`, () => go({ ...state, [name]: value }))));
+    done.replaceChildren(...found.map(([name, value]) => button("md-button", `Set ${words(name, value)}`, () => go({ ...state, [name]: value }))));
   }
   function mark(longest, context) { // the longest row that fits, on the slider
     const at = form.querySelector(".longest"), says = form.querySelector(".longest-says");
@@ -328,7 +354,8 @@
     says.textContent = longest === null ? "" : longest < 8 ? "No row fits." : `Longest row that fits: ${longest.toLocaleString("en")} tokens. `;
     if (at.hidden) return;
     at.style.left = `${(100 * (Math.log2(longest) - 3)) / 17}%`;
-    const [most, take] = context && context < longest ? [context, `Take the model's context, ${context.toLocaleString("en")}`] : [longest, "Take it"];
+    const [most, take] = context && context < longest ? [context, `Set the length to the model's context, ${context.toLocaleString("en")}`]
+      : [longest, `Set the length to ${longest.toLocaleString("en")} (predicted)`];
     says.append(button("link", take, () => go({ ...state, tokens: String(most) })));
   }
 
@@ -342,8 +369,15 @@
     const count = el("span", { "aria-hidden": "true" }), share = el("progress", { "aria-label": "sets of switches tried" });
     done.replaceChildren("Searching ... ", share, count);
     ask("search", { choice: state, aim }, (found) => {
-      if (!found.refused && found.set.length) return go({ ...state, ...found.changes }, { says: `Set: ${found.set.join(", ")}.` });
-      done.textContent = found.refused || (aim === "fit" ? "It fits already: nothing was changed." : "Nothing that fits is faster.");
+      if (!found.refused && found.set.length) {
+        const set = Object.entries(found.changes).map(([name, value]) => words(name, value)).join("; ");
+        go({ ...state, ...found.changes }, { says: `Set: ${set}.` });
+        done.title = found.set.join(", ");
+        return;
+      }
+      done.textContent = found.says || (aim === "fit" ? "It fits already: nothing was changed." : "Nothing that fits is faster.");
+      (found.ways || []).forEach(({ says, button: label, changes }) => done.append(
+        el("p", {}, `${says} `, button("md-button", label, () => go({ ...state, ...changes })))));
       aside();
     }, { step: (tried, every) => {
       if (!every) return;
@@ -383,6 +417,18 @@
   const numbers = () => ({ model_type: "llama", ...Object.fromEntries(Object.entries(given.config).map(([name, field]) => [field, Number(state[name])])),
     tie_word_embeddings: state.tied === "true", max_position_embeddings: 131072 });
   root.addEventListener("click", (event) => DO[event.target.closest("[data-do]")?.dataset.do]?.(event));
+
+  // Groups of the form: on a phone folded at first; what a reader opens or folds stays so.
+  const groups = [...form.querySelectorAll("details.group")], wide = matchMedia("(min-width: 60em)").matches;
+  let folds = {};
+  try { folds = JSON.parse(localStorage.getItem("fit-groups")) || {}; } catch { /* no storage: not kept */ }
+  groups.forEach((group) => {
+    group.open = folds[group.id] ?? wide;
+    group.querySelector("summary").addEventListener("click", () => {
+      folds[group.id] = !group.open;
+      try { localStorage.setItem("fit-groups", JSON.stringify(folds)); } catch { /* not kept */ }
+    });
+  });
 
   // Begin -----------------------------------------------------------------------------------------------------------------
 

@@ -173,7 +173,7 @@ def refusal(call) -> str:
 @pytest.mark.parametrize("kind", ["bert", "t5", "mamba", None, 7, ["llama"]])
 def test_what_is_no_decoder_that_we_know_is_refused(kind):
     said = refusal(lambda: of(kind))
-    assert said.startswith(f"model made-up: model_type {kind!r} is no decoder that can be estimated")
+    assert said.startswith(f"model made-up: we cannot estimate model_type {kind!r}; supported: ")
     assert "llama, mistral, mixtral" in said
 
 

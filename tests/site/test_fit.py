@@ -133,11 +133,14 @@ def test_switches_say_what_they_save_and_what_is_not_possible(page):
     choice = {**fields.default(), "model": "llama-3.2-1b"}
     here = json.loads(bridge.call("beside", json.dumps({"choice": choice})))
     words = here["values"]["gradient_checkpointing"]["false"]["words"]
-    assert f"off: {words}" in shown(page, "#fit-gradient_checkpointing-says")
+    assert f"If you choose off: {words}" in shown(page, "#fit-gradient_checkpointing-says")
+    assert "Lean preparation would go off, too" in shown(page, "#fit-precision-says"), "it is counted, so it is named"
+    link = "return document.querySelector('#fit-quantization-says a').getAttribute('href')"
+    assert page.execute_script(link) == here["values"]["quantization"]["fp4"]["link"]
     assert here["values"]["chunked_loss"]["false"]["words"] in shown(page, "#fit-chunked_loss-says")
     assert page.execute_script("return document.querySelector('#fit-precision [value=bf16]').disabled")
     reason = "return document.getElementById('fit-precision-says').textContent"
-    assert here["values"]["precision"]["bf16"]["refused"] in page.execute_script(reason)
+    assert here["values"]["precision"]["bf16"]["why"] in page.execute_script(reason)
     assert f"{here['longest']:,} tokens" in shown(page, ".longest-says")
     page.execute_script("document.querySelector('.longest-says button').click()")
     assert settles(page, f"location.hash.includes('tokens={here['longest']}') && {READY}")
@@ -149,8 +152,8 @@ def test_a_switch_takes_those_with_it_that_need_it(page):
     assert settles(page, ASIDE)
     choose(page, "peft", "none")
     assert settles(page, "location.hash.includes('peft=none') && " + READY)
-    assert page.execute_script(DONE).startswith("Also switched off: ")
-    assert not page.execute_script(VERDICT).startswith("Refused")
+    assert page.execute_script(DONE).startswith("Also switched off: Frozen weights, quantized, Double quantization, ")
+    assert not page.execute_script(VERDICT).startswith("Not possible")
     query = parse_qs(page.current_url.partition("#")[2])
     assert query["quantization"] == ["none"]
 
@@ -168,7 +171,7 @@ def test_models_and_cards_that_cannot_be_are_disabled_with_the_reason(page):
         "fit-card-says"
     )
     page.execute_script("document.querySelector('#fit-card-says summary').click()")
-    assert f"t4: {here['refused']}. Take it with precision=fp16" in shown(page, "#fit-card-says")
+    assert f"t4: {here['why']}. Choose it, with Mixed precision: fp16" in shown(page, "#fit-card-says")
     page.execute_script("document.querySelector('#fit-card-says button').click()")
     assert settles(page, "location.hash.includes('card=t4') && " + READY)
     assert page.execute_script(VERDICT).startswith("It fits.")
@@ -180,8 +183,8 @@ def test_a_model_takes_the_switch_with_it_that_it_cannot_have(page):
     assert settles(page, ASIDE)
     choose(page, "model", "granite-3.1-2b")
     assert settles(page, "location.hash.includes('granite') && " + READY)
-    assert page.execute_script(DONE) == "Also switched off: chunked_loss."
-    assert not page.execute_script(VERDICT).startswith("Refused")
+    assert page.execute_script(DONE) == "Also switched off: Chunked cross-entropy loss."
+    assert not page.execute_script(VERDICT).startswith("Not possible")
 
 
 def test_a_search_can_be_stopped_and_stops_at_every_change(page):
@@ -218,17 +221,19 @@ def test_a_search_can_be_stopped_and_stops_at_every_change(page):
 
 def test_a_refused_choice_names_the_field_and_offers_what_mends_it(page):
     found = go(page, card="t4", precision="bf16")
-    assert page.execute_script(VERDICT).startswith("Refused. ")
-    assert found["refused"] in page.execute_script(VERDICT)
+    assert page.execute_script(VERDICT).startswith("Not possible. “Mixed precision: bf16”")
+    title = "return document.querySelector('.fit .verdict strong').title"
+    assert page.execute_script(title) == found["refused"], "the package's words"
     assert not page.execute_script("return document.querySelector('.fit .answer').checkVisibility()")
     assert page.execute_script(
         "return document.querySelector('.wrong').contains(document.getElementById('fit-precision'))"
     )
+    assert "Mixed precision: bf16" in shown(page, ".wrong .error")
     assert settles(page, "document.querySelector('.fit .done button')")
-    assert shown(page, ".fit .done button") == "Set precision=fp16", "what the refusal says comes first"
+    assert shown(page, ".fit .done button") == "Set Mixed precision: fp16", "what the refusal says comes first"
     page.execute_script("document.querySelector('.fit .done button').click()")
     assert settles(page, READY)
-    assert not page.execute_script(VERDICT).startswith("Refused")
+    assert not page.execute_script(VERDICT).startswith("Not possible")
 
 
 def test_make_it_fit_and_make_it_fast(page):
@@ -237,9 +242,12 @@ def test_make_it_fit_and_make_it_fast(page):
     press(page, "fit")
     assert settles(page, "document.querySelector('.fit .verdict').innerText.startsWith('It fits')")
     assert page.execute_script(DONE).startswith("Set: ")
-    go(page, model="llama-3.1-70b", card="t4")
+    assert "=" not in page.execute_script(DONE), "the words of the form"
+    go(page, model="llama-3.1-70b", card="t4", gradient_accumulation="1")
     press(page, "fit")
-    assert settles(page, "document.querySelector('.fit .done').innerText.includes('no set of toggles fits')")
+    assert settles(page, "document.querySelector('.fit .done').innerText.includes('No set of switches fits')")
+    page.execute_script("document.querySelector('.fit .done .md-button').click()")
+    assert settles(page, "document.querySelector('.fit .verdict').innerText.startsWith('It fits')")
     go(page, model="smollm2", card="a100", gradient_accumulation="1")
     press(page, "fastest")
     assert settles(page, "document.querySelector('.fit .done').innerText.startsWith('Set: ')")
@@ -267,7 +275,7 @@ def test_a_and_b_stand_beside_each_other_and_in_the_link(page, host):
 
 def test_a_pasted_config_and_bare_numbers(page):
     go(page, model="config.json")
-    assert "paste the text of a config.json" in page.execute_script(VERDICT)
+    assert "Paste the text of a config.json" in page.execute_script(VERDICT)
     config = json.dumps({**CONFIGS["qwen2.5-1.5b"], "torch_dtype": "bfloat16"}, indent=1)
     paste = "const box = document.getElementById('fit-config'); box.value = arguments[0];"
     page.execute_script(paste + "box.dispatchEvent(new Event('input', {bubbles: true}))", config)
@@ -372,16 +380,17 @@ def test_rows_beyond_the_context_and_a_million_tokens_are_said(page):
     go(page, model="tinyllama-1.1b", card="a100", tokens="4096", packing="true")
     assert "context" not in page.execute_script(VERDICT), "packed rows are many short ones"
     assert settles(page, ASIDE)
-    assert shown(page, ".longest-says button") == "Take it"
+    longest = shown(page, ".longest-says").partition(": ")[2].partition(" ")[0]
+    assert shown(page, ".longest-says button") == f"Set the length to {longest} (predicted)"
     go(page, model="tinyllama-1.1b", card="a100")
     assert settles(page, ASIDE)
-    assert shown(page, ".longest-says button") == "Take the model's context, 2,048"
+    assert shown(page, ".longest-says button") == "Set the length to the model's context, 2,048"
 
 
 def test_each_line_says_why(page):
     go(page, model="llama-3.2-1b", card="t4")
     page.execute_script("document.querySelector('.fit .bill details summary').click()")
-    assert "matrices of 16 blocks, as stored" in shown(page, ".fit .bill tbody tr")
+    assert "502,103,488 bytes. Matrices of 16 blocks, as stored." in shown(page, ".fit .bill tbody tr")
 
 
 def test_a_page_that_was_opened_as_a_file_says_how_to_serve_it(site, browser):
@@ -413,3 +422,67 @@ def test_on_a_phone_no_control_is_hidden_by_the_box(page):
         assert hidden == [], choice
         high = page.execute_script("return document.querySelector('.fit .head').getBoundingClientRect().height")
         assert high < 0.5 * 800
+
+
+def test_a_list_that_sends_only_a_change_is_heard(page):
+    go(page, card="t4")
+    take = "const box = document.getElementById('fit-card'); box.value = 'l4';"
+    page.execute_script(take + "box.dispatchEvent(new Event('change', {bubbles: true}))")
+    assert settles(page, "location.hash.includes('card=l4') && " + READY)
+
+
+def test_a_number_outside_its_limits_is_said_at_its_field(page):
+    go(page, card="t4")
+    page.execute_script("""
+      const box = document.getElementById("fit-batch");
+      box.value = "99999";
+      for (const kind of ["input", "change"]) box.dispatchEvent(new Event(kind, {bubbles: true}));
+    """)
+    assert settles(page, "location.hash.includes('batch=65536') && " + READY)
+    at = "return document.getElementById('fit-batch').closest('.field').querySelector('.error').innerText"
+    assert page.execute_script(at) == "Batch size can be 1 to 65,536." == page.execute_script(DONE)
+    go(page, card="t4")
+    assert not page.execute_script("return document.querySelector('.fit .error')")
+
+
+def test_the_form_is_folded_on_a_phone_and_what_one_opens_stays_open(page, host):
+    opened = "return [...document.querySelectorAll('.fit .group')].map((group) => group.open)"
+    assert page.execute_script(opened) == [True] * 4
+    try:
+        page.set_window_size(390, 800)
+        page.get("about:blank")
+        page.get(host + "fit.html")
+        assert settles(page, READY)
+        assert page.execute_script(opened) == [False] * 4
+        controls = "return [...document.querySelectorAll('.fit form :is(input, select)')]"
+        seen = page.execute_script(f"{controls}.filter((one) => one.checkVisibility()).map((one) => one.id)")
+        assert seen == [f"fit-{name}" for name in ("model", "card", "tokens", "tokens-slider", "peft", "quantization")]
+        go(page, card="t4", keep_attention="true", gradient_checkpointing="false")
+        assert page.execute_script(opened) == [False, False, True, False], "where the refused field is"
+        page.execute_script("document.querySelector('#fit-group-speed summary').click()")
+        page.get("about:blank")
+        page.get(host + "fit.html")
+        assert settles(page, READY)
+        assert page.execute_script(opened) == [False, False, False, True]
+    finally:
+        page.execute_script("localStorage.removeItem('fit-groups')")
+
+
+def test_a_button_that_has_the_focus_can_be_read(page):
+    """White on dark blue, and not dark blue on blue; the ratio is WCAG's."""
+    for scheme in ("default", "slate"):
+        ratio = page.execute_script(
+            """
+          document.body.setAttribute("data-md-color-scheme", arguments[0]);
+          const button = document.querySelector(".fit [data-do=fit]");
+          button.style.transition = "none";
+          button.focus();
+          const light = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).map((one) => one / 255)
+            .map((one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4))
+            .reduce((sum, one, at) => sum + one * [0.2126, 0.7152, 0.0722][at], 0);
+          const style = getComputedStyle(button), both = [light(style.color), light(style.backgroundColor)];
+          return (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05);
+        """,
+            scheme,
+        )
+        assert ratio >= 4.5, (scheme, ratio)

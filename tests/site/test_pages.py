@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import nbformat
 import pytest
 
+from cria_tricks import course
 from tests.site.conftest import wrong_with
 from tools import executed, notebooks, pages
 
@@ -122,3 +123,20 @@ def test_what_a_first_reading_leaves_out_is_folded_under_its_heading():
     assert f'<details class="deep" markdown="1">{first}\n\nBy much.\n' in text
     assert "print(2)\n```\n\n</details>" in text.split(first)[1].split(second)[0]
     assert text.split(second)[1].split("## The next section")[0].strip() == "Short.\n\n</details>"
+
+
+def test_a_table_that_a_cell_shows_is_a_table_of_the_page(monkeypatch):
+    text = "| case | peak |\n|---|---|\n| on | 3.4 MiB |"
+    shown = []
+    monkeypatch.setattr("IPython.core.getipython.get_ipython", object)
+    monkeypatch.setattr("IPython.display.display", lambda data, raw: shown.append(data))
+    course.show_table(text)
+    output = nbformat.v4.new_output("display_data", data=shown[0])
+    cells = [nbformat.v4.new_markdown_cell("badge"), nbformat.v4.new_code_cell("on_a_gpu()", outputs=[output])]
+    page, _ = pages.page(notebooks.LESSONS / "one.py", nbformat.v4.new_notebook(cells=cells))
+    assert f"```\n\n{text}\n" in page
+
+
+def test_without_a_notebook_a_table_is_printed(capsys):
+    course.show_table("| case |")
+    assert capsys.readouterr().out == "| case |\n"

@@ -33,7 +33,7 @@ def snapshot(run):  # copies of dicts that hold the living tensors
 
     return {part: copy.copy(value) for part, value in state(run).items()}
 
-# %% 2: not all of the eight parts are in it: schedule
+# %% 2: not all of the seven parts are in it: schedule
 def snapshot(run):
     import copy
 
@@ -46,7 +46,7 @@ def snapshot(run):
     return copy.deepcopy(run)
 
 # %% 2: changed the run itself
-def snapshot(run):  # draws the dice to see where they are
+def snapshot(run):  # draws a random number to see where the generator is
     import copy
 
     taken = copy.deepcopy(state(run))
@@ -54,7 +54,7 @@ def snapshot(run):  # draws the dice to see where they are
     return taken
 
 # %% 2: not what they had been.*: .*python
-def snapshot(run):  # a fresh run's dice
+def snapshot(run):  # the random state of a fresh run
     import copy
 
     taken = copy.deepcopy(state(run))

@@ -7,10 +7,10 @@ past_as_large_as_the_weights = 2 * shape.weights / (cached / 2)
 past_as_large_as_the_weights = shape.weights / cached
 
 # %% 1: 8 heads of keys and values
-past_as_large_as_the_weights = 2 * shape.weights / (2 * L * H * D * 2)
+past_as_large_as_the_weights = 2 * shape.weights / (2 * shape.layers * H * D * 2)
 
 # %% 1: one block
-past_as_large_as_the_weights = 2 * shape.weights / (cached / L)
+past_as_large_as_the_weights = 2 * shape.weights / (cached / shape.layers)
 
 # %% 1: how often does that go into
 past_as_large_as_the_weights = longest
@@ -96,7 +96,7 @@ def with_prompt(q, prompt_k, prompt_v, own_k, own_v):  # the heads first
     return merge(shared, own)[0]
 
 # %% 3: which queries share a head
-def with_prompt(q, prompt_k, prompt_v, own_k, own_v):  # rows of one head beside another's
+def with_prompt(q, prompt_k, prompt_v, own_k, own_v):  # the queries of one head next to another's
     rows = q.reshape(q.shape[1], -1, q.shape[3])
     shared = [x.reshape(*q.shape[:3], -1) for x in attend(rows, prompt_k, prompt_v)]
     return merge(shared, attend(q, own_k, own_v))[0]

@@ -3,7 +3,7 @@
 # %% 1: still has the code 1
 smallest_ruinous_outlier = 127
 
-# %% 1: beside a smaller outlier
+# %% 1: with a smaller outlier
 smallest_ruinous_outlier = 440  # an error of 100 % in the mean
 
 # %% 1: still has the code 1
@@ -41,14 +41,14 @@ def in_blocks(rows, size):  # cut off
     scales = rows.reshape(len(rows), -1, size).abs().amax(dim=2)
     return (rows.reshape(len(rows), -1, size) / scales[:, :, None] * 127).to(torch.int8), scales
 
-# %% 3: which inputs are pinned, and how many bytes
-tokens_that_eat_it = (2 * weights - in_8_bits) / (L * 12 * WIDTH + L * 4 * INNER)  # o's input in fp32
+# %% 3: which inputs are kept, and how many bytes
+tokens_that_use_it_up = (2 * weights - in_8_bits) / (L * 4 * (3 * WIDTH + INNER))  # all in fp32
 
 # %% 3: which inputs
-tokens_that_eat_it = (2 * weights - in_8_bits) / (L * (22 * WIDTH + 4 * INNER))  # q, k and v one each, gate and up too
+tokens_that_use_it_up = (2 * weights - in_8_bits) / (L * 2 * (6 * WIDTH + INNER))  # q, k and v one each, gate and up too
 
-# %% 3: are pinned and 927 saved
-tokens_that_eat_it = (2 * weights - in_8_bits) / (10 * WIDTH + 4 * INNER)  # one block
+# %% 3: are kept and 927 saved
+tokens_that_use_it_up = (2 * weights - in_8_bits) / (2 * (3 * WIDTH + INNER))  # one block
 
-# %% 3: how many bytes does each take
-tokens_that_eat_it = (2 * weights - in_8_bits) / (L * (6 * WIDTH + 2 * INNER))  # all in 16 bits
+# %% 3: which inputs
+tokens_that_use_it_up = (2 * weights - in_8_bits) / (L * 2 * 4 * WIDTH)  # down's input as narrow as the others

@@ -1,16 +1,16 @@
 # Wrong answers to the exercises of lessons/nf4.py. A cell is one answer: "# %% EXERCISE: words of the hint it must get".
 
 # %% 1: which two parts are shared by fewer
-bits_in_blocks_of_32 = 4 + 8 / 64 + 32 / (64 * 256)
+bits_in_groups_of_32 = 4 + 8 / 64 + 32 / (64 * 256)
 
 # %% 1: which two parts
-bits_in_blocks_of_32 = 4 + 8 / 32 + 32 / (64 * 256)  # one of the two
+bits_in_groups_of_32 = 4 + 8 / 32 + 32 / (64 * 256)  # one of the two
 
 # %% 1: which two parts
-bits_in_blocks_of_32 = 4 + 8 / 32  # the scales' scales forgotten
+bits_in_groups_of_32 = 4 + 8 / 32  # the scales' scales forgotten
 
 # %% 1: the codes stay
-bits_in_blocks_of_32 = 4 + 32 / 32  # fp32 scales
+bits_in_groups_of_32 = 4 + 32 / 32  # fp32 scales
 
 # %% 2: zero is among the levels 0 times
 def quantile_levels(bits):
@@ -57,16 +57,16 @@ def quantile_levels(bits):  # not divided by the largest
 better_levels = torch.linspace(-1, 1, 16)
 
 # %% 3: 1.000 times NF4's error
-better_levels = nf4
+better_levels = nf4_levels
 
 # %% 3: given the weights that fell to it
 better_levels = shares.quantile((torch.arange(16) + 0.5) / 16)  # each level is used equally often
 
 # %% 3: need not be at -1 and 1
-better_levels = torch.cat([nf4[:1], (nf4[:-2] + nf4[2:]) / 2, nf4[-1:]])  # each in the middle of its neighbours
+better_levels = torch.cat([nf4_levels[:1], (nf4_levels[:-2] + nf4_levels[2:]) / 2, nf4_levels[-1:]])  # each in the middle of its neighbours
 
 # %% 3: sort them
-better_levels = nf4.flip(0)
+better_levels = nf4_levels.flip(0)
 
 # %% 3: 16 levels, not
-better_levels = nf4[:15]
+better_levels = nf4_levels[:15]

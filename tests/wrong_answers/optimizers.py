@@ -43,7 +43,7 @@ def pack_above_zero(x, levels):  # of the dynamic map, whatever levels it is giv
     codes, scales = pack(x, MAPS[1])
     return torch.where(x.reshape(-1, 256) > 0, codes.clamp(min=1), 0), scales
 
-# %% 2: each block keeps its own scale
+# %% 2: each group keeps its own scale
 def pack_above_zero(x, levels):
     scales = x.amax().expand(len(x), 1)
     middles = (levels[:-1] + levels[1:]) / 2
@@ -55,42 +55,37 @@ def pack_above_zero(x, levels):
     codes, scales = pack(x, levels)
     return codes.int().clamp(min=1) * (x > 0), scales
 
-# %% 3: one of the two levels beside it
-def pack_by_dice(x, levels):
-    codes, scales = pack(x, levels)
-    up = torch.randint(0, 2, codes.shape)
-    return (codes.int() + up).clamp(max=255).to(torch.uint8), scales
+# %% 3: which pages does the last step leave
+def order(steps, places):
+    return places[::-1]
 
-# %% 3: the mean of many draws
-def pack_by_dice(x, levels):
-    return pack(x, levels)
+# %% 3: which pages does the last step leave
+def order(steps, places):
+    return places
 
-# %% 3: the mean of many draws
-def pack_by_dice(x, levels):  # heads or tails, however near
-    _, scales = pack(x, levels)
-    shares = x.reshape(-1, 256) / scales.clamp(min=1e-38)
-    below = (torch.bucketize(shares, levels, right=True) - 1).clamp(max=254)
-    up = (torch.rand(shares.shape) < 0.5) & (shares > levels[below])
-    return (below + up).to(torch.uint8), scales
+# %% 3: which pages does the last step leave
+def order(steps, places):  # another beginning in each step
+    start = steps % len(places)
+    return places[start:] + places[:start]
 
-# %% 3: the mean of many draws
-def pack_by_dice(x, levels):  # the other way round
-    _, scales = pack(x, levels)
-    shares = x.reshape(-1, 256) / scales.clamp(min=1e-38)
-    below = (torch.bucketize(shares, levels, right=True) - 1).clamp(max=254)
-    up = torch.rand(shares.shape) < (levels[below + 1] - shares) / levels.diff()[below]
-    return (below + (up & (shares > levels[below]))).to(torch.uint8), scales
+# %% 3: which pages does the last step leave
+def order(steps, places):
+    import random
 
-# %% 3: a draw of its own
-def pack_by_dice(x, levels):
-    _, scales = pack(x, levels)
-    shares = x.reshape(-1, 256) / scales.clamp(min=1e-38)
-    below = (torch.bucketize(shares, levels, right=True) - 1).clamp(max=254)
-    up = torch.rand(()) < (shares - levels[below]) / levels.diff()[below]
-    return (below + up).to(torch.uint8), scales
+    return random.Random(steps).sample(places, len(places))
 
-# %% 3: one of the two levels beside it
-def pack_by_dice(x, levels):  # noise of one size for all
-    codes, scales = pack(x, levels)
-    noisy = x + (torch.rand(x.shape) - 0.5) / 256 * scales * (x > 0)
-    return pack(noisy.clamp(min=0), levels)[0], scales
+# %% 3: exactly once in each step
+def order(steps, places):  # every other place
+    return places[steps % 2 :: 2]
+
+# %% 3: exactly once in each step
+def order(steps, places):  # there and back in one step
+    return places + places[::-1]
+
+# %% 3: not a list
+def order(steps, places):
+    return reversed(places) if steps % 2 else iter(places)
+
+# %% 3: which pages does the last step leave
+def order(steps, places):  # the weights in turn, their pieces as before
+    return sorted(places, key=lambda place: place[0] if steps % 2 else -place[0])

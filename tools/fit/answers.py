@@ -197,10 +197,15 @@ def command(choice: Choice, verb: str = "plan") -> str:
     return shlex.join(words)
 
 
-def fields_in(message: str) -> list[str]:
+def fields_in(message: str, choice: Choice) -> list[str]:
     """Return the fields that a refusal speaks of, so that it can stand beside them."""
     words = set(re.findall(r"[a-z_0-9.]+", message))
-    return [field.name for field in FIELDS if {field.name, field.setting} & words - {"model", "config", ""}]
+    found = [
+        field.name
+        for field in FIELDS
+        if {field.name, field.setting} & words - {"model", "config", ""} or message.startswith(field.label)
+    ]
+    return found or (["config"] if choice["model"] == CONFIG else [])
 
 
 REFUSALS = (BadInput, OutOfMemory)

@@ -4,9 +4,11 @@ import json
 from collections.abc import Generator
 from typing import Any
 
+from cria_tricks.run.search import Steps, whole
 from tools.fit import answers, others, show
 from tools.fit.answers import Choice
-from tools.fit.others import Steps
+from tools.fit.fields import BY_NAME
+from tools.fit.words import plain
 
 
 def steps(job: str, given: str) -> Generator[str, None, str]:
@@ -30,12 +32,7 @@ def steps(job: str, given: str) -> Generator[str, None, str]:
 
 def call(job: str, given: str) -> str:
     """Do a job to its end."""
-    work = steps(job, given)
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            return str(end.value)
+    return whole(steps(job, given))
 
 
 def _at_once(choice: Choice, pinned: Choice | None = None) -> Steps[dict[str, Any]]:
@@ -48,14 +45,14 @@ def answer(choice: Choice, pinned: Choice | None = None) -> dict[str, Any]:
     try:
         found = answers.answer(choice)
     except answers.REFUSALS as error:
-        return {"refused": str(error), "at": answers.fields_in(str(error))}
+        return _refused(choice, str(error))
     packing = choice["packing"] == "true"
     html = show.whole(found, packing)
     if pinned:
         try:
             html = show.pair(answers.answer(pinned), found, packing)
         except answers.REFUSALS as error:
-            return {"refused": f"A: {error}", "at": []}
+            return {"refused": f"A: {error}", "says": f"A: {plain(str(error))}", "at": []}
     commands = {verb: answers.command(choice, verb) for verb in ("plan", "train")}
     return {"data": found, "html": html, "commands": commands}
 
@@ -66,10 +63,14 @@ def beside(choice: Choice) -> Steps[dict[str, Any]]:
         found = yield from others.beside(choice)
     except answers.REFUSALS:
         return {"values": {}, "longest": None, "context": 0}
-    for values in found["values"].values():
-        for one in values.values():
+    for name, values in found["values"].items():
+        for value, one in values.items():
             if "saved_bytes" in one:
-                one["words"] = show.saving(one)
+                one |= show.hint(BY_NAME[name], value, one)
+            if "refused" in one:
+                one["why"] = plain(one["refused"])
+            if "says" in one:
+                one["says"] = plain(one["says"])
     return found
 
 
@@ -78,4 +79,9 @@ def search(choice: Choice, aim: str) -> Steps[dict[str, Any]]:
     try:
         return (yield from others.searched(choice, aim))
     except answers.REFUSALS as error:
-        return {"refused": str(error), "at": answers.fields_in(str(error))}
+        return _refused(choice, str(error))
+
+
+def _refused(choice: Choice, message: str) -> dict[str, Any]:
+    """Say why a choice cannot be: in the package's words, in those of the form, and at which fields."""
+    return {"refused": message, "says": plain(message), "at": answers.fields_in(message, choice)}

@@ -4,6 +4,7 @@ A choice of the page is a dictionary from these names to texts. A link holds the
 """
 
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cria_tricks import recipes
@@ -14,7 +15,7 @@ from cria_tricks.settings import Tricks
 from cria_tricks.tricks import TRICKS
 
 CONFIG, NUMBERS = "config.json", "numbers"
-"""The two values of ``model`` that are no name of the catalogue: a pasted config, and bare numbers."""
+"""The two values of ``model`` that are no name of the catalogue: a pasted config, and numbers that the reader types."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,15 @@ TARGETS = {
 }
 """Choices of LoRA's target modules."""
 
+FIRST = "Your run"
+"""The group that is always open."""
+ROWS = "Rows and steps"
+GROUPS = (FIRST, ROWS, "LoRA", "Memory", "Speed")
+"""The headings of the form; all but the first can be folded."""
+
 _LABELS = {
-    "peft": ("LoRA", "What trains (PEFT method)"),
-    "quantization": ("LoRA", "Frozen weights, quantized (QLoRA: nf4)"),
+    "peft": (FIRST, "What trains (PEFT method)"),
+    "quantization": (FIRST, "Frozen weights, quantized (QLoRA: nf4)"),
     "double_quantization": ("LoRA", "Double quantization"),
     "lean_preparation": ("LoRA", "Lean preparation (no fp32 copies of norms and head)"),
     "gradient_checkpointing": ("Memory", "Gradient checkpointing (recompute activations)"),
@@ -80,8 +87,6 @@ _LABELS = {
     "compile": ("Speed", "torch.compile"),
 }
 """Each switch: its group and its label, in the words that people search for."""
-
-GROUPS = ("Model", "The run", "LoRA", "Memory", "Speed")
 
 
 def lessons() -> dict[str, str]:
@@ -107,32 +112,40 @@ def _values(name: str) -> tuple[str, ...]:
 _LESSON = lessons()
 _NUMBERS_OF_BLOCKS = {"gradient_checkpointing": "the first blocks only", "tiled_mlp": "tokens of a tile"}
 
+
+def _switches(*groups: str) -> Iterator[Field]:
+    """Make the fields of the switches in these groups."""
+    for name, (group, label) in _LABELS.items():
+        if group in groups:
+            number = _NUMBERS_OF_BLOCKS.get(name, "")
+            yield Field(name, group, label, f"tricks.{name}", _values(name), lesson=_LESSON[name], number=number)
+
+
 FIELDS: tuple[Field, ...] = (
-    Field("model", "Model", "Model"),
-    Field("config", "Model", "config.json, pasted", beside=("model", CONFIG)),
-    Field("layers", "Model", "Layers (num_hidden_layers)", low=1, high=1000, beside=("model", NUMBERS)),
-    Field("width", "Model", "Width (hidden_size)", low=1, high=200_000, beside=("model", NUMBERS)),
-    Field("heads", "Model", "Attention heads", low=1, high=2000, beside=("model", NUMBERS)),
-    Field("kv_heads", "Model", "Key/value heads", low=1, high=2000, beside=("model", NUMBERS)),
-    Field("inner", "Model", "MLP width (intermediate_size)", low=1, high=1_000_000, beside=("model", NUMBERS)),
-    Field("vocabulary", "Model", "Vocabulary size", low=1, high=5_000_000, beside=("model", NUMBERS)),
-    Field("tied", "Model", "Embedding and head share weights (tied)", values=("false", "true"),
+    Field("model", FIRST, "Model"),
+    Field("config", FIRST, "config.json, pasted", beside=("model", CONFIG)),
+    Field("layers", FIRST, "Layers (num_hidden_layers)", low=1, high=1000, beside=("model", NUMBERS)),
+    Field("width", FIRST, "Width (hidden_size)", low=1, high=200_000, beside=("model", NUMBERS)),
+    Field("heads", FIRST, "Attention heads", low=1, high=2000, beside=("model", NUMBERS)),
+    Field("kv_heads", FIRST, "Key/value heads", low=1, high=2000, beside=("model", NUMBERS)),
+    Field("inner", FIRST, "MLP width (intermediate_size)", low=1, high=1_000_000, beside=("model", NUMBERS)),
+    Field("vocabulary", FIRST, "Vocabulary size", low=1, high=5_000_000, beside=("model", NUMBERS)),
+    Field("tied", FIRST, "Embedding and head share weights (tied)", values=("false", "true"),
           beside=("model", NUMBERS)),
-    Field("card", "The run", "Card (GPU)", lesson="choose_your_hardware"),
-    Field("batch", "The run", "Batch size (rows of a micro-batch)", "train.batch_size", low=1, high=65_536,
+    Field("card", FIRST, "Card (GPU)", lesson="choose_your_hardware"),
+    Field("batch", ROWS, "Batch size (rows of a micro-batch)", "train.batch_size", low=1, high=65_536,
           lesson="the_bill"),
-    Field("tokens", "The run", "Sequence length (tokens)", "data.max_length", low=8, high=2**20,
+    Field("tokens", FIRST, "Sequence length (tokens)", "data.max_length", low=8, high=2**20,
           lesson="long_rows"),
-    Field("mean", "The run", "Mean length (tokens; empty: all rows are full)", low=1, high=2**20,
+    Field("mean", ROWS, "Mean length (tokens; empty: all rows are full)", low=1, high=2**20,
           lesson="packing"),
-    Field("gradient_accumulation", "The run", "Gradient accumulation steps", "tricks.gradient_accumulation", low=1,
+    Field("gradient_accumulation", ROWS, "Gradient accumulation steps", "tricks.gradient_accumulation", low=1,
           high=1_000_000, lesson=_LESSON["gradient_accumulation"]),
-    Field("rows", "The run", "Training rows", low=1, high=10**9),
-    Field("epochs", "The run", "Epochs", "train.epochs", low=0.001, high=1_000_000, whole=False),
-    Field("max_grad_norm", "The run", "Gradient clipping (max_grad_norm; 0: none)", "train.max_grad_norm", low=0,
+    Field("rows", ROWS, "Training rows", low=1, high=10**9),
+    Field("epochs", ROWS, "Epochs", "train.epochs", low=0.001, high=1_000_000, whole=False),
+    Field("max_grad_norm", ROWS, "Gradient clipping (max_grad_norm; 0: none)", "train.max_grad_norm", low=0,
           high=1e9, whole=False),
-    *(Field(name, group, label, f"tricks.{name}", _values(name), lesson=_LESSON[name],
-            number=_NUMBERS_OF_BLOCKS.get(name, "")) for name, (group, label) in _LABELS.items() if group == "LoRA"),
+    *_switches(FIRST, "LoRA"),
     Field("r", "LoRA", "Rank (r)", "lora.r", low=1, high=65_536, beside=("peft", "lora"), lesson="lora"),
     Field("targets", "LoRA", "Target modules", "lora.target_modules", tuple(TARGETS), beside=("peft", "lora"),
           lesson="lora"),
@@ -140,8 +153,7 @@ FIELDS: tuple[Field, ...] = (
           beside=("peft", "prompt_tuning"), lesson="lora"),
     Field("side_blocks", "LoRA", "Blocks of the side network", "side.blocks", low=1, high=1000,
           beside=("peft", "side_network"), lesson="lora"),
-    *(Field(name, group, label, f"tricks.{name}", _values(name), lesson=_LESSON[name],
-            number=_NUMBERS_OF_BLOCKS.get(name, "")) for name, (group, label) in _LABELS.items() if group != "LoRA"),
+    *_switches("Memory", "Speed"),
 )  # fmt: skip
 """All fields, in the order of the form."""
 

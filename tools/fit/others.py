@@ -4,24 +4,22 @@ This takes seconds in a browser. So it is done in small steps, and the page can 
 """
 
 import re
-from collections.abc import Generator, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from cria_tricks.common.errors import BadInput, OutOfMemory
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.gpus import GPUS
 from cria_tricks.models.catalogue import CATALOGUE
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles
 from cria_tricks.predict.toggles import Change, Setting
-from cria_tricks.recipe import Recipe
 from cria_tricks.run import search
+from cria_tricks.run.candidates import NothingFits
+from cria_tricks.run.search import Steps
+from tools.fit import ways
 from tools.fit.answers import Asked, Choice, asked
 from tools.fit.fields import BY_NAME, OF_SETTING, SWITCHES, TARGETS, as_text
-
-Found = TypeVar("Found")
-Steps = Generator[tuple[int, int], None, Found]
-"""A job in steps: each says how many of how many sets of switches were tried; 0 where nobody counts."""
 
 LISTS: Mapping[str, Iterable[str]] = {"model": CATALOGUE, "card": GPUS, "targets": TARGETS}
 """The lists of the page beside the switches, of which some values may be impossible."""
@@ -34,9 +32,10 @@ def beside(choice: Choice) -> Steps[dict[str, Any]]:
 
     Returns:
         ``values``: name -> value -> ``refused`` (the reason), or ``saved_bytes`` and ``slowdown`` as in ``cria plan``;
-        ``also`` names switches that would have to go as well; ``instead`` is a value of another field with which a
-        refused one would work. Of models, cards and LoRA's targets only the refused are there. ``longest``: tokens;
-        ``None`` if the choice is refused. ``context``: the model's longest row [tokens]; 0 if not known.
+        ``also`` names switches that would have to go as well, and whose bytes and seconds are counted; ``instead`` is a
+        value of another field with which a refused one would work. Of models, cards and LoRA's targets only the refused
+        are there. ``longest``: tokens; ``None`` if the choice is refused. ``context``: the model's longest row
+        [tokens]; 0 if not known.
     """
     of = asked(choice)
     works = of.target.works(of.recipe)
@@ -119,68 +118,23 @@ def searched(choice: Choice, aim: str) -> Steps[dict[str, Any]]:
         aim: ``fit``: the fewest changes with which it fits; or an aim of :mod:`cria_tricks.run.search`.
 
     Returns:
-        ``changes``, the fields that differ, and ``set``, the same as ``--set`` takes it.
+        ``changes``, the fields that differ, and ``set``, the same as ``--set`` takes it; or, if no set of switches
+        fits, what :func:`tools.fit.ways.nothing_fits` returns.
 
     Raises:
         BadInput: for a choice that the package refuses.
-        OutOfMemory: if no set of switches fits.
     """
     of = asked(choice)
+    if aim == "fastest" and of.target.card is None:
+        raise BadInput("The speed of this card is not known, so we cannot say which set of switches is faster.")
     found = None
     if aim == "fit":
-        found = yield from _nearest(of)
+        limit = (1 - trust.MARGIN) * of.target.device.memory_bytes
+        found = yield from search.nearest_in_steps(of.target, of.recipe, of.lengths, limit, of.target.works)
     if not found:
-        found = yield from _best(of, "smallest" if aim == "fit" else aim)
-    changes = dict(setting.split("=", 1) for setting in found.set)
-    return {"changes": {OF_SETTING[name]: value for name, value in changes.items()}, "set": list(found.set)}
-
-
-def _wanted(of: Asked, aim: str) -> search.Wanted:
-    limit = (1 - trust.MARGIN) * of.target.device.memory_bytes
-    return search.Wanted(of.target, of.recipe, aim, of.lengths, limit)
-
-
-def _nearest(of: Asked) -> Steps[search.Choice | None]:
-    """Do what ``search.smaller`` does, in steps; sets with few changes come first, and those with more are left out."""
-    wanted = _wanted(of, search.NEAREST)
-    by_changes: dict[int, list[Recipe]] = {}
-    for one in search._candidates(of.target, of.recipe, search.EXACT, ()):
-        yield 0, 0
-        changes = [change for change in search.differences(of.recipe, one) if "gradient_checkpointing" not in change]
-        by_changes.setdefault(len(changes), []).append(one)
-    every, tried = sum(map(len, by_changes.values())), 0
-    found: list[search.Choice] = []
-    for least in sorted(by_changes):
-        if found and len(found[0].set) < least:
-            break
-        for one in by_changes[least]:
-            tried += 1
-            yield tried, every
-            if of.target.works(one):
-                found += wanted.choices([one])
-        found.sort(key=wanted.order)
-    return found[0] if found else None
-
-
-def _best(of: Asked, aim: str) -> Steps[search.Choice]:
-    """Do what ``search.search`` does, in steps."""
-    search._refuse_unknown(of.target, aim, ())
-    exact = search.LONG if of.recipe.data.max_length > of.target.shape.width else search.EXACT
-    candidates = []
-    for one in search._candidates(of.target, of.recipe, exact, ()):
-        yield 0, 0
-        candidates.append(one)
-    wanted = _wanted(of, aim)
-    found: list[search.Choice] = []
-    for place, one in enumerate(candidates):
-        yield place + 1, len(candidates)
-        candidates[place] = search._with_free(of.target, one)
-        found += wanted.choices([candidates[place]])
-    if found:
-        return min(found, key=wanted.order)
-    sizes = []
-    for one in candidates:
-        yield len(candidates), len(candidates)
-        sizes.append(of.target.memory(one).needed_bytes)
-    smallest = [one for one, size in zip(candidates, sizes, strict=True) if size == min(sizes)][:1]
-    raise OutOfMemory(search._nothing_fits(of.target, of.recipe, smallest))
+        smallest = "smallest" if aim == "fit" else aim
+        try:
+            (found, *_), _ = yield from search.in_steps(of.target, of.recipe, smallest, of.lengths)
+        except NothingFits as error:
+            return ways.nothing_fits(choice, of, error)
+    return {"changes": ways.changes_of(found.set), "set": list(found.set)}

@@ -14,8 +14,8 @@ from cria_tricks.models.catalogue import CATALOGUE
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe
 from tools import notebooks
-from tools.fit import answers, bridge, fields, others
-from tools.fit.fields import BY_NAME, CONFIG, FIELDS, GROUPS, NUMBERS, TARGETS, Field
+from tools.fit import answers, bridge, fields, others, words
+from tools.fit.fields import BY_NAME, CONFIG, FIELDS, FIRST, GROUPS, NUMBERS, Field
 
 PLACE = '<div id="fit"></div>'
 """What stands in ``docs/fit.md`` for the form and the answer."""
@@ -44,7 +44,8 @@ def whole(missing: str = "") -> str:
         '<div class="head"><p class="strange" role="alert"></p>'
         f'<p class="verdict" role="status" aria-live="polite">{said["verdict"]}</p>'
         f'<div class="bars">{said["bar"]}</div>'
-        '<p class="done" role="status"></p></div>'
+        '<div class="done" role="status"></div></div>'
+        f'<div class="legends">{said["legend"]}</div>'
         f'<form autocomplete="off">{_buttons()}{"".join(_group(name, choice) for name in GROUPS)}</form>'
         f'<div class="answer"><div class="rest">{said["rest"]}</div>{_command(first["commands"])}</div></div>'
         f'<script type="application/json" id="fit-data">{data}</script>'
@@ -53,6 +54,7 @@ def whole(missing: str = "") -> str:
 
 def facts(first: dict[str, Any], missing: str) -> dict[str, Any]:
     """Return what the script needs: the fields with their limits, the names that a link may say, the first answer."""
+    plain = fields.of_recipe(Recipe())
     return {
         "missing": missing,
         "host": HOST,
@@ -63,7 +65,7 @@ def facts(first: dict[str, Any], missing: str) -> dict[str, Any]:
         "models": [*CATALOGUE, CONFIG, NUMBERS],
         "cards": list(GPUS),
         "aliases": ALIASES,
-        "off": {name: value for name, value in fields.of_recipe(Recipe()).items() if name in fields.SWITCHES},
+        "off": {name: plain[name] for name in (*fields.SWITCHES, "gradient_accumulation")},
         "read": answers.READ,
         "config": answers.CONFIG_FIELDS,
         "install": notebooks.INSTALL,
@@ -83,9 +85,9 @@ def _buttons() -> str:
     buttons = (
         ("fit", "Make it fit", "change as little as possible until it fits"),
         ("fastest", "Make it fast", "the fastest set of switches that fits"),
-        ("off", "All switches off", "plain fp32 training of all weights"),
+        ("off", "All switches off", "plain fp32 training of all weights, without gradient accumulation"),
         ("reset", "Start again", "the first choice of this page"),
-        ("pin", "Keep as A", "and change B beside it"),
+        ("pin", "Compare with this (A)", "keep this choice as A, and change B beside it"),
         ("link", "Copy link", "of this choice"),
     )
     made = (
@@ -108,8 +110,15 @@ def _command(commands: dict[str, str]) -> str:
 
 
 def _group(group: str, choice: dict[str, str]) -> str:
+    """Write the fields of a group; all groups but the first can be folded, and are on a phone (fit.js)."""
     inside = "".join(_field(field, choice[field.name]) for field in FIELDS if field.group == group)
-    return f"<fieldset><legend>{group}</legend>{inside}</fieldset>"
+    if group == FIRST:
+        return f"<fieldset><legend>{group}</legend>{inside}</fieldset>"
+    name = f"fit-group-{group.partition(' ')[0].lower()}"
+    return (
+        f'<details class="group" id="{name}"><summary>More: {group}</summary>'
+        f'<fieldset aria-label="{group}">{inside}</fieldset></details>'
+    )
 
 
 def _field(field: Field, value: str) -> str:
@@ -126,7 +135,8 @@ def _field(field: Field, value: str) -> str:
         lesson = f'<a href="lessons/{field.lesson}.html" aria-label="lesson on {about}">lesson</a>'
     beside = f' data-beside="{field.beside[0]}={field.beside[1]}"' if field.beside else ""
     kind = "switch" if box else "field"
-    label = f'<label for="{name}">{escape(field.label)}</label>'
+    title = f' title="{field.setting}"' if field.setting else ""
+    label = f'<label for="{name}"{title}>{escape(field.label)}</label>'
     return f'<div class="{kind}"{beside}>{label}{_control(field, value)}{lesson}{says}</div>'
 
 
@@ -147,7 +157,7 @@ def _control(field: Field, value: str) -> str:
     if field.name == "card":
         return _select(at, _cards(), value) + _own_card()
     if field.values:
-        options = {one: TARGETS.get(one, _words(one, field)) for one in field.values}
+        options = {one: words.value(field, one) for one in field.values}
         if not field.number:
             return _select(at, options, value)
         options["number"] = f"{field.number}:"
@@ -181,33 +191,23 @@ def _select(at: str, options: dict[str, str], value: str) -> str:
     return f"<select {at}>{''.join(made)}</select>"
 
 
-def _words(value: str, field: Field) -> str:
-    words = {"false": "off", "true": "on", "none": "none"}
-    if field.name == "peft":
-        words |= {"none": "all weights (full fine-tuning)", "lora": "LoRA adapters", "head": "the head only",
-                  "prompt_tuning": "prompt tuning", "side_network": "a side network"}  # fmt: skip
-    if field.name == "gradient_checkpointing":
-        words["true"] = "every block"
-    return words.get(value, value)
-
-
 def _models() -> dict[str, str]:
     found = {name: f"{name} ({find_shape(name).weights / 1e9:.2f} billion)" for name in CATALOGUE}
-    return {**found, CONFIG: "your config.json ...", NUMBERS: "bare numbers ..."}
+    return {**found, CONFIG: "your config.json ...", NUMBERS: "type the sizes yourself ..."}
 
 
 def _cards() -> dict[str, str]:
-    found = {}
+    found = {"other": "my card has ... GiB (type how many)"}
     for name, gpu in GPUS.items():
         many = f"{gpu.count} x " if gpu.count > 1 else ""
         found[name] = f"{name}: {many}{gpu.device.name}, {human(gpu.device.memory_bytes)}"
-    return {**found, "other": "another amount of memory ..."}
+    return found
 
 
 def _own_card() -> str:
     """Write the two fields of a card that is only an amount of memory."""
     return (
-        '<span class="own" hidden><label for="fit-gib">Memory (GiB)</label>'
+        '<span class="own" hidden><label for="fit-gib">My card has (GiB)</label>'
         '<input type="number" id="fit-gib" min="0.1" max="1024" step="any" value="8">'
         '<label for="fit-capability">Compute capability</label>'
         '<select id="fit-capability"><option>7.5</option><option>8.0</option><option selected>8.6</option>'

@@ -1,0 +1,38 @@
+"""The reference's docstrings and technique pages: plain labels, no marks of Sphinx, and how to switch a technique on."""
+
+import pytest
+
+from cria_tricks.doctor.explain import off_the_capstone
+from cria_tricks.tricks import INFERENCE, TRICKS, trick_name
+from tools import techniques
+
+cards = pytest.importorskip("tools.cards", reason="griffe, which renders the reference, is not installed")
+
+
+def test_a_card_becomes_a_list_with_labels_that_need_no_context():
+    card = "LoRA: freeze W.\n\nSaves    gradients\nClaim    exact\nBreaks   nothing\nOurs     one layer\n\nShapes: A (r, D)"
+    assert cards.as_list(card).splitlines()[2:6] == [
+        "- **Saves** gradients",
+        "- **Changes results?** exact",
+        "- **Fails when, or not with** nothing",
+        "- **Our code** one layer",
+    ]
+    assert cards.as_list("Needs more") == "Needs more", "a sentence is no line of a card"
+
+
+def test_marks_of_sphinx_are_left_out():
+    text = "What :func:`~cria_tricks.spread` returned::\n\n    code\n\n::\n\n    more"
+    assert cards.without_marks(text) == "What `cria_tricks.spread` returned:\n\n    code\n\n\n\n    more"
+
+
+def test_every_technique_page_says_how_to_switch_it_on_and_what_it_saves():
+    pages = techniques.pages()
+    saved = off_the_capstone()
+    for trick in TRICKS:
+        text = pages[f"reference/techniques/{trick_name(trick)}.md"]
+        for switch in trick.SWITCHES:
+            assert f"`--set tricks.{switch}`" in text
+            if amount := round(saved.get(switch, 0) / 2**20):
+                assert f"`{switch}` {'saves' if amount > 0 else 'adds'} {abs(amount):,} MiB" in text
+    for trick in INFERENCE:
+        assert f"`{trick.COMMAND}` always uses it." in pages[f"reference/techniques/{trick_name(trick)}.md"]
