@@ -1,29 +1,66 @@
 # ---
 # jupyter:
+#   question: If each of two cards keeps only half of every weight, how do they train, and when does the peak fall?
 #   jupytext:
 #     cell_metadata_filter: tags,-all
 #     text_representation: {extension: .py, format_name: percent}
 # ---
 
 # %% [markdown]
-# # Sharding: everybody keeps a piece
-# > **Promise.** Two processes keep half of every weight, gradient and optimizer state each, and train to the same
-# > losses. You build it, count its bytes, and find that on our own job the peak grows.
+# # Sharding: each card keeps a piece
+# > **Promise.** You get `CUDA out of memory`, add a second GPU, and get it again, because data parallelism puts the
+# > whole model on each card. FSDP lets each card keep half of every weight, gradient and optimizer state. You will
+# > build it in plain PyTorch, count its bytes, and know beforehand whether it lowers your peak: for full fine-tuning
+# > it does, for our small QLoRA job it does not.
+# >
+# > **Card.** saves $(N - 1) / N$ of weights, gradients and optimizer states on each of $N$ cards / costs the blocks'
+# > weights over the link, twice a micro-batch / exact within rounding / about 25 minutes / after [data
+# > parallelism](data_parallel.py)
 #
-# > **Card.** saves state: 1 / N of weights, gradients and optimizer states in each process / costs the blocks' weights
-# > twice a micro-batch, over the wire / exact within rounding / 40 minutes / after [data parallelism](data_parallel.py)
+# ## 1. The bill
+# With [data parallelism](data_parallel.py) each of $N$ processes holds the same weights, the same gradients after the
+# all-reduce, and the same optimizer states. [ZeRO](../docs/glossary.md#zero), the *zero redundancy optimizer*, removes
+# the copies in three stages:
 #
-# The job is QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens. In [the lesson on data
-# parallelism](data_parallel.py) each of two cards held all of it: the same weights, the same gradients after the
-# all-reduce, the same optimizer states. Must it all be there twice? ZeRO (the *zero redundancy optimizer*) says no.
-# torch's version is FSDP2, *fully sharded data parallel*.
+# 1. A weight's optimizer states are needed only when it is updated. So process $r$ keeps the states of the $r$-th part
+#    of the weights, updates this part, and sends it to the others.
+# 2. For that it needs only its own part of the gradient.
+# 3. A weight itself is needed only while its block runs. torch's version of stage 3 is
+#    [FSDP2](../docs/glossary.md#fsdp), *fully sharded data parallel*.
+#
+# Here is the example of ZeRO's paper: 7.5 billion weights on 64 cards. Each weight has 2 bytes, its gradient has 2,
+# and AdamW takes 12 (an fp32 copy and two moments).
+
+# %%
+# bytes for each weight, and the first stage that divides them
+sizes = {"weights": (2, 3), "gradients": (2, 2), "optimizer states": (12, 1)}
+
+
+def gigabytes(stage, weights=7.5e9, cards=64):
+    """What each card holds after a stage."""
+    total = 0
+    for size, divided_from in sizes.values():
+        share = cards if stage >= divided_from else 1
+        total += weights * size / share
+    return total / 1e9
+
+
+for stage in range(4):
+    print(f"stage {stage}: {gigabytes(stage):6.1f} GB in each card")
+
+# %% [markdown]
+# The paper's figure 1 has the same numbers, for full fine-tuning. In our QLoRA job of Llama-3.2-1B only 11 million
+# weights train, and 1.2 billion are frozen. A frozen weight has no gradient and no optimizer states. On one card the
+# job peaks at 1,593 MiB. (Here its optimizer is AdamW with 32-bit states; section 6 says why.) What is the peak of
+# each of two cards with stage 3?
+
+# %% Your guess: MiB of each card's peak with stage 3 tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %% Imports and settings tags=["hide-input"]
 import logging
-import math
 import random
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,25 +69,19 @@ from types import SimpleNamespace
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from bitsandbytes.nn import Linear4bit
 from bitsandbytes.optim import AdamW8bit
-from torch import nn
 
 from cria_tricks import course, parallel
 from cria_tricks.bench.case import TRAINED_SHARE
 from cria_tricks.bench.style import Theme, marked, panels
 from cria_tricks.bill.calls import CountCollectives, ring_share
 from cria_tricks.common.errors import BadInput
-from cria_tricks.course.processes import Ranks
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.hardware.reached import LINK
-from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import ddp, fsdp
 from cria_tricks.predict.per_process import per_process
@@ -60,40 +91,8 @@ from cria_tricks.step_plan import diff
 from cria_tricks.tricks import folds
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+assert [round(gigabytes(stage), 1) for stage in range(4)] == [120, 31.4, 16.6, 1.9]
 
-# %% [markdown]
-# ## 1. The bill
-# Who needs what, and when? Optimizer states are needed only in the optimizer step, and each weight's step needs only
-# its own. So process $r$ could keep the states of its own $N$-th part of the weights, update that part, and send it to
-# the others: *stage 1*. Then it needs only its part of the gradient: *stage 2*. And a weight is needed only while its
-# block runs: *stage 3*, and FSDP2.
-#
-# ZeRO's example: 7.5 billion weights on 64 cards, in mixed precision: 2 bytes a weight, 2 a gradient, 12 for AdamW (an
-# fp32 copy and two moments). That is 120 GB in every card. Write down what is left of it after each stage. Then compare
-# with the paper's figure 1: 31.4, 16.6 and 1.9.
-
-
-# %%
-# bytes of each, and the stage that divides them
-sizes = {"weights": (2, 3), "gradients": (2, 2), "states": (12, 1)}
-
-
-def after(stage, weights=7.5e9, N=64):
-    return sum(
-        weights * size / (N if stage >= divides else 1)
-        for size, divides in sizes.values()
-    )
-
-
-print(*(f"stage {stage}: {after(stage) / 1e9:.1f} GB;" for stage in range(4)))
-assert [round(after(stage) / 1e9, 1) for stage in range(4)] == [120, 31.4, 16.6, 1.9]
-
-# %% [markdown]
-# That is full fine-tuning. In our job 11 million numbers learn beside 1.2 billion that do not, and frozen ones have
-# neither gradient nor states. Call weights, gradients and optimizer states together the *state*. How many MiB does each
-# stage take off ours, on two cards? Guess three numbers. (AdamW has fp32 states here; section 6 says why.)
-
-# %% Helper: bills of the three stages tags=["hide-input"]
 job = with_settings(
     course.CAPSTONE, ["tricks.optimizer=adamw", "tricks.paged_optimizer=false"]
 )
@@ -106,11 +105,20 @@ whole_model = (
 full = with_settings(job, [f"tricks.{off}" for off in whole_model])
 # gradients are summed over the processes once a step
 once = with_settings(full, ["parallel.reduce=step"])
-# one card of two has half of the micro-batches
+# each of two cards has half of the micro-batches
 of_one_card = with_settings(job, ["tricks.gradient_accumulation=4"])
 shape = find_shape(job.model)
+seconds = folds.step(
+    of_one_card, shape, CARDS["t4"], trained_share=TRAINED_SHARE
+).seconds
+models = {
+    "llama-3.2-1b": job,
+    "llama-3.1-8b": job,
+    "llama-2-13b": job,
+    "llama-3.2-1b, full": full,
+}
 stages = {
-    "all whole": "none",
+    "no stage": "none",
     "stage 1": "zero1",
     "stage 2": "zero2",
     "stage 3": "fsdp",
@@ -118,38 +126,28 @@ stages = {
 
 
 def bill(recipe, strategy, cards=2, model="llama-3.2-1b"):
-    return per_process(
-        recipe, find_shape(model), T4, strategy, 1 if strategy == "none" else cards
-    )
+    """The bill of the process that needs most."""
+    many = 1 if strategy == "none" else cards
+    return per_process(recipe, find_shape(model), T4, strategy, many)
 
 
 # %%
+print(f"{'MiB in each card':16}  state     peak  (state: what is left between steps)")
 for name, recipe in {"full": full, "QLoRA": job}.items():
     for stage, strategy in stages.items():
         found = bill(recipe, strategy)
-        print(
-            f"{name:6}{stage:10}state {found.state_bytes / MIB:6,.0f} MiB, "
-            f"peak {found.peak_bytes / MIB:6,.0f}"
-        )
-state = {strategy: bill(job, strategy).state_bytes for strategy in stages.values()}
-assert state["none"] - state["zero2"] < 0.06 * state["none"]
-assert state["fsdp"] < 0.51 * state["none"]
-assert bill(job, "fsdp").peak_bytes > bill(job, "none").peak_bytes
-for name, recipe, each in (
-    ("once a step", once, 4),
-    ("after each micro-batch", full, 2),
-):
-    size = sum(
-        line.bytes for line in bill(recipe, "fsdp").lines if line.name == "gradients"
-    )
-    print(
-        f"full, stage 3, gradients reduced {name}: "
-        f"{size / MIB:6,.0f} MiB of gradients at the peak"
-    )
-    assert size == each * shape.weights
+        state, peak = found.state_bytes / MIB, found.peak_bytes / MIB
+        print(f"{name:6}{stage:10}{state:8,.0f}{peak:10,.0f}")
+course.reveal(guess, bill(job, "fsdp").peak_bytes / MIB, "MiB")
+
+# %% Draw figure 1, and hold the numbers of the text tags=["hide-input"]
+_state = {way: round(bill(job, way).state_bytes / MIB) for way in stages.values()}
+assert _state["none"] - _state["zero2"] == 65
+assert (_state["none"], _state["fsdp"]) == (1152, 583)
+_peaks = [bill(r, way).peak_bytes for r in (job, full) for way in ("none", "fsdp")]
+assert [round(size / MIB) for size in _peaks] == [1593, 1657, 21880, 13686]
 
 
-# %% Draw figure 1 tags=["hide-input"]
 def of_the_state(theme: Theme):
     """What a card holds between two steps, stage by stage."""
     drawn, both = panels(2, 2.5)
@@ -182,7 +180,7 @@ def of_the_state(theme: Theme):
                 )
                 left += size
         axes.set_yticks(range(4), list(stages))
-        axes.set(xlabel=f"{name}: state of each of two, GiB", ylim=(3.6, -0.6))
+        axes.set(xlabel=f"{name}, GiB in each of two", ylim=(3.6, -0.6))
         axes.grid(axis="x")
     both[0].legend(loc="lower right", fontsize=7.5)
     return drawn
@@ -190,70 +188,86 @@ def of_the_state(theme: Theme):
 
 course.show(
     of_the_state,
-    "Figure 1. Stages 1 and 2 divide gradients and optimizer states, "
-    "of which LoRA left next to nothing. What is left "
-    "to divide are the frozen weights, in 4 bits and 16.",
+    "Figure 1. Weights, gradients and optimizer states in each of two cards. Stages 1 "
+    "and 2 help in full fine-tuning. With QLoRA nearly all bytes are frozen weights, "
+    "so only stage 3 helps.",
 )
 
 # %% [markdown]
-# Stages 1 and 2 together save 65 of 1,152 MiB. Only stage 3 helps: it halves the state. However, the *peak* grows
-# (section 5).
-#
-# In full fine-tuning the peak depends on when gradients are *reduced*: summed over the processes. If once a step, each
-# process keeps whole gradients until the last micro-batch. If after each micro-batch, it keeps pieces only. That is our
-# default (`parallel.reduce=micro_batch`), and section 4 shows what it sends. We build stage 3 first.
+# With QLoRA stages 1 and 2 together save 65 of 1,152 MiB, because few weights train. Stage 3 halves the 1,152 MiB, but
+# the *peak* grows from 1,593 to 1,657 MiB, as section 5 explains. In full fine-tuning it falls from 21,880 to 13,686
+# MiB, so that run fits two T4s and not one. We build stage 3 first, and look at the reason afterwards.
 #
 # ## 2. From scratch, in three steps
-# Four blocks, two processes, as in [the lesson on data parallelism](data_parallel.py). A block's weights are one vector
-# of $E$ numbers, so that cutting is easy.
+# **Step 1: cut the weights.** The toy has four blocks, and to make cutting easy, the weights of a block are one vector
+# of $E$ numbers. Process $r$ of $N$ keeps the $r$-th piece of each vector, and nothing else of the model. As in the
+# lesson on data parallelism, `Ranks(2)` starts two [processes](../docs/glossary.md#rank), and `ranks.run(f)` calls `f`
+# in both.
 
 # %%
-L, D, H = 4, 64, 256  # blocks, width, inner width
+import math
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from cria_tricks.course.processes import Ranks
+from cria_tricks.measure.memory import LiveBytes
+
+D, H = 64, 256  # width of the model, and inside a block
+
+
+def new_block():
+    return nn.Sequential(nn.Linear(D, H), nn.GELU(), nn.Linear(H, D))
 
 
 def new_model():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        *(nn.Sequential(nn.Linear(D, H), nn.GELU(), nn.Linear(H, D)) for _ in range(L))
-    )
+    torch.manual_seed(0)  # the same weights in every process
+    return nn.Sequential(*(new_block() for _ in range(4)))
 
 
-shapes = [p.shape for p in new_model()[0].parameters()]
-E = sum(math.prod(shape) for shape in shapes)
-torch.manual_seed(1)
-rows, targets = torch.randn(2, 32, D)
+def flatten(tensors):
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-def block(whole, x):
-    """Run a block on x; the vector `whole` has its weights."""
-    parts = whole.split([math.prod(shape) for shape in shapes])
-    up, up_bias, down, down_bias = (
-        part.view(shape) for part, shape in zip(parts, shapes, strict=True)
-    )
+shapes = [p.shape for p in new_block().parameters()]
+counts = [math.prod(shape) for shape in shapes]
+E = sum(counts)  # numbers in a block
+
+
+def block(vector, x):
+    """Run a block, with the weights that lie in the vector."""
+    parts = zip(vector.split(counts), shapes, strict=True)
+    up, up_bias, down, down_bias = (part.view(shape) for part, shape in parts)
     return F.linear(F.gelu(F.linear(x, up, up_bias)), down, down_bias)
 
 
-# %% Start two processes tags=["hide-input"]
+def piece_of(block):
+    """The piece of a block's vector that this process keeps."""
+    pieces = flatten(block.parameters()).chunk(dist.get_world_size())
+    return pieces[dist.get_rank()].clone().requires_grad_()
+
+
+torch.manual_seed(1)
+rows, targets = torch.randn(2, 32, D)
 ranks = Ranks(2)
+
+# %% Silence log messages in both processes tags=["hide-input"]
 ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
 _ = ranks.run(warnings.simplefilter, "ignore")  # torch renames some collectives
 
 # %% [markdown]
-# **Cut.** Process $r$ keeps part $r$ of each vector, and that is all it keeps of the model.
-#
-# **Gather for the forward pass, scatter on the way back.** An *all-gather* gives everyone all parts. Each process runs
-# the block on its own rows, so each gets the gradient of the *whole* block from its rows. A *reduce-scatter* adds these
-# up and gives each process its part of the sum. (Followed by an all-gather, it makes an all-reduce.) A reduce-scatter
-# is the all-gather's backward pass.
+# **Step 2: gather the weights, and scatter the gradients.** An [all-gather](../docs/glossary.md#all-reduce) gives
+# every process all pieces, so that each can run the block on its own rows. The backward pass then gives it the
+# gradient of the *whole* block, for these rows. A *reduce-scatter* adds up the gradients of all processes and gives
+# each its piece of the sum. So the reduce-scatter is the backward pass of the all-gather. `passes` below runs the
+# model forward and backward, and counts the bytes in memory.
 
 
 # %%
-def piece_of(block):
-    flat = torch.cat([p.detach().flatten() for p in block.parameters()])
-    return flat.chunk(dist.get_world_size())[dist.get_rank()].clone().requires_grad_()
-
-
-def gathered(piece):
+def gather(piece):
     class Gather(torch.autograd.Function):
         @staticmethod
         def forward(ctx, piece):
@@ -270,148 +284,125 @@ def gathered(piece):
     return Gather.apply(piece)
 
 
-def keeping(piece, x):
-    return block(gathered(piece), x)
+def gather_once(piece, x):
+    return block(gather(piece), x)
 
 
-def passes(way):
-    """Live bytes without the pieces, between the two passes and at the peak; and the
-    pieces' gradients."""
+def passes(run_block):
+    """The gradients of the pieces, and KiB between the passes and at the peak."""
     pieces = [piece_of(block) for block in new_model()]
-    y = rows[dist.get_rank() :: dist.get_world_size()]
+    x = rows[dist.get_rank() :: dist.get_world_size()]
     count = LiveBytes()
     count.track_all(pieces)
-    before = count.live
+    before = count.live  # the pieces themselves are not counted
     with count:
         for piece in pieces:
-            y = way(piece, y)
-        loss = y.square().sum()
-        time.sleep(0.2)  # gloo's own thread holds what it sent for a moment longer
+            x = run_block(piece, x)
+        loss = x.square().sum()
+        time.sleep(0.2)  # gloo holds what it sent for a moment longer
         between = count.live
         loss.backward()
-    return between - before, count.peak - before, [piece.grad for piece in pieces]
+    memory = [(size - before) / 1024 for size in (between, count.peak)]
+    return flatten(piece.grad for piece in pieces), memory
 
 
-# %% Helper: compare with one process tags=["hide-input"]
-model = new_model()
-model(rows).square().sum().backward()
-expected = [
-    torch.cat([p.grad.flatten() for p in block.parameters()]) for block in model
-]
-
-
-def apart(found):
-    """The pieces of all processes, put together, against one process's gradients."""
-    together = [torch.cat(pieces) for pieces in zip(*found, strict=True)]
-    return max(
-        ((p - q).norm() / q.norm()).item()
-        for p, q in zip(together, expected, strict=True)
-    )
-
-
-# %%
-kept = ranks.run(passes, keeping)
-print(f"gradients off by {apart([pieces for _, _, pieces in kept]):.0e}")
-print(
-    f"between the passes {kept[0][0] / KIB:,.0f} KiB; "
-    f"all weights have {4 * L * E / KIB:,.0f}"
-)
-assert apart([pieces for _, _, pieces in kept]) < 1e-5
-assert kept[0][0] > 4 * L * E
+kept, memory_kept = ranks.run(passes, gather_once)[0]
+print(f"all weights have {4 * 4 * E / 1024:,.0f} KiB")
+print("between the passes {:,.0f} KiB, at the peak {:,.0f}".format(*memory_kept))
 
 # %% [markdown]
-# Right, and useless: at the end of the forward pass all blocks are whole. Autograd did what it must
-# ([checkpointing](gradient_checkpointing.py)): a product saves what it multiplied, and one of the two is the weight.
+# So far nothing is saved: at the end of the forward pass all blocks are whole in memory. A matrix multiplication saves
+# its inputs for the backward pass, as in [checkpointing](gradient_checkpointing.py). One of these inputs is the
+# weight, so all gathered weights stay.
 #
-# **Forget, and fetch again.** torch lets us choose what is saved instead of a tensor. For a part of the gathered vector
-# we save only where it lies: shape, strides, offset. When the backward pass asks, we gather again. Predict by how much
-# the bytes between the passes will fall.
+# **Step 3: free the weights, and gather them again.** With `saved_tensors_hooks` torch lets us choose what is saved
+# instead of a tensor. For a part of the gathered vector we save only its place: shape, strides and offset. When the
+# backward pass asks for it, we gather the block's vector again.
 
 
 # %%
-def sharded(piece, x):
-    whole, again = gathered(piece), []
+def gather_twice(piece, x):
+    whole, again = gather(piece), []
     address = whole.untyped_storage().data_ptr()
 
-    def keep(tensor):
-        # no part of the gathered vector
+    def save(tensor):
         if tensor.untyped_storage().data_ptr() != address:
-            return tensor
+            return tensor  # no part of the gathered vector
         return tensor.size(), tensor.stride(), tensor.storage_offset()
 
-    def fetch(kept):
-        if torch.is_tensor(kept):
-            return kept
-        if not again:
-            again.append(gathered(piece.detach()))  # once for all matrices of the block
-        return again[0].as_strided(*kept)
+    def load(saved):
+        if torch.is_tensor(saved):
+            return saved
+        if not again:  # only once for all matrices of the block
+            again.append(gather(piece.detach()))
+        return again[0].as_strided(*saved)
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, fetch):
+    with torch.autograd.graph.saved_tensors_hooks(save, load):
         return block(whole, x)
 
 
-forgot = ranks.run(passes, sharded)
-print(f"gradients off by {apart([pieces for _, _, pieces in forgot]):.0e}")
-for name, place in (("between the passes", 0), ("at the peak", 1)):
-    print(
-        f"{name:19}{kept[0][place] / KIB:6,.0f} KiB -> {forgot[0][place] / KIB:6,.0f}"
-    )
-assert all(map(torch.equal, kept[0][2], forgot[0][2]))
-assert kept[0][0] - forgot[0][0] == 4 * L * E
+freed, memory_freed = ranks.run(passes, gather_twice)[0]
+print("between the passes {:,.0f} KiB, at the peak {:,.0f}".format(*memory_freed))
+assert memory_kept[0] - memory_freed[0] == 4 * 4 * E / 1024  # all weights
+assert torch.equal(freed, kept)  # and not one bit of the gradients has changed
 
 
-# %% Draw figure 2 tags=["hide-input"]
+# %% Compare with one process, and draw figure 2 tags=["hide-input"]
+_model = new_model()
+_model(rows).square().sum().backward()
+_expected = [flatten(p.grad for p in block.parameters()) for block in _model]
+_found = [gradients for gradients, _ in ranks.run(passes, gather_twice)]
+_found = [torch.cat(two) for two in zip(*(g.chunk(4) for g in _found), strict=True)]
+for _ours, _right in zip(_found, _expected, strict=True):
+    assert (_ours - _right).norm() < 1e-5 * _right.norm()
+
+
 def over_time(theme: Theme):
     """What of each block process 0 holds, moment by moment."""
-    sketch = course.Sketch(theme, 42, 13)
-    moments = [("forward", n) for n in range(4)] + [
-        ("backward", n) for n in (3, 2, 1, 0)
-    ]
+    sketch = course.Sketch(theme, 42, 12.4)
+    moments = [("forward", n) for n in range(4)]
+    moments += [("backward", n) for n in (3, 2, 1, 0)]
     for column, (way, opened) in enumerate(moments):
         left = 7 + 4.3 * column + (0.7 if way == "backward" else 0)
-        sketch.text(left + 1.8, 0.7, f"{way} {opened + 1}", quiet=True)
         for number in range(4):
             y = 1.6 + 2.5 * number
             if number == opened:
-                sketch.tensor(left, y, 3.6, 2, "whole", color=1)
+                sketch.tensor(left, y, 3.6, 2, "all", color=1)
             else:
                 sketch.tensor(left, y, 1.8, 2, "", color=0)
+    sketch.text(15, 0.7, "forward pass", quiet=True)
+    sketch.text(33, 0.7, "backward pass", quiet=True)
     for number in range(4):
         sketch.text(0, 2.6 + 2.5 * number, f"block {number + 1}", align="left")
-    sketch.text(
-        7,
-        12.3,
-        "process 0 of 2; process 1 has the other halves, and opens the same block",
-        align="left",
-        quiet=True,
-    )
     return sketch.figure
 
 
 course.show(
     over_time,
-    "Figure 2. Half of every block, and the one that runs is whole: "
-    "each twice a micro-batch.",
+    "Figure 2. What process 0 of 2 has in memory, time to the right. It keeps half of "
+    "every block, and the block that runs is whole: once in the forward pass and once "
+    "in the backward pass.",
 )
 
 # %% [markdown]
-# Bit for bit the same gradients, and no whole weights between the passes. At the peak one block and its gradient are
-# whole. That is stage 3. The package's `fsdp.Sharded` wraps any module so. torch's `fully_shard` adds prefetching: the
-# next block is gathered while this one computes.
+# The gradients are the same, bit for bit, and between the passes no weights are whole. At the peak one block and its
+# gradient are whole. This is stage 3 of ZeRO. torch's `fully_shard` does the same, and it *prefetches*: it gathers the
+# next block while this one computes.
 #
 # ## 3. Prove it
-# Twenty AdamW steps: in one process, with the package's sharding, with torch's. AdamW treats every number by itself, so
-# it takes a piece as it takes a matrix. (Clipping looks at all numbers, so processes sum the squares of their norms,
-# then take the root.) Claim: equal losses within rounding, and half of the state.
+# The claim is *exact within rounding*, with half of the bytes. We train 20 AdamW steps in one process, and in two with
+# the package's `Sharded` (our three steps for any module) and with torch's `fully_shard`. AdamW treats each weight by
+# itself, so it can update a piece as it updates a matrix. `fully_shard` takes the *mean* of the gradients, so its loss
+# is multiplied by $N$.
 
 
 # %%
 def train(way):
-    """The losses of 20 steps, bytes of weights, gradients and states in this process,
-    and what was sent."""
+    """Losses, bytes of weights, gradients and states in this process, bytes sent."""
     from torch.distributed.fsdp import fully_shard
 
-    rank, N = (0, 1) if way == "alone" else (dist.get_rank(), dist.get_world_size())
+    rank = 0 if way == "alone" else dist.get_rank()
+    N = 1 if way == "alone" else dist.get_world_size()
     model, history = new_model(), []
     if way == "package":
         model = nn.Sequential(*map(fsdp.Sharded, model))
@@ -423,150 +414,132 @@ def train(way):
         for _ in range(20):
             optimizer.zero_grad()
             loss = (model(rows[rank::N]) - targets[rank::N]).square().sum() / len(rows)
-            # torch's takes the mean over processes
-            (loss * N if way == "torch" else loss).backward()
+            (N * loss if way == "torch" else loss).backward()
             history.append(loss.item())
             optimizer.step()
-    states = [
-        value
-        for values in optimizer.state.values()
-        for value in values.values()
-        if value.dim()
-    ]
-    held = [*model.parameters(), *(p.grad for p in model.parameters()), *states]
-    return (
-        history,
-        sum(getattr(t, "_local_tensor", t).nbytes for t in held),
-        dict(sent.bytes),
-    )
+    held = [*model.parameters(), *(p.grad for p in model.parameters())]
+    for state in optimizer.state.values():
+        held += [state["exp_avg"], state["exp_avg_sq"]]
+    # a DTensor of torch holds its piece as _local_tensor
+    size = sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in held)
+    return torch.tensor(history), size, dict(sent.bytes)
 
 
 history, alone_bytes, _ = train("alone")
-print(
-    f"alone    loss {history[0]:.4f} -> {history[-1]:.4f}, state {alone_bytes:,} bytes"
-)
+print(f"alone   {alone_bytes:,} bytes, loss {history[0]:.4f} -> {history[-1]:.4f}")
 for way in ("package", "torch"):
-    (mine, bytes_, sent), (others, _, _) = ranks.run(train, way)
-    off = max(
-        abs((p + q) / r - 1) for p, q, r in zip(mine, others, history, strict=True)
-    )
-    print(
-        f"{way:8} losses off by at most {off:.0e}, state {bytes_:,} bytes; sent {sent}"
-    )
-    assert off < 1e-5
-    assert bytes_ == alone_bytes / 2
+    (mine, piece_bytes, sent), (others, _, _) = ranks.run(train, way)
+    print(f"{way:8}{piece_bytes:,} bytes; sent {sent}")
+    assert torch.allclose(mine + others, history, rtol=1e-5)
+    assert piece_bytes == alone_bytes / 2
+assert sent == {"all_gather": 20 * 2 * 4 * 4 * E, "reduce_scatter": 20 * 4 * 4 * E}
 
 # %% [markdown]
 # ## 4. What it costs
-# **The wire.** Each block is gathered twice a step, and its gradient reduced and scattered once. Predict the bytes of
-# the 20 steps that were counted above. An all-gather sends half as much as an all-reduce, and so does a reduce-scatter.
-# So these are three halves against DDP's two: 1.5 times the bytes (ZeRO, section 7).
-
-# %%
-assert sent == {"all_gather": 20 * 2 * 4 * L * E, "reduce_scatter": 20 * 4 * L * E}
-with_ddp = ring_share("all_reduce", 2)
-with_fsdp = 2 * ring_share("all_gather", 2) + ring_share("reduce_scatter", 2)
-print(
-    f"of the model's bytes each process sends {with_ddp} in a step with ddp, "
-    f"{with_fsdp} sharded"
-)
-assert with_fsdp == 1.5 * with_ddp
-
-# %% [markdown]
-# That is the famous factor. It holds for full fine-tuning with one micro-batch a step. *We* freeze the weights. DDP
-# sends nothing of them. FSDP sends them all for each of four micro-batches: the blocks' weights twice, and the
-# embedding once, because it is the head as well and stays whole until the backward pass is over. How many times DDP's
-# bytes is that? Guess before you run.
+# **The link.** The last line of the proof counted what travels: in each step the weights twice, and their gradients
+# once. An all-reduce is a reduce-scatter followed by an all-gather. So data parallelism takes two such transfers of
+# the model, and sharding three: 1.5 times the bytes (ZeRO, section 7).
+#
+# This well-known factor holds for full fine-tuning with one micro-batch a step. In our job the weights are frozen, so
+# DDP sends none of them. FSDP sends the blocks' weights twice for each of a card's four micro-batches, and the
+# embedding once, all as they are stored. How many times the bytes of DDP is that?
 
 # %% Your guess: times the bytes of DDP tags=["predict"]
 guess = 0  # @param {type:"number"}
 
 # %%
-work = folds.step(of_one_card, shape, CARDS["t4"], trained_share=TRAINED_SHARE).seconds
-by = {
-    name: sum(call.sent for call in way.traffic(job, shape, 2))
-    for name, way in (("ddp", ddp), ("fsdp", fsdp))
-}
-for name, size in by.items():
-    wire = size / CARDS["t4"].link_rate / LINK
+megabytes = {}
+for name, way in {"ddp": ddp, "fsdp": fsdp}.items():
+    megabytes[name] = sum(call.sent for call in way.traffic(job, shape, 2)) / 1e6
+    on_link = 1e6 * megabytes[name] / (CARDS["t4"].link_rate * LINK)
     print(
-        f"{name:5}{size / 1e6:6,.0f} MB; at 3/4 of PCIe's rate {wire:.3f} s, "
-        f"{wire / work:.1%} of {work:.1f} s"
+        f"{name:5}{megabytes[name]:6,.0f} MB: {on_link:.3f} s of a step's {seconds:.1f}"
     )
-assert 70 < by["fsdp"] / by["ddp"] < 75
-course.reveal(guess, by["fsdp"] / by["ddp"], "times")
+course.reveal(guess, megabytes["fsdp"] / megabytes["ddp"], "times")
+
+# %% Hold the numbers of the text tags=["hide-input"]
+assert 70 < megabytes["fsdp"] / megabytes["ddp"] < 75
+assert on_link / seconds < 0.05
+_with_fsdp = 2 * ring_share("all_gather", 2) + ring_share("reduce_scatter", 2)
+assert _with_fsdp == 1.5 * ring_share("all_reduce", 2)
 
 # %% [markdown]
-# Seventy times. Even so it takes less than a twentieth of the step, and torch sends while it computes.
-#
-# Here gradients are reduced after each of four micro-batches, instead of once. Predict how many times the bytes of a
-# step grow by that, for QLoRA and for full fine-tuning.
+# More than seventy times as many bytes, and yet less than a twentieth of the step, because the blocks are stored in 4
+# bits. With prefetching even this time overlaps with the computation. (The seconds are predicted, 6.0 to 9.0 a step,
+# at 12 GB a second on PCIe 3.0.)
 
-# %%
+# %% [markdown] tags=["deep"]
+# ### Deeper: when gradients are reduced, and what that does to the peak and the link
+# Gradients can be *reduced* (summed over the processes) once a step. Then each process keeps whole gradients until the
+# last micro-batch. Or they are reduced after each micro-batch, so that a process keeps only pieces. That is our
+# default (`parallel.reduce=micro_batch`). In full fine-tuning it halves the gradients at the peak, and 37 % more bytes
+# travel. QLoRA has so few gradients that it does not matter. If the link is slow and the card has room, choose
+# `parallel.reduce=step`. With it full fine-tuning of our model needs four T4s instead of two.
+#
+# Gradient clipping also differs from a single process, because it looks at the norm of all gradients. So the processes
+# add up the squares of their pieces' norms, and take the square root of the sum.
+
+# %% tags=["deep"]
+for name, recipe, each in (
+    ("once a step", once, 4),
+    ("after each micro-batch", full, 2),
+):
+    size = sum(
+        line.bytes for line in bill(recipe, "fsdp").lines if line.name == "gradients"
+    )
+    print(f"full, reduced {name}: {size / MIB:,.0f} MiB of gradients at the peak")
+    assert size == each * shape.weights
 for name, recipe in {"QLoRA": job, "full": full}.items():
     both = (with_settings(recipe, ["parallel.reduce=step"]), recipe)
     step, each = (
         sum(call.sent for call in fsdp.traffic(one, shape, 2)) for one in both
     )
-    print(
-        f"{name:6}{step / 1e6:7,.0f} MB a step, or {each / 1e6:7,.0f}: "
-        f"{each / step:.2f} times"
-    )
+    print(f"{name:6} {step / 1e6:,.0f} MB a step, or {each / 1e6:,.0f}")
     assert round(each / step, 2) == {"QLoRA": 1.02, "full": 1.37}[name]
 
 # %% [markdown]
-# QLoRA has so few gradients that it does not matter. A step of full fine-tuning sends 37 % more. If the link is slow
-# and the card has room, choose `parallel.reduce=step`.
-#
 # ## 5. The production switch
+# `fully_shard` is called on *groups* of weights. A group is gathered when it runs, and freed after it:
 
 # %%
-print("cria launch kwanzaa --on torchrun --nproc 2 --set parallel.strategy=fsdp \\")
-print("    --set tricks.optimizer=adamw --set tricks.paged_optimizer=false")
+print(fsdp.PLAIN)
 shared = with_settings(job, ["parallel.strategy=fsdp"])
 print(diff(resolve(job, T4), resolve(shared, T4, processes=2)))
 
 # %% [markdown]
-# Our switch calls `fully_shard` on *groups* of weights. A group is gathered when it runs, and freed after it. Every
-# block is a group. Where embedding and head are two matrices, the embedding is a group, and the last norm with the head
-# is another, as in torchtitan. Where they are one matrix, it belongs to the *root*, and stays whole from the beginning
-# of the forward pass to the end of the backward pass.
+# Every block is a group, and so are embedding and head if they are two matrices. If one matrix is both (a *tied*
+# embedding, as in Llama-3.2-1B), it belongs to the last call, on the whole model. Then it stays whole from the
+# beginning of the forward pass to the end of the backward pass. The complete command needs 32-bit AdamW:
 #
-# Weights travel as they are stored, and gradients are summed in fp32. When is it worth it? Predict for each line
-# whether a card needs less when there are two:
+# ```bash
+# cria launch kwanzaa --on torchrun --nproc 2 \
+#     --set parallel.strategy=fsdp --set tricks.optimizer=adamw \
+#     --set tricks.paged_optimizer=false
+# ```
+#
+# `cria plan kwanzaa --gpu t4 --nproc 2` with the same settings prints the bill. The table shows what the switch is
+# worth: what each card needs, with CUDA's own memory.
 
 # %%
-models = {
-    "llama-3.2-1b": job,
-    "llama-3.1-8b": job,
-    "llama-2-13b": job,
-    "llama-3.2-1b, full": full,
-}
-models |= {"llama-3.2-1b, full, once a step": once}
 needs = {}
+print(f"{'GiB in each of':18}    1 card    2 cards    4 cards    8 cards")
 for name, recipe in models.items():
-    model = name.partition(",")[0]
-    needs[name] = [
-        bill(recipe, "fsdp" if n > 1 else "none", n, model).least_bytes / GIB
-        for n in (1, 2, 4, 8)
-    ]
-    print(
-        f"{name:32}" + "".join(f"{size:7.2f}" for size in needs[name]),
-        "GiB on 1, 2, 4, 8 cards",
-    )
+    needs[name] = []
+    for cards in (1, 2, 4, 8):
+        strategy = "fsdp" if cards > 1 else "none"
+        found = bill(recipe, strategy, cards, name.partition(",")[0])
+        needs[name].append(found.least_bytes / GIB)
+    print(f"{name:18}" + "".join(f"{size:11.2f}" for size in needs[name]))
+
+# %% Draw figure 3, and hold the numbers of the text tags=["hide-input"]
 assert needs["llama-3.2-1b"][1] > needs["llama-3.2-1b"][0]
 for name, less in {"llama-3.1-8b": 0.15, "llama-2-13b": 0.36}.items():
     assert round(1 - needs[name][1] / needs[name][0], 2) == less
-assert (
-    needs["llama-3.2-1b, full"][1]
-    < T4.memory_bytes / GIB
-    < needs["llama-3.2-1b, full, once a step"][1]
-)
-# with four cards
-assert needs["llama-3.2-1b, full, once a step"][2] < T4.memory_bytes / GIB
+_of_once = [bill(once, "fsdp", n).least_bytes / GIB for n in (2, 4)]
+assert needs["llama-3.2-1b, full"][1] < T4.memory_bytes / GIB < _of_once[0]
+assert _of_once[1] < T4.memory_bytes / GIB
 
 
-# %% Draw figure 3 tags=["hide-input"]
 def of_needs(theme: Theme):
     """What each card must have, against the number of cards."""
     drawn, axes = course.figure(height=3.2)
@@ -588,23 +561,25 @@ def of_needs(theme: Theme):
 
 course.show(
     of_needs,
-    "Figure 3. By our estimate sharding makes full fine-tuning of a billion weights "
-    "fit two T4s, or four if gradients "
-    "are reduced once a step. QLoRA of the same model gains nothing from a second "
-    "card; that of larger models does.",
+    "Figure 3. Predicted need of each card. Sharding makes full fine-tuning of a "
+    "billion weights fit two T4s. QLoRA of the same model gains nothing from a second "
+    "card, but QLoRA of larger models does.",
 )
 
 # %% [markdown]
-# The rule: it pays where the blocks are most of the bill, or where embedding and head are two matrices. Llama-2-13B has
-# large blocks, so each of two cards needs 36 % less. Llama-3.1-8B needs 15 % less, because only one of its two large
-# matrices is whole at a time. The 1B's embedding is its head as well, so it is whole through both passes, *beside* the
-# process's own piece of it. So there a second card costs memory.
-#
-# How much do groups matter? Take a toy with an embedding and a head of 16 MiB each: first both in the root, then each a
-# group of its own. Predict the peaks:
+# The switch is the last of the job, so adding it and taking it away give the same numbers. With our job each of two
+# cards needs *more* than one card alone, because the tied embedding is whole in both passes, in addition to the
+# process's own piece of it. Sharding pays if the blocks are most of the bill, or if embedding and head are two
+# matrices. Llama-2-13B has large blocks, so each of two cards needs 36 % less. Llama-3.1-8B needs 15 % less, because
+# only one of its two large matrices is whole at a time.
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: how much the groups matter
+# A toy has an embedding and a head of 16 MiB each. First both belong to the call on the whole model, and then each is
+# a group of its own. The second way saves more than 30 MiB at the peak, with the same loss.
 
 
-# %% Helper: the peak with and without groups tags=["hide-input"]
+# %% tags=["deep"]
 def toy_peak(own_groups):
     """Bytes at the peak of a step, and its loss, of an embedding, a block and a head:
     all but the block is frozen."""
@@ -634,23 +609,55 @@ def toy_peak(own_groups):
     return count.peak, loss.item()
 
 
-(in_root, one_loss), (apart_from_it, other_loss) = (
-    ranks.run(toy_peak, own)[0] for own in (False, True)
+(together, one_loss), (own, other_loss) = (
+    ranks.run(toy_peak, own_groups)[0] for own_groups in (False, True)
 )
 print(
-    f"embedding and head in the root: peak {in_root / MIB:.1f} MiB; "
-    f"as groups of their own: {apart_from_it / MIB:.1f}"
+    f"with the whole model: peak {together / MIB:.1f} MiB; "
+    f"as groups of their own: {own / MIB:.1f}"
 )
 assert one_loss == other_loss
-assert apart_from_it < in_root - 15 * MIB
+assert own < together - 30 * MIB
 
 # %% [markdown]
 # ## 6. Where it breaks
-# **More cards, and a higher peak.** Here it is in the real trainer, in fp32, on a tiny Llama with 49,152 words of width
-# 256, whose embedding is its head as well. Each process holds the whole embedding beside its own half, and for a moment
-# also a buffer. Predict by how many MB the peak grows.
+# **`got mixed torch.Tensor and DTensor`.** `fully_shard` turns each weight into a
+# [DTensor](../docs/glossary.md#dtensor): a piece that knows of the whole. torch's operations take DTensors, but the
+# kernels of bitsandbytes, such as [8-bit AdamW](optimizers.py), do not. The cure is `tricks.optimizer=adamw`, whose
+# 32-bit states the cards divide among them. Our switch refuses the pair before anything is loaded.
 
-# %% Train in two processes tags=["hide-input"]
+
+# %%
+def eight_bits():
+    from torch.distributed.fsdp import fully_shard
+
+    layer = fully_shard(nn.Linear(128, 128))
+    optimizer = AdamW8bit(layer.parameters())
+    layer(torch.ones(1, 128)).sum().backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+
+
+print(ranks.run(eight_bits)[0])
+
+# %% Our switch refuses it tags=["hide-input"]
+assert "got mixed torch.Tensor and DTensor" in ranks.run(eight_bits)[0]
+try:
+    resolve(with_settings(course.CAPSTONE, ["parallel.strategy=fsdp"]), T4, processes=2)
+    raise AssertionError("it must be refused")
+except BadInput as refused:
+    print(refused)
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: a higher peak in the real trainer, and 4-bit weights that stay whole
+# **More cards, and a higher peak.** The real trainer, in fp32, trains a tiny Llama with 49,152 words of width 256 and
+# a tied embedding. Each process holds the whole embedding in addition to its own half of it. So the peak grows by
+# about half an embedding, and the losses are equal. The cure: look at the bill first, and take `ddp` if one card holds
+# the run.
+
+# %% tags=["deep"]
 folder = tempfile.TemporaryDirectory()
 data = Path(parallel.__file__).parents[1] / "data" / "nguzo_saba_eval.jsonl"
 few = Path(folder.name) / "few.jsonl"
@@ -680,22 +687,15 @@ def train_it(settings, out):
     ]
 
 
-# %%
 one, one_peak = train_it(tiny, Path(folder.name) / "one")
 two, two_peak = ranks.run(
     train_it, [*tiny, "parallel.strategy=fsdp"], Path(folder.name) / "two"
 )[0]
 folder.cleanup()
-print(
-    "losses alone  ",
-    *(f"{loss:.6f}" for loss in one),
-    f"  peak {one_peak / 1e6:.1f} MB",
-)
-print(
-    "losses sharded",
-    *(f"{loss:.6f}" for loss in two),
-    f"  peak {two_peak / 1e6:.1f} MB",
-)
+for name, losses, peak in (("alone", one, one_peak), ("sharded", two, two_peak)):
+    print(
+        f"{name:8}", *(f"{loss:.6f}" for loss in losses), f" peak {peak / 1e6:.1f} MB"
+    )
 half = 4 * 49_152 * 256 / 2
 print(
     f"grown by {(two_peak - one_peak) / 1e6:.1f} MB; "
@@ -704,42 +704,13 @@ print(
 assert all(abs(p / q - 1) < 1e-5 for p, q in zip(one, two, strict=True))
 assert two_peak - one_peak > 0.9 * half
 
-# %% [markdown]
-# Equal losses; more memory. Cure: look at the bill first, and take `ddp` when one card holds the run.
-#
-# **`got mixed torch.Tensor and DTensor`.** `fully_shard` makes each weight a `DTensor`: a piece that knows of the
-# whole. torch's operations take those; bitsandbytes' kernels, such as [the lesson on 8-bit AdamW](optimizers.py)'s
-# 8-bit AdamW, do not. Cure: `optimizer=adamw`: the cards divide its 32-bit states. Our switch refuses the pair.
+# %% [markdown] tags=["deep"]
+# **A warning, and nothing is sharded.** The FSDP2 of accelerate leaves 4-bit weights whole if they are stored as
+# bytes. That is the default of bitsandbytes, and the base of QLoRA consists of such weights. The cure there is
+# `bnb_4bit_quant_storage`, a float type that holds the same bits. `fully_shard` itself takes bytes as they are.
 
 
-# %%
-def eight_bits():
-    from torch.distributed.fsdp import fully_shard
-
-    layer = fully_shard(nn.Linear(128, 128))
-    optimizer = AdamW8bit(layer.parameters())
-    layer(torch.ones(1, 128)).sum().backward()
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        return str(error)
-
-
-print(said := ranks.run(eight_bits)[0])
-assert "got mixed torch.Tensor and DTensor" in said
-try:
-    resolve(with_settings(course.CAPSTONE, ["parallel.strategy=fsdp"]), T4, processes=2)
-    raise AssertionError("it must be refused")
-except BadInput as refused:
-    print(refused)
-
-# %% [markdown]
-# **A warning, and nothing is sharded.** accelerate's way to FSDP2 leaves 4-bit weights whole when they are stored as
-# bytes. That is the default, and QLoRA's base consists of such weights. Cure there: `bnb_4bit_quant_storage`, a float
-# type that holds the same bits. `fully_shard` itself takes bytes as they are.
-
-
-# %% Helper: wrap a model as accelerate does tags=["hide-input"]
+# %% tags=["deep"]
 def of_accelerate(model):
     """Lay accelerate's FSDP2 around a model, without the rest of its Accelerator."""
     plugin = FullyShardedDataParallelPlugin(
@@ -757,7 +728,6 @@ def of_accelerate(model):
     fsdp2_prepare_model(around, model)
 
 
-# %%
 def four_bits(way, storage):
     from torch.distributed.fsdp import fully_shard
 
@@ -790,18 +760,18 @@ ranks.close()
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** Llama-3.1-70B has 70,553,706,496 weights. Full fine-tuning by stage 3, with ZeRO's 2, 2 and 12 bytes a
-#    weight. Activations are free. How many cards of 80 GB ($80 \cdot 10^9$ bytes) does the state alone take? Your
-#    answer is a whole number of cards.
-# 2. **Build.** Stage 1 in one process. Fill in `stage_1(weight, gradients, moments, rate)`. `weight` is a vector.
-#    `gradients` holds one vector of that length for each of $N$ processes, `moments` one vector for each of the $N$
-#    *pieces*, which you change in place. Add gradients up; let each process do SGD with momentum on its piece
-#    ($m \leftarrow 0.9\,m + g$, $w \leftarrow w - \text{rate} \cdot m$); put the pieces together. Return the new
-#    weight, a vector as long as the old one. (About five lines. $N$ divides the length.)
-# 3. **Reach.** Prefetching. Fill in `forward_seconds(computes, gathers)`, two lists of seconds: block $i$ takes
-#    `gathers[i]` on the wire and `computes[i]` to run. It starts when its weights have come and the block before it is
-#    done. The weights of block $i + 1$ set off when block $i$ starts. Return the seconds from the first gather to the
-#    end of the last block.
+# 1. **Predict.** Llama-3.1-70B has 70,553,706,496 weights. In full fine-tuning by stage 3 each has 2 bytes, 2 bytes of
+#    gradient and 12 of optimizer states, as in ZeRO's example. How many cards of 80 GB ($80 \cdot 10^9$ bytes) do
+#    these need, if activations are free? The answer is a whole number of cards.
+# 2. **Build.** Stage 1, in one process. Fill in `stage_1(weight, gradients, moments, rate)`. `weight` is a vector.
+#    `gradients` holds one vector of that length for each of $N$ processes. `moments` holds one vector for each of the
+#    $N$ *pieces* of the weight, and you change it in place. Add up the gradients. Then update each piece by SGD with
+#    momentum ($m \leftarrow 0.9\,m + g$, then $w \leftarrow w - \text{rate} \cdot m$), and put the pieces together.
+#    Return the new weight, as long as the old one. (About five lines. $N$ divides the length.)
+# 3. **Reach.** Prefetching. Fill in `forward_seconds(computes, gathers)`, for two lists of seconds: the gather of
+#    block $i$ takes `gathers[i]`, and running it takes `computes[i]`. A block starts when its weights have arrived and
+#    the block before it is done. The gather of block $i + 1$ begins when block $i$ starts. Return the seconds from the
+#    beginning of the first gather to the end of the last block.
 
 # %% tags=["exercise"]
 cards_of_80_gb = None
@@ -931,20 +901,19 @@ course.check(
 # </details>
 #
 # ## In one breath
-# - **Saves** $(N - 1) / N$ of weights, gradients and optimizer states: stages 1 and 2 of what trains, stage 3 of
-#   everything.
-# - **Costs** the blocks' weights twice a micro-batch on the wire, frozen ones too; in memory a whole block and a buffer
-#   for the next; a tied embedding stays whole through both passes.
-# - **Gradients** reduced after each micro-batch: only pieces wait. Once a step: fewer bytes sent, and whole gradients.
+# - **Saves** $(N - 1) / N$ of weights, gradients and optimizer states. Stages 1 and 2 divide only what trains, stage 3
+#   divides everything.
+# - **Costs** the blocks' weights on the link, twice a micro-batch, frozen ones too. In memory it costs a whole block
+#   and a buffer for the next, and a tied embedding is whole in both passes.
 # - **Exact within rounding**, as data parallelism is.
-# - **When**: the blocks do not fit one card: full fine-tuning, or a large base, over a fast link.
+# - **When**: the blocks do not fit one card (full fine-tuning, or a large base), and the link is fast.
 # - **When not**: LoRA of a model that fits. Its gradients and states are small already, and `ddp` sends a seventieth.
 # - **On two cards**: the notebook `notebooks/two_cards.ipynb` measures this lesson on Kaggle's two T4s.
 #
 # ## Sources
 # - Rajbhandari et al. 2020, *ZeRO*, arXiv 1910.02054, figure 1, sections 5 (stages) and 7 (1.5 times the bytes).
 # - Zhao et al. 2023, *PyTorch FSDP*, arXiv 2304.11277, section 3.
-# - torch 2.13: `torch/distributed/fsdp/_fully_shard` (the root, prefetching). torchtitan: `parallelize.py` of its Llama
-#   (the groups; gradients reduced in each micro-batch). accelerate 1.15: `fsdp2_prepare_model` in
+# - torch 2.13: `torch/distributed/fsdp/_fully_shard` (groups, prefetching). torchtitan: `parallelize.py` of its Llama
+#   (its groups; gradients reduced in each micro-batch). accelerate 1.15: `fsdp2_prepare_model` in
 #   `accelerate/utils/fsdp_utils.py`. NVIDIA's T4 datasheet, for the rates.
 # - Ours: `cria_tricks/parallel/fsdp.py`, `cria_tricks/predict/per_process.py`, `tests/parallel/test_fsdp.py`.
