@@ -517,8 +517,9 @@ print(diff(resolve(job, T4), resolve(shared, T4, processes=2)))
 #     --set tricks.paged_optimizer=false
 # ```
 #
-# `cria plan kwanzaa --gpu t4 --nproc 2` with the same settings prints the bill. The table shows what the switch is
-# worth: what each card needs, with CUDA's own memory.
+# `cria plan kwanzaa --gpu t4 --nproc 2` with the same settings prints the bill. (On a T4 this recipe leaves out
+# checkpointing and the chunked loss, so that bill is larger than ours.) The table shows what the switch is worth: what
+# each card needs, with CUDA's own memory.
 
 # %%
 needs = {}
