@@ -1,5 +1,7 @@
 # ---
 # jupyter:
+#   question: If one training example is too long for a card, how can several cards share its tokens and still compute
+#     exact attention?
 #   jupytext:
 #     cell_metadata_filter: tags,-all
 #     text_representation: {extension: .py, format_name: percent}
@@ -7,16 +9,30 @@
 
 # %% [markdown]
 # # Context parallelism: when a row does not fit one card
-# > **Promise.** You divide the tokens of one row among four processes, and attention still sees the whole row. You
-# > build *ring attention* forward and backward, count what it sends, and find out how long a row N cards can train on.
+# > **Promise.** You want to fine-tune on whole books or code repositories, and one training example needs more memory
+# > than a card has, even with every switch on. A second card that takes other examples does not help. You will divide
+# > the tokens of one example among four processes with *ring attention*, prove that all gradients are right, and
+# > estimate how long your rows may become.
+# >
+# > **Card.** saves activations and logits, of which each process has 1/N / costs keys and values, which are sent in
+# > every block / exact within rounding / about 25 minutes / after [long rows](long_rows.py) and
+# > [data parallelism](data_parallel.py)
 #
-# > **Card.** saves activations and logits, of which a process has 1/N / costs keys and values that travel in every
-# > block / exact within rounding / 35 minutes / after [the interconnect](interconnect.py) and [long rows](long_rows.py)
+# [The lesson on long rows](long_rows.py) made rows several times as long on one card: it cut the MLP into tiles and
+# sent block inputs to the host. But the attention of one block still grows with the row. The other ways to share a step
+# hardly help: [data parallelism](data_parallel.py), [sharding](sharding.py) and [pipelines](pipeline_parallel.py) give
+# each process whole [rows](../docs/glossary.md#row). Therefore this lesson cuts the row itself.
 #
-# [The lesson on long rows](long_rows.py) cut the MLP into tiles and sent block inputs to the host, and rows became
-# several times as long. But one block's attention still grows with the row, and so does what the host must hold.
-# The other ways to share a step hardly help: each gives a process whole rows, and here *one row* is too long. (Tensor
-# parallelism divides what is wide inside a block, but not what lies between blocks.) So cut the row itself.
+# ## 1. The bill
+# The job is that of [the lesson on long rows](long_rows.py): QLoRA of Llama-3.1-8B with checkpointing, the chunked loss
+# and tiled MLPs, one row a step. To keep the bill short, block inputs stay on the card.
+#
+# With *context parallelism*, every process holds all frozen weights and the whole adapter. But of each tensor that has
+# a dimension of tokens, it holds only its own tokens. How many times as long is the longest row on four T4s, compared
+# with one T4?
+
+# %% Your guess: times as long on four T4s tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %% Imports and settings tags=["hide-input"]
 import json
@@ -28,46 +44,26 @@ from pathlib import Path
 warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
 # on some CPUs it tells of a package that is not needed
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 
 from cria_tricks import course
 from cria_tricks.bench.style import Theme
 from cria_tricks.bill.calls import CountCollectives
 from cria_tricks.common.console import Aside
 from cria_tricks.common.errors import BadInput
-from cria_tricks.course.processes import Ranks
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.load.model import quiet_libraries
 from cria_tricks.models.shape import find_shape
-from cria_tricks.parallel import context, ring_collectives
+from cria_tricks.parallel import context
 from cria_tricks.predict.links import LINKS, compute_seconds, step_seconds
 from cria_tricks.predict.per_process import per_process
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.run.run import train
 
-# four processes, joined by gloo as in data_parallel.py; they end with this notebook
-ranks = Ranks(4)
-ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
-ranks.run(quiet_libraries)
 quiet_libraries()
-torch.manual_seed(0)
 GIB, MIB = 2**30, 2**20
 
-# %% [markdown]
-# ## 1. The bill
-# The job of [the lesson on long rows](long_rows.py): QLoRA of Llama-3.1-8B with checkpointing, the chunked loss and
-# tiled MLPs, one row a step. (To keep the bill short, block inputs stay on the card.) Its frozen weights stay whole in
-# every process, and so does the adapter. Every tensor with a dimension of tokens is divided. How much longer is the
-# longest row on four T4s than on one: less than four times, four times, or more? Write your guess down, then run.
-
-# %% Your guess: times as long on four T4s tags=["predict"]
-guess = 0  # @param {type:"number"}
-
-# %%
 alone = with_settings(
     course.CAPSTONE,
     ["model=llama-3.1-8b", "tricks.gradient_accumulation=1", "tricks.tiled_mlp=true"],
@@ -75,12 +71,6 @@ alone = with_settings(
 # the ring repeats key heads itself, after they have travelled
 job = with_settings(alone, ["tricks.expand_kv=false"])
 shape = find_shape(job.model)
-
-
-def bill(N, tokens):
-    if N == 1:
-        return per_process(alone, shape, T4, "none", 1, tokens=tokens)
-    return per_process(job, shape, T4, "context", N, tokens=tokens)
 
 
 def longest(N):
@@ -95,27 +85,28 @@ def longest(N):
     return 256 * fits
 
 
+# %%
+def bill(N, tokens):
+    """Estimate the peak of one of N processes, for a row of so many tokens."""
+    if N == 1:
+        return per_process(alone, shape, T4, "none", 1, tokens=tokens)
+    return per_process(job, shape, T4, "context", N, tokens=tokens)
+
+
 rows = {N: longest(N) for N in (1, 2, 4, 8)}
+course.reveal(guess, rows[4] / rows[1], "times")
 for N, tokens in rows.items():
-    print(
-        f"{N} T4: rows of {tokens:9,} tokens, {tokens / rows[1]:.1f} times as "
-        "long as on one"
-    )
+    print(f"{N} T4: rows of up to {tokens:9,} tokens, {tokens / rows[1]:.1f} times")
+
+# %% Draw figure 1, and hold the numbers of the text tags=["hide-input"]
 assert 4 < rows[4] / rows[1] < 4.3
-# at the peak
+assert (rows[1], rows[4]) == (22_016, 91_392)
+# the peak comes in the MLP
 assert all(
     any("second norm" in line.why for line in bill(N, rows[N]).lines) for N in rows
 )
-course.reveal(guess, rows[4] / rows[1], "times")
-
-# %% [markdown]
-# A little more than four times. All that the weights leave of a card is for its tokens. And a process saves keys and
-# values of 8 heads, while a single T4 must save them repeated for 32 ([FlashAttention](flash_attention.py)). Attention
-# also needs buffers for the keys and values that travel, and for their gradients. But they do not raise the peak, which
-# comes in the MLP, behind the second norm.
 
 
-# %% Draw figure 1 tags=["hide-input"]
 def by_length(theme: Theme):
     """The peak of a process against the length of the row, for one to eight
     processes."""
@@ -142,65 +133,78 @@ def by_length(theme: Theme):
 
 course.show(
     by_length,
-    "Figure 1. Estimated for Llama-3.1-8B; the dashed line is a T4. "
-    "For short rows the weights are nearly all of the "
-    "peak, and more processes gain nothing. "
-    "For long rows twice the processes train on rows twice as long.",
+    "Figure 1. The estimated peak of a process for Llama-3.1-8B; the dashed line is a "
+    "T4. For short rows nearly all of it is weights, so more processes save little. "
+    "For long rows, twice the processes can train on rows twice as long.",
 )
 
 # %% [markdown]
+# A little more than four times (predicted). The weights take 5.5 GiB of every card, and each process has the remaining
+# memory for its own tokens. In addition, a process stores keys and values of 8 heads, while the single T4
+# must store them repeated for 32 heads ([FlashAttention](flash_attention.py)).
+#
 # ## 2. From scratch, in four steps
-# Norms, MLP and loss take each token by itself, so there a process simply has fewer tokens. Only in attention does a
-# token look at others.
+# The norms, the MLP and the loss compute each token by itself, so there a process simply has fewer tokens. Only in
+# attention does a token look at other tokens, and these may be in another process.
 #
 # **Step 1: attention over some of the keys.** The softmax divides by a sum over *all* keys: the sum of the exponentials
-# of their scores. Take only some keys, and keep the logarithm of their sum, the *log-sum-exp*. Then two such partial
-# results can be merged: each is weighted by its share of the whole sum. FlashAttention does the same with its tiles
-# ([FlashAttention](flash_attention.py)).
-
+# of their scores. Suppose that we take only some of the keys, and also store the logarithm of their sum, the
+# [log-sum-exp](../docs/glossary.md#log-sum-exp). Then we can merge two such partial results, because the two
+# log-sum-exps tell us which share of the whole sum each part has.
 
 # %%
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from cria_tricks.course.processes import Ranks
+
+
 def scores(q, k, causal):
-    """Scaled scores of one chunk's queries and another's keys; a chunk with itself is
-    causal."""
+    """Scaled scores; with `causal`, a query sees no key that comes after it."""
     found = q @ k.mT / q.shape[-1] ** 0.5
     if causal:
-        found = found.masked_fill(
-            torch.ones(found.shape[-2:]).triu(1).bool(), -torch.inf
-        )
+        later = torch.ones(found.shape[-2:]).triu(1).bool()
+        found = found.masked_fill(later, -torch.inf)
     return found
 
 
 def attend(q, k, v, causal):
-    """Attention over the given keys only, and the log-sum-exp of each query's
-    scores."""
+    """Attention over these keys only, and the log-sum-exp of each query's scores."""
     found = scores(q, k, causal)
     lse = found.logsumexp(-1, keepdim=True)
     return (found - lse).exp() @ v, lse
 
 
 def merge(out, lse, more, more_lse):
-    """Merge attention over some keys with attention over others."""
-    both = torch.logaddexp(lse, more_lse)
+    """Merge attention over some keys with attention over other keys."""
+    both = torch.logaddexp(lse, more_lse)  # the log-sum-exp over all of them
     return out * (lse - both).exp() + more * (more_lse - both).exp(), both
 
 
+torch.manual_seed(0)
 T, D = 32, 8
 q, k, v = torch.randn(3, 1, 2, T, D, dtype=torch.float64)  # one row, two heads
-last = slice(T // 2, T)
-first_half = attend(q[:, :, last], k[:, :, : T // 2], v[:, :, : T // 2], False)
-second_half = attend(q[:, :, last], k[:, :, last], v[:, :, last], True)
-merged, _ = merge(*first_half, *second_half)
+half = T // 2
+queries = q[:, :, half:]  # those of the second half, which see all keys
+first = attend(queries, k[:, :, :half], v[:, :, :half], causal=False)
+second = attend(queries, k[:, :, half:], v[:, :, half:], causal=True)
+merged, _ = merge(*first, *second)
 whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-print(f"merged from two parts: off by {(merged - whole[:, :, last]).abs().max():.0e}")
-torch.testing.assert_close(merged, whole[:, :, last])
+torch.testing.assert_close(merged, whole[:, :, half:])
 
 # %% [markdown]
-# **Step 2: who gets which tokens?** Suppose that we cut the row in order. Then process 0 has the first tokens, which
-# see almost nothing. The last process has those that see nearly everything, and all wait for it. So cut the row into
-# $2N$ *chunks* of equal length, and give process $r$ chunk $r$ and chunk $2N - 1 - r$: a *zigzag*. Work is counted in
-# pairs of chunks, a query's and a key's. If four processes get chunks in order, how many times as much has the last one
-# to do as the first?
+# **Step 2: divide the tokens fairly.** We cut the row into $2N$ pieces of equal length, which we call *chunks*, and
+# give two of them to each of $N$ processes. The simplest way is in order: process 0 gets chunks 0 and 1, and process 3
+# gets chunks 6 and 7. However, attention is causal: a query sees only keys that come before it. So the first tokens
+# have little work, and the last tokens have most.
+#
+# We count work in pairs of one chunk of queries and one chunk of keys. A chunk paired with itself counts as half,
+# because half of its scores are masked. With four processes, how many times as much work does the last process have as
+# the first?
+
+# %% Your guess: times as much work in the last process tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 
 # %%
@@ -209,179 +213,274 @@ def in_order(rank, N):
 
 
 def zigzag(rank, N):
+    """Give each process one early chunk and one late chunk."""
     return rank, 2 * N - 1 - rank
 
 
 def work(layout, N=4):
-    """Count each process's pairs of chunks; of a chunk with itself, half is seen."""
-    return [sum(query + 0.5 for query in layout(rank, N)) for rank in range(N)]
+    """Count the pairs of chunks of each process: chunk c sees c others, and itself."""
+    return [sum(chunk + 0.5 for chunk in layout(rank, N)) for rank in range(N)]
 
 
 print("in order:", work(in_order), "zigzag:", work(zigzag))
-assert work(in_order) == [2, 6, 10, 14]
 assert work(zigzag) == [8, 8, 8, 8]
 
+# %% Draw figure 2 tags=["hide-input"]
+course.reveal(guess, work(in_order)[-1] / work(in_order)[0], "times")
+
+
+def owners(theme: Theme):
+    """Which process has which of eight chunks, in order and in zigzag."""
+    sketch = course.Sketch(theme, 42, 8.4)
+    for top, name, layout in ((0.6, "in order", in_order), (4.8, "zigzag", zigzag)):
+        sketch.text(0, top + 1.5, name, align="left")
+        for rank in range(4):
+            for chunk in layout(rank, 4):
+                sketch.tensor(9 + 4.1 * chunk, top, 3.7, 3, f"{rank}", color=rank)
+    return sketch.figure
+
+
+course.show(
+    owners,
+    "Figure 2. Eight chunks of a row and the process that has each: in order the work "
+    "is 2, 6, 10 and 14 pairs, and in zigzag it is 8 pairs in every process.",
+)
+
 # %% [markdown]
-# Seven times as much. With the zigzag all have the same.
+# In order, the last process has seven times the work of the first, and all others must wait for it. If process $r$ gets
+# chunk $r$ and chunk $2N - 1 - r$ instead, all have the same work. This layout is called *zigzag*.
 #
-# **Step 3: the ring.** Each process keeps its queries. It passes keys and values to its right neighbour by [the lesson
-# on the interconnect](interconnect.py)'s `exchange`, and gets others from the left. After $N - 1$ such sends every
-# query has met every key.
+# **Step 3: the ring.** Each process keeps its queries. It sends its keys and values to its right neighbor, and receives
+# those of its left neighbor. After $N - 1$ such turns, every query has met every key.
 
 
 # %%
 def pass_on(x):
-    """Send x to the right neighbour; return what comes from the left."""
+    """Send x to the right neighbor, and return what comes from the left."""
+    rank, N = dist.get_rank(), dist.get_world_size()
     received = torch.empty_like(x)
-    ring_collectives.wait(ring_collectives.exchange(x, received))
+    # Both at once: if all processes sent first, all could wait forever.
+    under_way = [dist.isend(x, (rank + 1) % N), dist.irecv(received, (rank - 1) % N)]
+    for transfer in under_way:
+        transfer.wait()
     return received
 
 
-def pairs(owner, C):
-    """Yield where two chunks of C tokens lie, one of our queries and one of the owner's
-    keys; and if they are one."""
+def part(x, number):
+    """Return a view of the first or the second chunk that a process has."""
+    return x.chunk(2, dim=2)[number]
+
+
+def visible_pairs(owner):
+    """Yield which of our chunks (0 or 1) sees which of the owner's chunks."""
     rank, N = dist.get_rank(), dist.get_world_size()
-    for i, query in enumerate(zigzag(rank, N)):
-        for j, key in enumerate(zigzag(owner, N)):
+    for mine, query in enumerate(zigzag(rank, N)):
+        for its, key in enumerate(zigzag(owner, N)):
             if key <= query:  # later keys are not seen
-                mine, its = slice(i * C, i * C + C), slice(j * C, j * C + C)
-                yield (..., mine, slice(None)), (..., its, slice(None)), query == key
+                yield mine, its, key == query  # a chunk with itself is causal
 
 
 def forward(q, k, v):
     rank, N = dist.get_rank(), dist.get_world_size()
-    out, lse = torch.zeros_like(q), torch.full_like(q[..., :1], -torch.inf)
+    out = torch.zeros_like(q)
+    lse = torch.full_like(q[..., :1], -torch.inf)
     kv = torch.stack([k, v])
     for turn in range(N):
-        # What is here now began its way `turn` places to the left.
-        for mine, its, causal in pairs((rank - turn) % N, q.shape[2] // 2):
-            found = attend(q[mine], *kv[its], causal)
-            out[mine], lse[mine] = merge(out[mine], lse[mine], *found)
+        owner = (rank - turn) % N  # whose keys and values are here now
+        for mine, its, causal in visible_pairs(owner):
+            more = attend(part(q, mine), part(kv[0], its), part(kv[1], its), causal)
+            merged, both = merge(part(out, mine), part(lse, mine), *more)
+            part(out, mine).copy_(merged)
+            part(lse, mine).copy_(both)
         if turn < N - 1:
             kv = pass_on(kv)
     return out, lse
 
 
 # %% [markdown]
-# **Step 4: the way back.** With the merged log-sum-exp, each pair's softmax is `exp(scores - lse)`. So it is computed
-# again, and nothing of size $T \times T$ was saved. But a key's gradient comes from queries in all processes. So it
-# travels with its key, grows at every stop, and the last of $N$ sends brings it home.
+# **Step 4: the backward pass.** Let $S$ be the scores of one pair of chunks. With the merged log-sum-exp, the softmax
+# of this pair is $P=\exp(S-\text{lse})$. So we can compute it again, and we never store anything of size
+# $T \times T$. The rest is the backward pass of [FlashAttention](flash_attention.py). With the output $O$ and its
+# gradient $dO$:
+#
+# $$dS = P\,(dO\,V^T - \text{sum}(dO \cdot O)),\quad dQ = dS\,K,\quad dK = dS^T Q,\quad dV = P^T dO$$
+#
+# A key's gradient is a sum over queries in all processes. Therefore this gradient travels together with its key, and
+# each process adds its part. After the last addition, one more send returns it to the process that owns the key.
 
 
 # %%
 def backward(q, k, v, out, lse, dout):
     rank, N = dist.get_rank(), dist.get_world_size()
-    dq, kv, dkv = (
-        torch.zeros_like(q),
-        torch.stack([k, v]),
-        torch.zeros(2, *k.shape, dtype=k.dtype),
-    )
-    # what the softmax's gradient subtracts, the same for all keys
-    inner = (dout * out).sum(-1, keepdim=True)
+    dq = torch.zeros_like(q)
+    kv = torch.stack([k, v])
+    dkv = torch.zeros_like(kv)
+    inner = (dout * out).sum(-1, keepdim=True)  # the same for all keys
     for turn in range(N):
-        for mine, its, causal in pairs((rank - turn) % N, q.shape[2] // 2):
-            key, value = kv[its]
-            weights = (scores(q[mine], key, causal) - lse[mine]).exp()
-            dscores = (
-                weights * (dout[mine] @ value.mT - inner[mine]) / q.shape[-1] ** 0.5
-            )
-            dq[mine] += dscores @ key
-            dkv[its] += torch.stack([dscores.mT @ q[mine], weights.mT @ dout[mine]])
-        dkv = pass_on(dkv)
+        owner = (rank - turn) % N
+        for mine, its, causal in visible_pairs(owner):
+            query, key, value = part(q, mine), part(kv[0], its), part(kv[1], its)
+            grad = part(dout, mine)
+            weights = (scores(query, key, causal) - part(lse, mine)).exp()
+            dscores = weights * (grad @ value.mT - part(inner, mine)) / D**0.5
+            part(dq, mine).add_(dscores @ key)
+            part(dkv[0], its).add_(dscores.mT @ query)
+            part(dkv[1], its).add_(weights.mT @ grad)
+        dkv = pass_on(dkv)  # one send more than the keys: the last one brings it home
         if turn < N - 1:
             kv = pass_on(kv)
     return dq, *dkv
 
 
+def own(x):
+    """Return the two chunks of a whole row that this process has."""
+    rank, N = dist.get_rank(), dist.get_world_size()
+    early, late = zigzag(rank, N)
+    chunks = x.chunk(2 * N, dim=2)
+    return torch.cat([chunks[early], chunks[late]], dim=2)
+
+
+def error_forward():
+    out, _ = forward(own(q), own(k), own(v))
+    return (out - own(whole)).abs().max().item()
+
+
+ranks = Ranks(4)  # four processes on this computer, joined by gloo
+print("largest differences:", ", ".join(f"{e:.0e}" for e in ranks.run(error_forward)))
+
 # %% [markdown]
 # ## 3. Prove it
-# Every process makes the same whole row, takes its two chunks, and compares what the ring gave with the same chunks of
-# attention over the whole row. In fp64 no more than rounding may be left. How many times its own keys and values does a
-# process send in the forward pass, and how many times in the backward pass? Count before you run.
+# Every process computes attention over the whole row with PyTorch, and takes its own two chunks of the result and of
+# the three gradients. The ring must give the same numbers, except for rounding in fp64.
+#
+# We also count bytes. In the forward pass a process sends 3 times the bytes of its own keys and values, because
+# $N - 1 = 3$. How many times does it send them in the backward pass, if the gradients of keys and values have the same
+# size?
+
+# %% Your guess: times the bytes of its keys and values, backward tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 
 # %%
-def own(x):
-    chunks = x.chunk(2 * dist.get_world_size(), dim=2)
-    return torch.cat(
-        [chunks[number] for number in zigzag(dist.get_rank(), dist.get_world_size())],
-        dim=2,
-    )
-
-
 def trial():
-    torch.manual_seed(0)
-    *whole, dout = torch.randn(4, 1, 2, 64, D, dtype=torch.float64)
-    leaves = [x.requires_grad_() for x in whole]
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     right = F.scaled_dot_product_attention(*leaves, is_causal=True)
-    gradients = torch.autograd.grad(right, leaves, dout)
-    mine = [own(x.detach()) for x in leaves]
+    dout = torch.cos(right.detach())  # any gradient, the same in all processes
+    expected = [right, *torch.autograd.grad(right, leaves, dout)]
+    mine = [own(x) for x in (q, k, v)]
     with CountCollectives() as there:
         out, lse = forward(*mine)
     with CountCollectives() as back:
-        found = backward(*mine, out, lse, own(dout))
-    pairs = zip([out, *found], [right, *gradients], strict=True)
-    error = max((one - own(other)).abs().max().item() for one, other in pairs)
-    size = 2 * mine[1].nbytes
-    return error, there.bytes["send"] / size, back.bytes["send"] / size
+        found = [out, *backward(*mine, out, lse, own(dout))]
+    errors = [(a - own(b)).abs().max() for a, b in zip(found, expected, strict=True)]
+    size = 2 * mine[1].nbytes  # of its keys and values
+    return max(errors).item(), there.bytes["send"] / size, back.bytes["send"] / size
 
 
 for rank, (error, there, back) in enumerate(ranks.run(trial)):
-    print(
-        f"rank {rank}: off by {error:.0e}; "
-        f"sent {there:.0f} times its keys and values forward, {back:.0f} times back"
-    )
+    print(f"rank {rank}: largest difference {error:.0e};", end=" ")
+    print(f"sent {there:.0f} times its keys and values forward, {back:.0f} backward")
     assert error < 1e-13
     assert (there, back) == (3, 7)
+course.reveal(guess, back, "times")
 
 # %% [markdown]
-# $N - 1$ sends forward. Backward $N - 1$ for keys and values, and $N$ for their gradients, which go all the way home.
-# The package makes the same sends (`parallel/ring_attention.py`). But it computes each pair by torch's fused kernel, so
-# not even a pair's scores exist, and it adds up in fp32. So the gradients that travel are in fp32, too: beside keys and
-# values in 16 bits they have twice the bytes. Its gradients pass `torch.autograd.gradcheck`.
+# The backward pass sends keys and values $N - 1$ times and their gradients $N$ times, which is 7 together.
 #
 # ## 4. What it costs
-# Keys and values travel in every block: in the forward pass, once more when checkpointing repeats it, and in the
-# backward pass. They grow with $T$, but attention's work grows with $T^2$. So does the ring take a smaller share of the
-# time for longer rows? Guess for four A100s, over NVLink and over PCIe.
+# Keys and values are sent in every block: in the forward pass, once more when checkpointing repeats the block, and in
+# the backward pass. If the row becomes 64 times as long, 4,096 to 262,144 tokens, about 64 times as many bytes are
+# sent. How many times as long does the computing take, on four A100s?
+
+# %% Your guess: times as long for a row 64 times as long tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %%
 A100 = CARDS["a100"]
-shares = {}
+computing, shares = [], []
 for tokens in (4096, 32_768, 262_144):
     recipe = with_settings(job, [f"data.max_length={tokens}", "tricks.precision=bf16"])
     calls = context.traffic(recipe, shape, 4)
     seconds = compute_seconds(recipe, shape, A100, "context", 4)
-    shares[tokens] = [
+    nvlink, pcie = (
         step_seconds(seconds, calls, LINKS[name]).communication / seconds
         for name in ("nvlink_a100", "pcie4")
-    ]
+    )
+    computing.append(seconds)
+    shares.append((nvlink, pcie))
     sent = sum(call.sent for call in calls) / GIB
-    print(
-        f"{tokens:8,} tokens: {sent:6.1f} GiB sent, computing {seconds:7.1f} s;",
-        end=" ",
-    )
-    print(
-        "sending takes {:.1%} of that over NVLink, {:.1%} over PCIe".format(
-            *shares[tokens]
-        )
-    )
-nvlink, pcie = zip(*shares.values(), strict=True)
-assert all(sorted(link, reverse=True) == list(link) for link in (nvlink, pcie))
-assert all(a < b for a, b in zip(nvlink, pcie, strict=True))
+    print(f"{tokens:8,} tokens: {sent:6.1f} GiB sent, computing {seconds:7.1f} s;")
+    print(f"{'':17} sending takes {nvlink:.1%} of that on NVLink, {pcie:.1%} on PCIe")
+course.reveal(guess, computing[-1] / computing[0], "times")
+
+# %% Check the numbers of the text tags=["hide-input"]
+for of_a_link in zip(*shares, strict=True):
+    assert sorted(of_a_link, reverse=True) == list(of_a_link)  # the share falls
+assert all(nvlink < pcie for nvlink, pcie in shares)
+assert (round(shares[0][1], 2), round(shares[-1][1], 2)) == (0.20, 0.04)
+assert 200 < computing[-1] / computing[0] < 300
 
 # %% [markdown]
-# Yes: the longer the row, the smaller the share. Only 8 key heads travel: with as many as there are query heads, 32, it
-# would be four times as much. Once a step the gradients of the adapter are all-reduced, as in [the lesson on data
-# parallelism](data_parallel.py). (This is an estimate, and it counts no overlap. The package starts to send keys and
-# values before it computes, so a part of this time is hidden. We have no such cards, so none of this was measured on
-# one.)
+# Computing grows faster than sending, because the work of attention grows with $T^2$, while keys and values grow with
+# $T$. So the longer the row, the smaller the share of time for sending: on PCIe it falls from 20 % to 4 %.
 #
-# ## 5. The production switch
-# Set `parallel.strategy=context`. Every process reads the same rows and cuts them. The labels are shifted *before* the
-# cut, and positions are cut with the tokens. Here rows of odd lengths are trained by four processes, and by one:
+# All these seconds are predicted, because we have not measured this strategy on such cards. They assume that a card
+# either computes or sends. The package begins to send before it computes, so a part of the sending is hidden.
 
-# %% Train in four processes tags=["hide-input"]
+# %% [markdown] tags=["deep"]
+# ### Deeper: the ring in the package, and why gradients travel in fp32
+# The package makes the same sends as we do (`parallel/ring_attention.py`), but it computes each pair with PyTorch's
+# fused kernel, so not even the scores of one pair exist in memory. A test checks its gradients with
+# `torch.autograd.gradcheck`. In addition, the gradients of the adapter are all-reduced once a step, as in
+# [data parallelism](data_parallel.py); the table above includes these bytes. The ring needs buffers for the keys and
+# values that arrive, and for their gradients. They do not raise the peak of our job, because it comes later in the
+# backward pass of a block, in the MLP.
+#
+# Only 8 key heads travel. With 32, as many as query heads, four times as much would be sent.
+#
+# The formula of the peak was checked on a CPU. In 48 committed cases with two and four processes, the counted peak of a
+# process is within 0.5 % of it.
+#
+# Each process adds its part to the gradients that pass by. In 16 bits, every addition would round the sum. Therefore
+# the package adds up in fp32, and the gradients that travel have twice the bytes of keys and values in 16 bits. In the
+# backward pass a process then sends $N - 1$ times its keys and values, and $N$ times twice as many bytes.
+#
+# Llama 3 was trained with a different method: it gathers all keys and values of a row in every process at once. That
+# needs more memory than a ring, but fewer calls, and with 8 key heads the keys are small. The layout of $2N$ chunks
+# comes from there.
+
+# %% [markdown]
+# ## 5. The production switch
+# PyTorch has a switch of its own, which is experimental in torch 2.13. It runs on CUDA cards only and takes no mask,
+# so it cannot train [packed sequences](packing.py):
+
+# %%
+print(context.PLAIN)
+
+# %% [markdown]
+# With this package, the switch is `parallel.strategy=context`. It also runs on a CPU, and it takes packed sequences.
+# Ask for the bill first, then train; `--nproc` is the number of cards:
+#
+# ```bash
+# cria plan kwanzaa --model llama-3.1-8b --gpu t4 --nproc 4 \
+#   --set parallel.strategy=context --set tricks.expand_kv=false \
+#   --set tricks.gradient_checkpointing=true --set tricks.chunked_loss=true \
+#   --set tricks.tiled_mlp=true --set data.max_length=65536
+# cria launch kwanzaa --on torchrun --nproc 4 --set model=llama-3.1-8b \
+#   --set parallel.strategy=context --set tricks.expand_kv=false \
+#   --set tricks.gradient_checkpointing=true --set tricks.chunked_loss=true \
+#   --set tricks.tiled_mlp=true --set data.max_length=65536
+# ```
+#
+# The plan calls 65,536 tokens tight: 12.4 GiB of 14.7, and up to 14.3 with the memory that PyTorch's allocator may
+# [reserve but not use](a_full_card.py).
+#
+# The next cells show what the switch is worth for a long and a short row, and train a tiny model on rows of odd
+# lengths, in one process and in four:
+
+# %% Helper: train a tiny model tags=["hide-input"]
+ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
+ranks.run(quiet_libraries)
 place = tempfile.mkdtemp()
 texts = ["one two three " * many for many in (3, 5, 8, 4)]
 Path(place, "few.jsonl").write_text(
@@ -418,67 +517,62 @@ def tiny(name, *settings):
     return [*found, report["eval_loss_after"]]
 
 
-# %%
-print("cria launch RECIPE --on torchrun --nproc 4 --set parallel.strategy=context")
-expected = tiny("one")
-found = ranks.run(tiny, "four", "parallel.strategy=context")[0]
-print("one process:", *(f"{number:.6f}" for number in expected))
-print("four:       ", *(f"{number:.6f}" for number in found))
-assert max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)) < 1e-4
+# %% What four processes are worth for a long row and for a short one
+peaks = {}
+for tokens in (rows[1], 2048):
+    peaks[tokens] = [bill(N, tokens).peak_bytes / MIB for N in (1, 4)]
+    before, after = peaks[tokens]
+    print(f"{tokens:6,} tokens: {before:6,.0f} MiB; each of four {after:6,.0f} MiB")
+
+one = tiny("one")
+four = ranks.run(tiny, "four", "parallel.strategy=context")[0]
+print("losses and gradient norms in one process:", *(f"{x:.5f}" for x in one))
+print("losses and gradient norms in four:       ", *(f"{x:.5f}" for x in four))
+assert max(abs(a / b - 1) for a, b in zip(four, one, strict=True)) < 1e-4
+
+# %% Check the numbers of the section tags=["hide-input"]
+assert [[round(peak) for peak in both] for both in peaks.values()] == [
+    [14_602, 8_245],
+    [6_738, 6_116],
+]
 
 # %% [markdown]
-# torch has a switch of its own, `torch.distributed.tensor.experimental.context_parallel`. In torch 2.13 it knows the
-# kernels of CUDA only and takes no mask. So it runs neither on this CPU nor on packed rows ([packing](packing.py)). Our
-# ring knows to which document each token belongs. Pairs of chunks without a common document are not computed at all.
+# For the long row, each process needs 6,357 MiB less, 44 % of the peak. For the short row it is only 623 MiB, 9 % of
+# the peak, because nearly all of that is weights, which stay whole. So use context parallelism for long rows only.
 #
 # ## 6. Where it breaks
-# **The loss is a little off, and no error.** Labels were shifted *after* the cut, in each chunk. Then a chunk's last
-# token has lost its label, because the next token is in another chunk. With eight chunks of 64 tokens in all, 7 of 63
-# labels are missing:
-
-
-# %%
-def labels_left(shift_first):
-    ids = torch.arange(64)[None]
-    labels = F.pad(ids[:, 1:], (0, 1), value=-100) if shift_first else ids
-    chunks = labels.chunk(8, dim=1)
-    return sum(
-        (chunk if shift_first else chunk[:, 1:]).ne(-100).sum().item()
-        for chunk in chunks
-    )
-
-
-print(
-    "labels, shifted first:",
-    labels_left(True),
-    "and shifted in each chunk:",
-    labels_left(False),
-)
-assert (labels_left(True), labels_left(False)) == (63, 56)
-
-# %% [markdown]
-# Cure: shift whole rows, then cut. Give them to transformers' loss as `shift_labels`: it does not shift those again.
-#
-# **A model that has forgotten the order of its words.** Positions were counted inside each process. So in process 0,
-# which has chunks 0 and 7 of 8 tokens each, chunk 7 begins at position 8 and not at 56. Cure: make positions for the
-# whole row, and cut them with the tokens, as `context.cut` does:
+# **The loss is slightly wrong, without any error.** The label of a token is the next token, so labels are shifted by
+# one place. If each process shifts the labels of its own chunks, the last token of a chunk loses its label, because the
+# next token is in another chunk. With eight chunks, 7 of 63 labels are missing. The cure is to shift the labels of the
+# whole row, and then cut, as `context.cut` of the package does. transformers takes such labels as `shift_labels` and
+# does not shift them again.
 
 # %%
-ids = torch.arange(100, 164)[None]
-for rank in (0, 3):
-    print(
-        f"rank {rank}:",
-        context.cut({"input_ids": ids, "labels": ids}, rank, 4)["position_ids"][
-            0
-        ].tolist(),
-    )
-assert context.cut({"input_ids": ids, "labels": ids}, 0, 4)["position_ids"][0, 8] == 56
+ids = torch.arange(100, 164)[None]  # 64 tokens, in chunks of 8
+cut_first = sum(chunk[:, 1:].numel() for chunk in ids.chunk(8, dim=1))
+batch = {"input_ids": ids, "labels": ids}
+pieces = [context.cut(batch, rank, 4) for rank in range(4)]
+shift_first = sum(int((piece["labels"] != -100).sum()) for piece in pieces)
+print(f"labels, if we cut first: {cut_first}, and if we shift first: {shift_first}")
 
-# %% [markdown]
-# **NaN in packed rows.** A query sees no key of a chunk if its document begins later. Its log-sum-exp is then minus
-# infinity, and two of these merge to NaN. Cure: hide keys by a large negative number, not by minus infinity.
+# %% [markdown] tags=["deep"]
+# ### Deeper: wrong positions, NaN in packed sequences, and the refused switches
+# **The model no longer knows the order of its words.** If positions are counted inside each process, chunk 7 of process
+# 0 seems to follow chunk 0 directly: with chunks of 8 tokens, it begins at position 8 and not at 56. The cure is to
+# make positions for the whole row and cut them together with the tokens:
 
-# %%
+# %% tags=["deep"]
+print("positions in process 0:", pieces[0]["position_ids"][0].tolist())
+assert pieces[0]["position_ids"][0, 8] == 56
+assert (cut_first, shift_first) == (56, 63)
+
+# %% [markdown] tags=["deep"]
+# **NaN in packed sequences.** In a packed sequence a query sees keys of its own document only. If this document begins
+# after a chunk, the query sees no key of that chunk. Its log-sum-exp is then minus infinity, and merging two
+# of these gives NaN. The cure is to mask keys by a large negative number instead of minus infinity.
+# A pair of chunks without a common document is not computed at all.
+
+# %% tags=["deep"]
 nothing = torch.full((1, 1), -torch.inf)
 hidden = torch.full((1, 1), torch.finfo(torch.float32).min / 2)
 for lse in (nothing, hidden):
@@ -486,28 +580,19 @@ for lse in (nothing, hidden):
     print(f"merged at {lse.item():.1e}:", out.item())
 assert merge(torch.zeros(1, 1), nothing, torch.zeros(1, 1), nothing)[0].isnan()
 
-# %% [markdown]
-# **What cannot come along** is refused, in one line each:
+# %% [markdown] tags=["deep"]
+# Three kinds of switches cannot be combined with the ring: another attention kernel, a switch that adds tokens or
+# changes attention, and stored attention results. Each of them is refused with one line that names the cure:
 
-# %%
-for setting in (
-    "tricks.attention=eager",
-    "tricks.peft=prompt_tuning",
-    "tricks.keep_attention=true",
+# %% tags=["deep"]
+usual = ["tricks.attention=sdpa", "tricks.peft=lora", "parallel.strategy=context"]
+for refused in (
+    ["tricks.attention=eager"],
+    ["tricks.peft=prompt_tuning"],
+    ["tricks.gradient_checkpointing=true", "tricks.keep_attention=true"],
 ):
-    wanted = with_settings(
-        Recipe(),
-        [
-            "tricks.attention=sdpa",
-            "tricks.peft=lora",
-            "parallel.strategy=context",
-            setting,
-        ],
-    )
-    if "keep" in setting:
-        wanted = with_settings(wanted, ["tricks.gradient_checkpointing=true"])
     try:
-        resolve(wanted, processes=2)
+        resolve(with_settings(Recipe(), [*usual, *refused]), processes=2)
         raise AssertionError("it must be refused")
     except BadInput as refusal:
         print(refusal)
@@ -516,13 +601,14 @@ for setting in (
 # ## 7. Exercises
 # 1. **Predict.** Llama-3.1-8B has 8 key heads of width 128 in each of 32 blocks. Eight processes share one row of
 #    65,536 tokens in bf16. How many MiB of keys and values does a process send in *one* forward pass?
-# 2. **Build.** Attention whose *keys* are cut, while all queries are in one place, as when a model answers over a long
-#    prompt. Fill in `over_parts(q, parts)`: `q` is (heads, 1, D), `parts` a list of pairs (keys, values), each (heads,
-#    tokens, D), all of which the query sees. Return (heads, 1, D). (Use `attend` and `merge`; about five lines.)
-# 3. **Reach.** For attention of a block, forward, a process computes $2 \cdot 2 \cdot T^2 / 2 / N \cdot H D$ operations
-#    and sends $(N - 1) / N \cdot 2 \cdot T \cdot K D \cdot 2$ bytes. With $H = 32$ query heads and $K = 8$ key heads, a
-#    card of 100e12 operations a second and a link of 10e9 bytes a second: from which $T$ on does attention alone take
-#    longer than sending, on $N = 4$ cards?
+# 2. **Build.** A model answers over a long prompt: all queries are in one place, and only the *keys* are cut. Fill in
+#    `over_parts(q, parts)`. `q` has the shape (heads, 1, D). `parts` is a list of pairs (keys, values), each (heads,
+#    tokens, D), and the query sees all of them. Return the attention, (heads, 1, D). Use `attend` and `merge`; about
+#    five lines.
+# 3. **Reach.** For the attention of one block, forward, a process computes $2 \cdot 2 \cdot T^2 / 2 / N \cdot H D$
+#    operations and sends $(N - 1) / N \cdot 2 \cdot T \cdot K D \cdot 2$ bytes. There are $H = 32$ query heads and
+#    $K = 8$ key heads. A card computes 100e12 operations a second, and a link sends 10e9 bytes a second. From which
+#    $T$ on does attention take longer than sending, on $N = 4$ cards?
 
 # %% tags=["exercise"]
 mib_sent = None
@@ -608,12 +694,14 @@ course.check(
 # </details>
 #
 # ## In one breath
-# - **Saves** all but 1/N of every tensor with a dimension of tokens: activations, block inputs, logits.
-# - **Costs** keys and values on their way in every block: $N - 1$ sends forward (twice with checkpointing), $2N - 1$
-#   back. Weights stay whole.
-# - **Exact within rounding**: partial results are merged by their log-sum-exp.
-# - **When**: one row does not fit a card, with checkpointing, the chunked loss and tiles on.
-# - **When not**: rows fit. Then share rows ([data parallelism](data_parallel.py)), which sends once a step.
+# - **Saves** memory for tokens: each process has 1/N of every tensor with a dimension of tokens, such as activations,
+#   block inputs and logits. Weights stay whole.
+# - **Costs** keys and values, sent in every block: $N - 1$ sends forward (twice with checkpointing), and backward
+#   $N - 1$ for them and $N$ for their gradients.
+# - **Exact within rounding**, because partial results are merged by their log-sum-exp.
+# - **When**: one row does not fit a card, although checkpointing, the chunked loss and tiled MLPs are on.
+# - **When not**: your rows fit. Then give each card other rows ([data parallelism](data_parallel.py)), which needs
+#   communication only once a step.
 #
 # ## Sources
 # - Liu, Zaharia and Abbeel 2023, *Ring Attention with Blockwise Transformers for Near-Infinite Context*, arXiv
