@@ -1,5 +1,6 @@
 # ---
 # jupyter:
+#   question: Does a job fit a card, how long does it take there, and what does it cost?
 #   jupytext:
 #     cell_metadata_filter: tags,-all
 #     text_representation: {extension: .py, format_name: percent}
@@ -7,17 +8,17 @@
 
 # %% [markdown]
 # # Choose your hardware: does it fit, how long, how much
-# > **Promise.** You compute the seconds of a training step from counted operations and bytes, on four cards, equal to
-# > the package's; and hold ten rules of a hardware guide against them. Two stand.
+# > **Promise.** Guides tell you to take 20 GB for each billion parameters, and a larger card for a larger model. We
+# > computed ten such rules of thumb: of the ten, two hold. You will compute fit, minutes and price yourself, from
+# > counted operations and bytes, with a range that says when two cards cannot be told apart.
+# >
+# > **Card.** saves money, or a wasted evening / costs some arithmetic / bytes as exact as [the bill](the_bill.py),
+# > seconds approximate: a range that eleven public runs fall into / about 25 minutes / after [a full
+# > card](a_full_card.py)
 #
-# > **Card.** saves money, or a wasted evening / costs some arithmetic / bytes as in [the
-# > bill](the_bill.py), seconds as a range that eleven public runs fall into / 35 minutes / after
-# > [resuming](checkpoint_and_resume.py)
-#
-# The job: QLoRA of Llama-3.2-1B on 107 rows, three times each, 2,048 tokens a row. On a T4, which has 14.74 GiB, the
-# bill stands at 2.0, with CUDA's own and what PyTorch's allocator may reserve beyond the tensors. So it fits.
-# Would another card be the better choice? The project began with a *Hardware Selection Guide* (its seed document 004,
-# without a date). We ask what it asks, in this order: does it fit, then how long, then how much.
+# The job is QLoRA of Llama-3.2-1B on 107 rows, three times each, with 2,048 tokens in a row. All switches of the core
+# path are on, so it needs 2.0 of the 14.74 GiB of a T4, with CUDA's own memory and what PyTorch's allocator may
+# reserve. The ten rules are those of a *Hardware Selection Guide* without a date, with which the project began.
 
 # %% Imports and settings tags=["hide-input"]
 import contextlib
@@ -29,26 +30,22 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
 
-import torch
-
 from cria_tricks import course, models, recipes
 from cria_tricks.bench.style import Theme
 from cria_tricks.bill.moved_bytes import one_by_one
 from cria_tricks.bill.step_time import counts, ends, run_cost, run_tokens
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
-from cria_tricks.hardware.cards import CARDS, FLAVORS
+from cria_tricks.hardware.cards import FLAVORS
 from cria_tricks.load import losses
 from cria_tricks.load.model import load
 from cria_tricks.measure.counting import Traffic, flops
-from cria_tricks.models.shape import find_shape
 from cria_tricks.predict.machines import METHODS, advise, recipe_for
 from cria_tricks.predict.selection_guide import MACHINES
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.folds import estimate, step, work
 
-torch.manual_seed(0)
 GB, GIB = 10**9, 2**30
 
 
@@ -75,15 +72,18 @@ def cria(command):
 
 # %% [markdown]
 # ## 1. The bill
-# The guide's rules for memory: 20 GB for each billion parameters, and 4 with LoRA. Llama-3.2-1B has 1.24 billion. What
-# do the rules say, and what will [the bill](the_bill.py) say for rows of 512, 2,048 and 8,192
-# tokens? Guess, then run.
+# The guide has two rules for memory: 20 GB for each billion parameters, and 4 GB with LoRA. Llama-3.2-1B has 1.24
+# billion, so with LoRA the rule gives 4.9 GB. How many GB does [the bill](the_bill.py) give for LoRA with rows of 8,192
+# tokens?
 
 # %% Your guess: GB of LoRA at 8,192 tokens tags=["predict"]
 guess = 0  # @param {type:"number"}
 
+# %% Helper: the bytes that a method needs tags=["hide-input"]
+from cria_tricks.hardware.cards import CARDS
+from cria_tricks.models.shape import find_shape
 
-# %%
+
 def needed(model, method, card, tokens=2048):
     """Bytes that a card must have at least: the bill, with CUDA's own."""
     recipe = with_settings(
@@ -93,6 +93,8 @@ def needed(model, method, card, tokens=2048):
 
 
 A100 = CARDS["a100"]
+
+# %%
 print(
     f"{'GB':15}{'full: rule':>12}{'bill':>8}{'LoRA: rule':>14}{'at 512':>8}"
     f"{'2,048':>8}{'8,192':>8}{'QLoRA':>8}"
@@ -113,16 +115,6 @@ for model in (
         f"{lora}{qlora:8.1f}"
     )
 course.reveal(guess, needed("llama-3.2-1b", "lora", A100, 8192) / GB, "GB")
-
-# %% [markdown]
-# *Full* holds within a tenth, from a billion on. It must: a weight, its gradient and AdamW's states are 16 bytes, its
-# 16-bit copy 2 more ([mixed precision](mixed_precision.py)), and activations the rest. *LoRA* does not: it knows
-# neither rows nor vocabulary. A frozen 16-bit weight is 2 of the 4 bytes. The other 2 stand for activations and logits,
-# which are most of a small model's bill and little of a large one's.
-#
-# And what has a card? Not its name's GB.
-
-# %%
 for card, name in zip(CARDS.values(), (16, 24, 24, 40, 80), strict=True):
     has, recipe = card.device.memory_bytes, recipes.capstone(card.device)
     job = estimate(recipe, find_shape(recipe.model), card.device).needed_bytes
@@ -131,20 +123,37 @@ for card, name in zip(CARDS.values(), (16, 24, 24, 40, 80), strict=True):
         f"{has / GB:.2f} to use = {has / GIB:.2f} GiB; ours {job / GIB:.2f}"
     )
     assert job < has < name * GIB
-assert (
-    course.so_far("choose_your_hardware")
-    == course.so_far("checkpoint_and_resume")
-    == course.CAPSTONE
-)
 
 # %% [markdown]
-# No toggle is flipped in this lesson, so no row of the bill moves. Our job fits them all. Fit chooses nothing here, so
-# we need minutes.
+# The rule for full fine-tuning is right within a fifth from a billion parameters on. The reason is that a weight, its
+# gradient and the two states of AdamW take 16 bytes, a 16-bit copy takes 2 more ([mixed
+# precision](mixed_precision.py)), and activations take the rest.
 #
-# ## 2. From scratch, in four steps
-# **Count a product.** $n$ tokens with a matrix $(D_{in}, D_{out})$: $2 n D_{in} D_{out}$ operations (a multiplication
-# and an addition each). In 16 bits, $2 (n D_{in} + D_{in} D_{out} + n D_{out})$ bytes go in and out. The more tokens,
-# the more operations for each byte.
+# The rule for LoRA is wrong, because it knows neither rows nor vocabulary. A frozen 16-bit weight is 2 of its 4 bytes.
+# The other 2 stand for activations and logits, which are most of a small model's bill and little of a large model's.
+#
+# The last lines of the table are the memory of five cards, which is not the GB of their names. Our job fits all of
+# them, so memory does not decide here, and we need minutes.
+#
+# ## 2. From scratch, in three steps
+# **Step 1: count a matrix multiplication.** $n$ tokens times a matrix of shape $(D_{in}, D_{out})$ take $2 n D_{in}
+# D_{out}$ operations, a multiplication and an addition each. In 16 bits, $2 (n D_{in} + D_{in} D_{out} + n D_{out})$
+# bytes go in and out. The more tokens there are, the more operations come with each byte.
+
+
+# %%
+from cria_tricks.hardware.cards import CARDS
+from cria_tricks.models.shape import find_shape
+
+
+def matmul(n, d_in, d_out):
+    """Operations and bytes of n tokens times a 16-bit matrix."""
+    return 2 * n * d_in * d_out, 2 * (n * d_in + d_in * d_out + n * d_out)
+
+
+for n in (16, 2048):
+    operations, moved = matmul(n, 2048, 8192)
+    print(f"{n:5,} tokens: {operations / moved:4.0f} operations for each byte")
 
 
 # %% Draw figure 1 tags=["hide-input"]
@@ -183,103 +192,96 @@ course.show(
 )
 
 # %% [markdown]
-# **Count what lies between.** Norms, activations, sums and casts multiply no matrices, but each reads whole tensors and
-# writes them back. An RMS norm of 16-bit numbers, by hand, per number: to fp32 (2 read, 4 written), square (4, 4), mean
-# (4), divide (4, 4), back (4, 2), times its weight (2, 2): 36 bytes.
-
-
-# %%
-def norm(x, weight):
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-    return weight * wide.to(x.dtype)
-
-
-x, weight = torch.randn(64, 2048).bfloat16(), torch.ones(2048).bfloat16()
-with Traffic() as moved:
-    norm(x, weight)
-# a little more: one root for each token, the weight
-print(f"{moved.others / x.numel():.2f} bytes a number")
-assert 36 <= moved.others / x.numel() < 36.3
-
-# %% [markdown]
-# Two norms are 72 of the 84 bytes that a forward pass of a block moves for each number of the hidden states.
-# `bill/moved_bytes.py` holds such counts for all that lies between products, forward and backward.
+# **Step 2: write a step as parts**, each with its operations and its bytes. $L$ blocks have $W$ weights each, in
+# matrices whose widths add up to $S$, in and out. $D$ is the width of the model, $Q$ and $K$ the widths of queries and
+# keys, $V$ the vocabulary, $r$ the rank of the adapters, and $k$ the micro-batches of a step. The blocks are frozen and
+# checkpointed, so each matrix is used three times: forward, forward again, and backward to its input.
 #
-# **Write a step as parts**, each with its operations and its bytes. $L$ blocks have $W$ weights each in matrices whose
-# widths add up to $S$, in and out. $D$ is the model's width, $Q$ and $K$ those of queries and keys, $V$ the vocabulary,
-# $r$ the rank, $k$ the micro-batches of a step. The base is frozen and checkpointed: forward, forward again, back to
-# the input.
-
+# Norms, activations, sums and casts multiply no matrices, but each of them reads whole tensors and writes them back.
+# `BETWEEN` is the number of these bytes for a token and a block of Llama-3.2-1B, in all three passes; the package has
+# counted it.
 
 # %%
-def parts(recipe, shape, T=2048):
-    """(operations, bytes) of each part of a QLoRA step as the capstone sets it, one row
-    of T tokens at a time."""
-    r, k = recipe.lora.r, recipe.tricks.gradient_accumulation
-    L, D, V, Q, K = (
-        shape.layers,
-        shape.width,
-        shape.vocabulary,
-        shape.query_width,
-        shape.kv_width,
-    )
-    W, S = (
-        sum(i * o for i, o in shape.linears.values()),
-        sum(i + o for i, o in shape.linears.values()),
-    )
-    packed, unpacked = 0.5 + (1 + 4 / 256) / 64, 2  # bytes of a weight (nf4.py)
+BETWEEN = 2 * 543_232 + 873_472  # bytes: forward twice, and backward
+
+
+def parts(shape, between, r=16, k=8, T=2048, fp16=True):
+    """(operations, bytes) of each part of a QLoRA step of k rows of T tokens."""
+    L, D, V = shape.layers, shape.width, shape.vocabulary
+    Q, K = shape.query_width, shape.kv_width
+    W = sum(d_in * d_out for d_in, d_out in shape.linears.values())
+    S = sum(d_in + d_out for d_in, d_out in shape.linears.values())
+    packed, unpacked = 0.5 + (1 + 4 / 256) / 64, 2  # bytes of a weight, NF4 and 16 bits
     frozen = 2 * T * L * W, L * (2 * T * S + unpacked * W)
-    forward, backward = one_by_one(work(recipe, shape, T4))
+    adapter = T * L * (8 * r * S - 2 * r * D)  # the last multiplication is not repeated
     micro_batch = {
-        # before each of the three passes
         "unpacking": (0, 3 * L * (packed + unpacked) * W),
         "blocks forward": frozen,
         "blocks again": frozen,
         "blocks backward": frozen,
-        # the last B x is not repeated
-        "adapter": (T * L * (8 * r * S - 2 * r * D), 2 * T * L * (4 * S + 55 * r - D)),
-        # 2 + 2 + 5 products, half of each is future
+        "adapter": (adapter, 2 * T * L * (4 * S + 55 * r - D)),
+        # 2 + 2 + 5 matrix multiplications, and half of each is masked as future
         "attention": (9 * L * T * Q * T, 16 * T * L * (Q + K)),
-        "between products": (0, T * L * (2 * forward + backward)),
+        "between": (0, T * L * between),
         "head": (4 * T * D * V, T * 4 * (D + V) + 4 * -(-T // 256) * D * V),
         "loss": (0, T * 52 * V),  # 52 bytes a logit
     }
-    fp16 = 8 * (recipe.tricks.precision == "fp16")  # unscaling
-    # 8-bit AdamW, clipping, gradients added up: bytes a trained weight
-    states = 16 + 12 + fp16 + 12 * (k - 1)
-    once = {"optimizer": (0, L * r * S * states)}
-    return {
-        name: (k * work, k * moved) for name, (work, moved) in micro_batch.items()
-    } | once
+    # 8-bit AdamW, clipping, unscaling, gradients added up: bytes a trained weight
+    states = 16 + 12 + 8 * fp16 + 12 * (k - 1)
+    found = {"optimizer": (0, L * r * S * states)}
+    for name, (operations, moved) in micro_batch.items():
+        found[name] = k * operations, k * moved
+    return found
 
 
 # %% [markdown]
-# **Put a roof over it.** A part cannot be faster than its operations at the card's peak, nor than its bytes at its
-# memory's: it takes the longer of the two. This is the *roofline*. No step reaches those peaks, so divide by the share
-# that public runs reached on this card; section 4 says what it is worth. The host starts one kernel after the other,
-# so a step also takes at least as long as all its starts. Several cards share the rows, and add up their gradients over
-# PCIe.
+# **Step 3: put a roof over it.** A part cannot be faster than its operations at the peak rate of the card, and not
+# faster than its bytes at the peak rate of its memory. So it takes the longer of the two times. This model is called
+# the *roofline*. No step reaches these peaks, so we divide by the share that public runs reached on this card; section
+# 4 shows what this share is worth. The host starts a step's kernels one after the other, so a step also takes at least
+# as long as all starts. Several cards divide the rows among them, and add up their gradients over PCIe.
 
 
 # %%
-def seconds(recipe, shape, card, cards=1):
-    roof = [
-        max(work / card.half_flops, moved / card.memory_rate)
-        for work, moved in parts(recipe, shape).values()
-    ]
-    sent = (
-        2
-        * (cards - 1)
-        / cards
-        * 4
-        * shape.layers
-        * recipe.lora.r
-        * sum(map(sum, shape.linears.values()))
-    )
-    starts = sum(part.launches for part in counts(work(recipe, shape, card.device)))
-    busy = sum(roof) / card.reached.half + sent / (card.link_rate * card.reached.link)
+def seconds(shape, found, card, starts=0, r=16, cards=1):
+    """Seconds of a step, of its parts."""
+    total = 0
+    for operations, moved in found.values():
+        total += max(operations / card.half_flops, moved / card.memory_rate)
+    trained = shape.layers * r * sum(map(sum, shape.linears.values()))
+    sent = 2 * (cards - 1) / cards * 4 * trained  # fp32 gradients, by all-reduce
+    busy = total / card.reached.half + sent / (card.link_rate * card.reached.link)
     return max(busy, starts * card.reached.launch)
+
+
+llama = find_shape("llama-3.2-1b")
+for name in ("t4", "a100"):
+    step_parts = parts(llama, BETWEEN, fp16=name == "t4")
+    print(f"{name:5}{seconds(llama, step_parts, CARDS[name]):5.1f} s a step")
+
+# %% Helper: the parts of a recipe, and offers of machines tags=["hide-input"]
+import torch
+
+torch.manual_seed(0)
+
+
+def parts_of(recipe, shape, T=2048):
+    forward, backward = one_by_one(work(recipe, shape, T4))
+    found = parts(
+        shape,
+        2 * forward + backward,
+        recipe.lora.r,
+        recipe.tricks.gradient_accumulation,
+        T,
+        recipe.tricks.precision == "fp16",
+    )
+    found["between products"] = found.pop("between")  # as the package calls it
+    return found
+
+
+def seconds_of(recipe, shape, card, cards=1):
+    starts = sum(part.launches for part in counts(work(recipe, shape, card.device)))
+    return seconds(shape, parts_of(recipe, shape), card, starts, recipe.lora.r, cards)
 
 
 class Offer(NamedTuple):
@@ -301,7 +303,7 @@ def offers(model, tokens):
         hours = (
             tokens
             / (8 * 2048 * flavor.cards)
-            * seconds(recipe, shape, card, flavor.cards)
+            * seconds_of(recipe, shape, card, flavor.cards)
             / 3600
         )
         fits = needed(model, "qlora", card) <= card.device.memory_bytes
@@ -320,9 +322,32 @@ def best(found, by):
     ).flavor
 
 
+# %% [markdown] tags=["deep"]
+# ### Deeper: where the bytes between the matrix multiplications come from
+# Take an RMS norm of 16-bit numbers, and count the bytes for each number by hand: to fp32 (2 read, 4 written), square
+# (4, 4), mean (4), divide (4, 4), back (4, 2), times its weight (2, 2). Together this is 36 bytes. The two norms of a
+# block take 72 of the 84 bytes that its forward pass moves for each number of the hidden states. `bill/moved_bytes.py`
+# holds such counts for everything, forward and backward.
+
+
+# %% tags=["deep"]
+def norm(x, weight):
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return weight * wide.to(x.dtype)
+
+
+x, weight = torch.randn(64, 2048).bfloat16(), torch.ones(2048).bfloat16()
+with Traffic() as moved:
+    norm(x, weight)
+# a little more: one root for each token, the weight
+print(f"{moved.others / x.numel():.2f} bytes a number")
+assert 36 <= moved.others / x.numel() < 36.3
+
 # %% [markdown]
 # ## 3. Prove it
-# First against the package: every part's operations and bytes, the seconds, the minutes and prices, and the choice.
+# We compare with the package, for four models and five cards. The operations and bytes of every part must be equal, and
+# so must seconds, minutes, prices and the choice of a machine.
 
 # %%
 for model in ("tiny", "llama-3.2-1b", "qwen2.5-7b", "llama-3.1-70b"):
@@ -332,9 +357,9 @@ for model in ("tiny", "llama-3.2-1b", "qwen2.5-7b", "llama-3.1-70b"):
         theirs = step(recipe, shape, card)
         assert {part.name: (part.flops, part.bytes) for part in theirs.parts[:-1]} == {
             name: (work, round(moved))
-            for name, (work, moved) in parts(recipe, shape).items()
+            for name, (work, moved) in parts_of(recipe, shape).items()
         }
-        assert abs(seconds(recipe, shape, card) / theirs.seconds - 1) < 1e-9
+        assert abs(seconds_of(recipe, shape, card) / theirs.seconds - 1) < 1e-9
     advice = advise(shape, estimate, tokens=10**6)
     mine = offers(model, 10**6)
     for option, offer in zip(
@@ -352,39 +377,6 @@ for model in ("tiny", "llama-3.2-1b", "qwen2.5-7b", "llama-3.1-70b"):
         f"fastest {advice.fastest['qlora']}"
     )
 
-# %% [markdown]
-# Then against a real step. A two-layer Llama with LoRA, checkpointing and chunked loss runs forward and backward on
-# this machine, while torch counts the operations of its products. Ours must be the same number. (Attention is eager
-# here: all $T \times T$ scores, 8 products and not 9 halves; and $T$ tokens have $T - 1$ next ones.)
-
-# %% Compare with the operations of a real step tags=["hide-input"]
-toggles = ("peft=lora", "gradient_checkpointing=true", "chunked_loss=true")
-recipe = with_settings(
-    Recipe(), ["model=random:tiny", *(f"tricks.{toggle}" for toggle in toggles)]
-)
-plan, T, shape = resolve(recipe), 64, find_shape("tiny")
-model = load(plan, models.find(recipe.model)).model.train()
-model.config.use_cache = False
-model.gradient_checkpointing_enable({"use_reentrant": False})
-ids = torch.randint(3, 500, (1, T), device=model.device)
-batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-loss_sum = losses.find(plan, contextlib.nullcontext)
-counted = flops(lambda: loss_sum(model, batch).backward())
-
-by_hand = {name: work for name, (work, _) in parts(recipe, shape, T).items()}
-eager = 8 * 2 * shape.layers * T * shape.query_width * T
-predicted = (
-    sum(by_hand.values())
-    - by_hand["attention"]
-    + eager
-    - 4 * shape.width * shape.vocabulary
-)
-print(f"predicted {predicted:,} operations, counted {counted:,}")
-assert counted == predicted
-
-# %% [markdown]
-# Operations are right to the last one, bytes as counted. Seconds are not proved: that takes a card.
-
 
 # %% Draw figure 2 tags=["hide-input"]
 def roofs(theme: Theme):
@@ -400,7 +392,7 @@ def roofs(theme: Theme):
             color=colour,
             label=name.upper(),
         )
-    job = parts(recipes.capstone(T4), find_shape("llama-3.2-1b"))
+    job = parts_of(recipes.capstone(T4), find_shape("llama-3.2-1b"))
     shown = {
         "blocks forward": "blocks",
         "attention": "attention",
@@ -437,16 +429,51 @@ def roofs(theme: Theme):
 
 course.show(
     roofs,
-    "Figure 2. Four roofs from data sheets, and the parts of our step under the "
-    "T4's. The adapter hangs on the "
-    "slope, where bytes decide; "
-    "what lies between products has no operations at all, and is not on the picture.",
+    "Figure 2. Four roofs from data sheets, and the parts of our step under the T4's. "
+    "The adapter is on the slope, where bytes decide. What lies between the matrix "
+    "multiplications has no such operations and is not in the figure.",
 )
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: a real step has the same operations
+# A two-layer Llama with LoRA, checkpointing and the chunked loss runs forward and backward on this machine, while torch
+# counts the operations of its matrix multiplications. Ours must be the same number. (Attention is eager here, with all
+# $T \times T$ scores, so it has 8 whole multiplications instead of 9 halves. And $T$ tokens have $T - 1$ next ones.)
+
+# %% Compare with the operations of a real step tags=["hide-input", "deep"]
+switches = ("peft=lora", "gradient_checkpointing=true", "chunked_loss=true")
+recipe = with_settings(
+    Recipe(), ["model=random:tiny", *(f"tricks.{switch}" for switch in switches)]
+)
+plan, T, shape = resolve(recipe), 64, find_shape("tiny")
+model = load(plan, models.find(recipe.model)).model.train()
+model.config.use_cache = False
+model.gradient_checkpointing_enable({"use_reentrant": False})
+ids = torch.randint(3, 500, (1, T), device=model.device)
+batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+loss_sum = losses.find(plan, contextlib.nullcontext)
+counted = flops(lambda: loss_sum(model, batch).backward())
+
+by_hand = {name: work for name, (work, _) in parts_of(recipe, shape, T).items()}
+eager = 8 * 2 * shape.layers * T * shape.query_width * T
+predicted = (
+    sum(by_hand.values())
+    - by_hand["attention"]
+    + eager
+    - 4 * shape.width * shape.vocabulary
+)
+print(f"predicted {predicted:,} operations, counted {counted:,}")
+assert counted == predicted
+
 
 # %% [markdown]
 # ## 4. What it costs
-# Where do the seconds go? An L4 has 121 thousand billion operations a second for a T4's 65, and 300 GB/s for its 320.
-# Predict how much faster our step is on it. Then look.
+# Operations are right to the last one, and bytes as counted. Seconds are not proved, because that takes a card. An L4
+# has 121 thousand billion operations a second, where a T4 has 65. But its memory reads only 300 GB/s, where a T4's
+# reads 320. How many times as fast is our step on the L4, by the middles of both ranges?
+
+# %% Your guess: how many times as fast our step is on an L4 tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %% Estimate a step's seconds on each card tags=["hide-input"]
 groups = {
@@ -462,7 +489,7 @@ groups = {
 }
 spent = {}
 for name, card in CARDS.items():
-    job = parts(recipes.capstone(card.device), find_shape("llama-3.2-1b"))
+    job = parts_of(recipes.capstone(card.device), find_shape("llama-3.2-1b"))
     share = card.reached.half
     roof = {
         part: max(ops / card.half_flops, moved / card.memory_rate) / share
@@ -478,15 +505,17 @@ for name, card in CARDS.items():
     )
 idle = {name: one["no products"] / sum(one.values()) for name, one in spent.items()}
 print({name: round(share, 2) for name, share in idle.items()})
+course.reveal(guess, sum(spent["t4"].values()) / sum(spent["l4"].values()), "times")
 
 # %% [markdown]
-# The two ranges overlap, so the estimate does not say which card is faster. About half of either step multiplies
-# nothing. That is why fewer passes over memory (lean preparation, compile) are worth as much as faster products.
+# It is about 1.6 times as fast by the middles, but the two ranges overlap, so the estimate does not say which card is
+# faster. About half of either step multiplies nothing. Therefore fewer passes over memory (such as lean preparation)
+# are worth as much as faster matrix multiplications.
 #
-# **What is a share worth?** Peaks are a data sheet's: dense products, nothing else running, the card cool. What did
-# public runs reach?
+# **What is the share worth?** The peaks come from data sheets: nothing else is running, and the card is cool. The next
+# lines compare two public runs.
 
-# %%
+# %% Compare with two public runs tags=["hide-input"]
 usual = "tricks.expand_kv=false tricks.lean_preparation=false train.batch_size=4"
 of_a100 = (
     "tricks.quantization=none tricks.double_quantization=false "
@@ -517,14 +546,18 @@ for model, name, tokens, measured, words in (
     assert reckoned.low < took < reckoned.high
 
 # %% [markdown]
-# Six such runs on a T4 reached 0.24 to 0.32 of its peaks, and five on an A100 0.46 to 0.56. A T4 is held to 70 watts,
-# and the A100's memory is five times as fast. So each card has its own share, the mean of its runs, and a range whose
-# high end is 1.5 times its low end. Predicted without itself, each of the eleven falls inside. For an L4 or an
-# A10G we found no run: their share lies between the two, and high over low is 2.8. Your own machine can be measured:
-# `cria doctor --calibrate`. The slope of a roof can be seen on any machine. This one, now, with one matrix of 2,048 x
-# 2,048 in fp32:
+# Six such runs on a T4 reached 0.24 to 0.32 of its peaks, and five on an A100 reached 0.46 to 0.56. So each card has
+# its own share, the mean of its runs, and a range whose high end is 1.5 times its low end. Each of the eleven runs
+# falls inside when it is predicted without itself. We found no run on an L4 or an A10G, so their share lies between the
+# two, and their range is a factor of 2.8.
 
-# %%
+# %% [markdown] tags=["deep"]
+# ### Deeper: the slope of a roof, on this machine
+# A T4 is held to 70 watts, and the memory of an A100 is five times as fast, which explains their shares. Your own
+# machine can be measured with `cria doctor --calibrate`. You can see the slope of the roof on any machine. Here is this
+# one, with a matrix of 2,048 x 2,048 in fp32: with more tokens it does more operations a second.
+
+# %% tags=["deep"]
 W = torch.randn(2048, 2048)
 for n in (1, 16, 256):
     x = torch.randn(n, 2048)
@@ -540,10 +573,22 @@ for n in (1, 16, 256):
 
 # %% [markdown]
 # ## 5. The production switch
-# Two commands. `cria hardware --model llama-3.2-1b --tokens 657408` compares machines, and
-# `cria plan kwanzaa --gpu t4 --rows 107` adds minutes and price to the bill of one recipe. Our 107 rows, three times,
-# taken as full, are those 657,408 tokens. Both bill by the hub's own list, `jobs-pricing.md` of 2026-08-21. The guide's
-# prices stand beside them here. (The list's `a100-large` has 80 GB; the guide says 40.)
+# In plain PyTorch, ask the card for its real memory and for its real bf16 units:
+#
+# ```python
+# torch.cuda.get_device_properties(0).total_memory
+# torch.cuda.is_bf16_supported(including_emulation=False)
+# ```
+#
+# One command compares machines, and the other adds minutes and price to the bill of a recipe:
+#
+# ```bash
+# cria hardware --model llama-3.2-1b --tokens 657408
+# cria plan kwanzaa --gpu t4 --rows 107
+# ```
+#
+# Our 107 rows, three times and taken as full, are 657,408 tokens. Prices are those of the list of Hugging Face Jobs of
+# 2026-08-21, and next to them those of the guide. (The `a100-large` of the list has 80 GB, where the guide says 40.)
 
 # %%
 tokens = run_tokens(recipes.capstone(T4), 107, 2048)
@@ -594,7 +639,7 @@ def priced(theme: Theme):
     axes.set_yticks(range(len(ours)), [offer.flavor for offer in ours])
     axes.set(
         xlabel="USD for the training of our job",
-        xlim=(0, 0.52),
+        xlim=(0, 0.6),
         ylim=(len(ours) - 0.4, -0.6),
     )
     axes.grid(axis="x")
@@ -604,17 +649,18 @@ def priced(theme: Theme):
 
 course.show(
     priced,
-    "Figure 3. The same run on nine machines, with the ranges of today's prices as "
-    "lines: minutes, and cents "
-    "everywhere. Loading and downloads come on top.",
+    "Figure 3. The same run on nine machines: minutes, and cents everywhere. Lines are "
+    "the ranges of today's prices. Loading and downloads come on top.",
 )
 
 # %% [markdown]
-# An hour of A100 costs six times an hour of T4 today, and the run on it less: its range ends below the T4's. All of it
-# is cents, and a few minutes of a failed start cost as much. So take the card that you have.
+# An hour of A100 costs six times as much as an hour of T4, but the run on it costs less: its range, \$0.03 to \$0.05,
+# ends below the T4's, \$0.06 to \$0.08. All of this is cents, and a few minutes of a failed start cost as much. So take
+# the card that you have.
 #
-# **The guide, rule by rule.** Ten rules, each beside what can be computed, with rows of 2,048 tokens, eight a step.
-# Rules 1 and 2: the bill over the rule, for 0.5B, 1B, 7B and 13B. Rule 7: our hours, and the guide's in brackets.
+# **The guide, rule by rule.** Each of the ten rules stands next to what can be computed, with rows of 2,048 tokens and
+# eight rows in a step. For rules 1 and 2 the table shows the bill divided by the rule, for 0.5B, 1B, 7B and 13B. For
+# rule 7 it shows our hours, with those of the guide in brackets.
 
 
 # %% Recompute the guide's rules tags=["hide-input"]
@@ -747,16 +793,19 @@ assert [
 ] == [False, False, True]
 
 # %% [markdown]
-# Two stand: 1 and 8. Rule 3 is right by luck: 28 GB are not under 24, and two errors cancel. Rule 7 misses by a factor
-# of two in both directions.
-#
-# *LoRA is cheaper* (6) deserves a second look: on one card it is not. It spares the matrices' gradients, and pays with
-# passes over memory for its adapters; with 16,384 tokens a step the optimizer hardly counts. With 768 and a 3B model
-# it does: AdamW goes over all weights each time, and full fine-tuning takes 1.9 times as long. (peft's benchmark, 3B,
-# at most 3,072 tokens a step: 2.3 times, measured.) What LoRA buys is a smaller card. *Linear* (8) is of rows: four
-# cards hold four copies of one model, and no larger one.
+# Two rules hold: 1 and 8. Rule 3 is right by luck, because 28 GB are not under 24, and two errors cancel. Rule 7 misses
+# by a factor of two in both directions. Rule 8 is about rows: four cards hold four copies of one model, and no larger
+# one.
 
-# %%
+# %% [markdown] tags=["deep"]
+# ### Deeper: when LoRA is cheaper
+# Rule 6, *LoRA is cheaper*, is false on the same card. LoRA saves the gradients of the frozen matrices, but its
+# adapters need more passes over memory, and with 16,384 tokens in a step the optimizer hardly counts. With 768 tokens
+# and a 3B model it does count: AdamW goes over all weights each time, and full fine-tuning takes 1.9 times as long. (In
+# peft's benchmark, with a 3B model and at most 3,072 tokens in a step, 2.3 times was measured.) What LoRA buys is a
+# smaller card.
+
+# %% tags=["deep"]
 short = ["tricks.gradient_accumulation=1", "data.max_length=768"]
 times = [
     run("llama-3.2-3b", way, "a100-large", more=short).minutes
@@ -767,10 +816,15 @@ assert 1.8 < times[0] / times[1] < 1.95
 
 # %% [markdown]
 # ## 6. Where it breaks
-# **`is_bf16_supported()` says True, and the run crawls.** torch counts emulation. We answer its questions as a T4 does
-# (compute capability 7.5, and a tensor in bf16 can be made), and ask it twice. Cause: there are no bf16 units before
-# 8.0. The package reckons such products at fp32's rate, an eighth: 76 seconds a step instead of 15. Cure: ask without
-# emulation, or take what the recipe takes.
+# **`is_bf16_supported()` says True, but the run is very slow**, because torch counts emulation as support. A T4 has no
+# bf16 units, as no card before compute capability 8.0 has. The package estimates such multiplications at the rate of
+# fp32, an eighth, which gives 76 seconds a step instead of 15. The cure is to ask without emulation, or to take the
+# precision of the recipe. The next cell first answers torch's questions as a T4 would.
+#
+# **`does not fit`, although the name of the card says 16 GB.** Without checkpointing, a row of 8,192 tokens needs 15.94
+# GB, and 18.8 GiB with what the allocator may reserve. But a T4 has only 15.83 GB to use, which is 14.74 GiB. On a card
+# the end is `torch.OutOfMemoryError: CUDA out of memory`; here it is the exit code 3. The cure is to plan with
+# `total_memory`, and to turn on a switch, here checkpointing.
 
 # %%
 as_a_t4 = {
@@ -805,14 +859,6 @@ except BadInput as refused:
     )
 assert recipes.best_precision(T4) == "fp16"  # the cure
 
-# %% [markdown]
-# **`does not fit`, on a card whose name says it should.** A T4 is sold with 16 GB. Without checkpointing, a row of
-# 8,192 tokens needs 15.94, and 18.8 GiB with what the allocator may reserve. But 15.83 GB can be used, 14.74 GiB. On a
-# card the end is `torch.OutOfMemoryError: CUDA out of memory`; here it is an exit code, 3. Cause: the name. Cure: plan
-# with the bytes that
-# `torch.cuda.get_device_properties(0).total_memory` gives, and flip a switch.
-
-# %%
 tight = (
     "cria plan kwanzaa --gpu t4 --set data.max_length=8192 --set "
     "tricks.chunked_loss=true"
@@ -822,13 +868,14 @@ assert cria(f"{tight} --set tricks.gradient_checkpointing=true") == 0  # the cur
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** From how many tokens on is a product with a 16-bit matrix of 2,048 x 8,192 held up by a T4's
-#    operations and no longer by its bytes? (65 thousand billion operations a second, 320 billion bytes.) Your answer is
-#    a number of tokens.
-# 2. **Build.** Fill in `choose(found, minutes)`: from `offers(...)`, the name of the cheapest machine (its `cost`) on
-#    which the run fits and is done within so many minutes; `"none"` if there is none.
+# 1. **Predict.** A matrix multiplication takes as long as its operations or as its bytes, whichever is longer. From how
+#    many tokens on is it limited by the operations of a T4, for a 16-bit matrix of 2,048 x 8,192? (65 thousand billion
+#    operations a second, 320 billion bytes.) Your answer is a number of tokens.
+# 2. **Build.** `offers(model, tokens)` gives a list of machines with the fields `flavor` (its name), `fits`, `minutes`
+#    and `cost`. Fill in `choose(found, minutes)`: it returns the name of the cheapest machine (by `cost`) on which the
+#    run fits and is done within so many minutes, or `"none"` if there is none.
 # 3. **Reach.** Loading and downloads take 10 minutes on either machine, and are billed. At which price of an hour is
-#    the A100, by the middles of both ranges (`minutes` in `ours`), as cheap for our job as a T4 at $0.40? Your answer
+#    the A100 as cheap for our job as a T4 at \$0.40? Take the minutes of figure 3 (or `minutes` in `ours`). Your answer
 #    is USD an hour.
 
 # %% tags=["exercise"]
@@ -938,12 +985,14 @@ course.check(
 # </details>
 #
 # ## In one breath
-# - **Saves** a wrong choice: fit first, then minutes, then money; most rules of thumb know neither rows nor vocabulary.
-# - **Costs** arithmetic. Bytes are as good as the bill; seconds are a range, and cards whose ranges overlap are not
-#   ranked.
-# - **A step** is products, which wait for the peak, and all that lies between, which waits for the memory.
-# - **When**: a run of hours, or a model near the edge of a card.
-# - **When not**: a run of minutes. Take the card you have; what costs is the failed attempt.
+# - **Saves** a wrong choice: first fit, then minutes, then money. Of ten rules of thumb two hold, because most know
+#   neither rows nor vocabulary.
+# - **Costs** arithmetic. Bytes are as good as the bill; seconds are a range, and cards whose ranges overlap cannot be
+#   told apart.
+# - **A step** has matrix multiplications, which are limited by the card's peak rate, and everything between them, which
+#   is limited by its memory.
+# - **When**: a run of hours, or a model that nearly fills a card.
+# - **When not**: a run of minutes. Take the card that you have, because the failed attempt costs more.
 #
 # ## Sources
 # - Williams et al. 2009, *Roofline*, doi:10.1145/1498765.1498785.
@@ -951,9 +1000,8 @@ course.check(
 # - Data sheets: NVIDIA T4, L4, A10G for AWS (17 February 2022), A100 (40 GB and 80 GB); a T4's 320 GB/s: Turing
 #   whitepaper.
 # - The public runs: `benchmarks/published_runs.toml`, with their sources; the two above are a workshop's notes of
-#   2026-09-20 (T4), and LLaMA-Factory's wiki, *Performance comparison* (A100).
-#   peft's `method_comparison/MetaMathQA` (2,147 s and 942 s, L40S). Prices: huggingface/hub-docs,
-#   `docs/hub/jobs-pricing.md` at commit a9fef576 (2026-08-21).
+#   2026-09-20 (T4), and LLaMA-Factory's wiki, *Performance comparison* (A100). peft's `method_comparison/MetaMathQA`
+#   (2,147 s and 942 s, L40S). Prices: huggingface/hub-docs, `docs/hub/jobs-pricing.md` at commit a9fef576 (2026-08-21).
 # - torch 2.13: `is_bf16_supported` in `torch/cuda/__init__.py`, `torch/utils/flop_counter.py`.
 # - Ours: `cria_tricks/bill/` (`step_time.py`, `products.py`, `moved_bytes.py`), `cria_tricks/predict/machines.py`,
 #   `docs/guide/where_to_train.md`.

@@ -17,6 +17,9 @@
 # choose *Run All*. Without two cards the notebook runs as well: two processes on the CPU take the place of the cards,
 # with a tiny model.
 #
+# It takes some minutes, and 2.5 GB of disk for a model with random weights (both predicted). The guide
+# [In Kaggle, step by step](../docs/guide/kaggle.md) says what you need before you start.
+#
 # **What has been tried.** We have run this notebook on a CPU, with two processes. It has never run on two T4s, so every
 # figure that we give for T4s is predicted.
 
@@ -33,8 +36,8 @@ else:
     print("Without two cards, two processes on the CPU take their place. They communicate by gloo, with a tiny model.")
 
 # %% [markdown]
-# The next cell installs the package. Kaggle shows uploaded files as a data set, so if you upload the wheel, write its
-# path into `WHEEL`: `/kaggle/input/NAME/FILE.whl`.
+# The next cell installs the package. Until the repository is public, upload the wheel as a data set (*File -> Upload
+# input*). The cell looks for it in `/kaggle/input`.
 
 # %% Imports and settings tags=["hide-input"]
 import importlib.util
@@ -61,7 +64,7 @@ from cria_tricks.parallel import ddp
 from cria_tricks.predict.per_process import per_process
 from cria_tricks.recipe import Recipe, with_settings
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
 
 # %% [markdown]
 # The job of part 1 is QLoRA of Llama-3.2-1B, by the recipe `kwanzaa`. Its weights are random, so nothing has to be
@@ -91,14 +94,15 @@ one, two = Ranks(1, cards=TWO), Ranks(2, cards=TWO)
 # %% [markdown]
 # ## 1. Data parallelism: the same run, faster
 # Each process holds the whole model and takes half of each step's rows. Once a step the two all-reduce their gradients.
-# In a terminal it is one more setting: `cria launch kwanzaa --on torchrun --nproc 2 --set parallel.strategy=ddp`.
+# In a terminal it is one command: `cria launch kwanzaa --on torchrun --nproc 2`.
 #
-# Predict before you measure. How many MB of gradients do the processes all-reduce in a step? The cell above says how
-# many numbers LoRA trains, and each has a gradient of 4 bytes. And how many times as many rows a second do two
-# processes train? Write down both numbers.
+# Predict before you measure. How many MiB of gradients do the processes all-reduce in a step? The cell above says how
+# many numbers LoRA trains, and each has a gradient of 4 bytes (1 MiB is 1,048,576 bytes). And how many times as many
+# rows a second do two processes train? Put your numbers in place of `None` and run the cell. If you do not, you see a
+# dash in the column of your guess.
 
 # %%
-guess_megabytes = None
+guess_mib = None
 guess_times = None
 
 # %%
@@ -132,7 +136,7 @@ print("equal to the last bit:", counted[0].gradients == counted[1].gradients)
 
 # %%
 measured = counted[0].all_reduced[1]
-print(two_cards.line("MB all-reduced in a step", guess_megabytes, call.bytes / 1e6, measured / 1e6))
+print(two_cards.line("MiB all-reduced in a step", guess_mib, call.bytes / MIB, measured / MIB))
 print(f"by the formula {call.bytes:,} bytes, counted {measured:,}: {measured - call.bytes} more")
 
 # %% [markdown]
@@ -155,7 +159,7 @@ print(two_cards.line("times as fast", guess_times, times, rates[1] / rates[0]))
 # micro-batch, so only pieces wait; `step` reduces them once a step, so whole gradients wait.
 #
 # How many MiB does each of two processes hold at the peak of a step, with each setting? The cell at the top says how
-# many weights there are.
+# many weights there are. Put your numbers in place of `None` and run the cell.
 
 # %%
 guess_micro_batch = None
@@ -200,7 +204,7 @@ billion = with_settings(billion, ["tricks.optimizer=adamw", "tricks.paged_optimi
 for strategy, processes, reduce in (("none", 1, "micro_batch"), ("fsdp", 2, "micro_batch"), ("fsdp", 2, "step")):
     recipe = with_settings(billion, [f"parallel.reduce={reduce}"])
     bill = per_process(recipe, find_shape("llama-3.2-1b"), T4, strategy, processes)
-    memory = f"{bill.least_bytes / GIB:.1f} of {T4.memory_bytes / GIB:.1f} GiB in each"
+    memory = f"{bill.least_bytes / MIB:,.0f} of {T4.memory_bytes / MIB:,.0f} MiB in each"
     print(f"{processes} T4, reduce={reduce:12} predicted: at least {memory}: {bill.verdict}")
 
 # %% [markdown]
@@ -208,7 +212,8 @@ for strategy, processes, reduce in (("none", 1, "micro_batch"), ("fsdp", 2, "mic
 # - `ddp`: the same losses and gradients, more rows a second, and 4 bytes a trained weight sent in each step. Take it
 #   when one card holds the run.
 # - `fsdp`: the same losses, and less memory in each process. Take it when one card does not hold the run.
-# - Your own run: `cria launch RECIPE --on torchrun --nproc 2 --set parallel.strategy=ddp`, and `cria plan RECIPE --gpu
-#   t4x2` before it. The page [Several cards](../docs/guide/several_cards.md) says more.
+# - Your own run: `cria plan RECIPE --gpu t4x2`, then `cria launch RECIPE --on torchrun --nproc 2`, with `--set
+#   parallel.strategy=fsdp` if it does not fit one card. The page [Several cards](../docs/guide/several_cards.md) says
+#   more.
 #
 # If you ran this on two T4s, please send us what it printed, in an issue. It would be the first.

@@ -211,7 +211,7 @@ def test_no_refusal_or_warning_names_a_switch_by_its_code_name():
 def test_a_hint_says_what_counts_and_nothing_else():
     values = asked("beside", choice=fields.default())["values"]
     none, fp4, int8 = (values["quantization"][value] for value in ("none", "fp4", "int8"))
-    assert none["words"].startswith("+1.4 GiB, 1.1 times slower")
+    assert none["words"].startswith("+1.3 GiB")
     assert {"double_quantization"} <= set(none["also"]), "what else goes off is named, because it is counted"
     assert fp4["link"] == show.QUALITY
     assert "times" not in int8["words"], "a factor below 5 % is not told"

@@ -139,7 +139,7 @@ def test_a_notebook_that_installs_something_else_is_refused(tmp_path):
 def test_a_result_of_a_t4_is_accepted(on_kaggle, tmp_path, capsys):
     waits = [says("QUEUED"), says("NEW_SCRIPT"), says("RUNNING"), NO_NETWORK, says("RUNNING"), says("COMPLETE")]
     done = on_kaggle(Kaggle(waits, card()))
-    assert f"accepted: Tesla T4, 9 cases, in {tmp_path / 'kaggle' / 'result'}\n" in capsys.readouterr().out
+    assert f"accepted: Tesla T4, 11 cases, in {tmp_path / 'kaggle' / 'result'}\n" in capsys.readouterr().out
     assert done.seconds == 5 * kaggle.PAUSE
     assert {words[1] for words in done.asked if words[0] != "push"} == {KERNEL}, "the version that was pushed, no other"
     pushed = next(words for words in done.asked if words[0] == "push")

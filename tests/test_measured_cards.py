@@ -47,7 +47,7 @@ def test_the_page_is_built_from_accepted_files(tmp_path):
     written(card, results / "tesla-t4")
     page = measured_cards.page(measured_cards.accepted(results))
     assert "## Tesla T4, 2026-11-20" in page
-    assert "| Tesla T4 | 2026-11-20 | short, llama-3.2-1b | 9 |" in page
+    assert "| Tesla T4 | 2026-11-20 | short, llama-3.2-1b | 11 |" in page
     assert "power cap |" in page, "what held it down"
     case = card.cases[-1]
     one = case.predicted[0]

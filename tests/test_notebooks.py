@@ -190,6 +190,15 @@ def test_an_uploaded_wheel_is_installed_instead(pip, tmp_path):
     assert pip(notebooks.install_cell("data"))["words"][-1] == f"cria_tricks[data] @ {new.as_uri()}"
 
 
+def test_a_wheel_in_a_data_set_of_kaggle_is_installed(pip, tmp_path):
+    wheel = tmp_path / "input" / "datasets" / "mine" / "cria_tricks-0.4.0-py3-none-any.whl"
+    wheel.parent.mkdir(parents=True)
+    wheel.touch()
+    cell = notebooks.INSTALL.replace("/kaggle/input", str(tmp_path / "input"))
+    assert cell != notebooks.INSTALL
+    assert pip(cell)["words"][-1] == f"cria_tricks @ {wheel.as_uri()}"
+
+
 def test_a_wheel_elsewhere_is_named(pip, tmp_path):
     wheel = tmp_path / "drive" / "cria_tricks-0.4.0-py3-none-any.whl"
     wheel.parent.mkdir()

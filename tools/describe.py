@@ -17,7 +17,7 @@ def plain(text: str) -> str:
     """A text without the signs of Markdown."""
     text = re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"\*\*In short\.\*\*|<[^>]+>|\{[^}]*\}", "", text)
-    return " ".join(re.sub(r"[*`]", "", text).split())
+    return " ".join(re.sub(r"[*`]", "", text).replace('"', "'").split())  # an attribute in double quotes holds it
 
 
 def fitting(text: str) -> str:

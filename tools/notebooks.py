@@ -52,8 +52,8 @@ _INSTALL = r"""
 # This cell installs cria_tricks if it is missing, and those of its libraries that are missing. Libraries that are here
 # already keep their version, above all torch and transformers. If that is impossible, pip stops and says why.
 # The repository is not public yet. Until it is, build the wheel in your copy of it (make dist), then upload the file
-# with the folder symbol at the left, or put it on your Drive and mount the Drive. The cell finds it in both places;
-# if it lies elsewhere, write its path into WHEEL.
+# with the folder symbol at the left, or put it on your Drive and mount the Drive. In Kaggle, upload it as a data set.
+# The cell finds it in all three places; if it lies elsewhere, write its path into WHEEL.
 WHEEL = ""  # @param {type:"string"}
 
 import contextlib
@@ -69,7 +69,9 @@ KEPT = "NAMES"
 if importlib.util.find_spec("cria_tricks") is None:
     source = "git+REPOSITORY@TAG"
     folders = (Path.cwd(), Path("/content/drive/MyDrive"))
-    wheels = [Path(WHEEL)] if WHEEL else [path for folder in folders for path in folder.glob("cria_tricks-*any.whl")]
+    name = "cria_tricks-*any.whl"
+    found = [path for folder in folders for path in folder.glob(name)] + [*Path("/kaggle/input").rglob(name)]
+    wheels = [Path(WHEEL)] if WHEEL else found
     if wheels:
         source = max(wheels, key=os.path.getmtime).resolve().as_uri()  # the newest
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as held:
@@ -81,6 +83,8 @@ if importlib.util.find_spec("cria_tricks") is None:
         no_questions = os.environ | {"GIT_TERMINAL_PROMPT": "0"}  # git would wait for a password that nobody can type
         done = subprocess.run([*pip, f"cria_tricks @ {source}"], env=no_questions)
     if done.returncode:
+        # ResolutionImpossible: this image has an older library than we need. Take the newest image: in Colab by
+        # Runtime -> Disconnect and delete runtime, in Kaggle by Settings -> Environment.
         raise RuntimeError(f"cria_tricks could not be installed from {source}; pip says why, above this line")
     importlib.invalidate_caches()
 """

@@ -33,6 +33,7 @@ WORDS = {
     "symptoms.html#loss-is-nan-or-0-beside-a-gradient-norm-of-nan": "NaN",
     "symptoms.html#bf16-is-supported-on-a-t4-and-slow": "T4 bf16 bfloat16",
     "guide/plan.html#what-fits-means": "tight fits refused verdict margin",
+    "glossary.html#rank": "rank",
 }
 """Words that readers type for a section whose own heading does not have them. They count as its title does."""
 

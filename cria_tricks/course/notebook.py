@@ -10,6 +10,7 @@ def shown(data: dict[str, Any]) -> bool:
         data: the output in several formats, by MIME type; a notebook takes the richest that it knows.
     """
     try:
+        # Imported here, because a lesson also runs as a plain script on a machine without IPython.
         from IPython.core.getipython import get_ipython
         from IPython.display import display
     except ImportError:

@@ -76,7 +76,7 @@ def test_arrow_keys_move_the_marker_and_the_names_change(page):
         )
 
     first = shown()
-    data = films.read("plain")
+    data = films.read("attention")
     assert first[0] == data["peak"]
     assert "This is the peak" in first[2]
     assert "layers.0–15.self_attn" in first[3]
@@ -88,7 +88,7 @@ def test_arrow_keys_move_the_marker_and_the_names_change(page):
     start = shown()
     assert start[0] == 0
     assert start[3] != first[3]
-    assert "self_attn softmax" not in start[3], "nothing is saved before the forward pass"
+    assert "self_attn" not in start[3], "nothing is saved before the forward pass"
     press(page, Keys.END)
     assert shown()[2].startswith("Optimizer step: ")
     spoken = f"{OF}.querySelector('[aria-live]').textContent"
@@ -125,7 +125,7 @@ def flip(browser):
 
 
 def test_a_switch_moves_the_peak_on_the_same_scale(page):
-    before, after = peak_of("plain"), peak_of("checkpointing")
+    before, after = peak_of("attention"), peak_of("checkpointing")
     assert page.execute_script(f"return {PEAK}") == before
     page.execute_script(
         f"window.seen = []; new MutationObserver(() => window.seen.push({PEAK}))"
@@ -139,7 +139,7 @@ def test_a_switch_moves_the_peak_on_the_same_scale(page):
     seen = page.execute_script("return window.seen")
     assert [peak for peak in seen if after < peak < before], "it is seen on its way"
     said = page.execute_script(f"return {OF}.querySelector('.film-change').textContent")
-    assert said == "The peak was 31.3 GiB and is 20.4 GiB: 10.9 GiB less."
+    assert said == "The peak was 13.7 GiB and is 7.9 GiB: 5.8 GiB less."
     flip(page)
     assert settles(page, f"{PEAK} === {before}")
 
@@ -147,7 +147,7 @@ def test_a_switch_moves_the_peak_on_the_same_scale(page):
 def test_reduced_motion_is_honoured(page):
     reduced = [{"name": "prefers-reduced-motion", "value": "reduce"}]
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": reduced})
-    before, after = peak_of("plain"), peak_of("checkpointing")
+    before, after = peak_of("attention"), peak_of("checkpointing")
     page.execute_script(
         f"window.seen = []; new MutationObserver(() => window.seen.push({PEAK}))"
         f".observe({OF}.querySelector('svg'), {{attributes: true}})"
@@ -164,7 +164,7 @@ def test_a_film_that_cannot_be_loaded_leaves_the_last_one_and_says_so(page):
     try:
         flip(page)
         assert settles(page, f"!{OF}.querySelector('.film-failed').hidden")
-        assert page.execute_script(f"return {PEAK}") == peak_of("plain")
+        assert page.execute_script(f"return {PEAK}") == peak_of("attention")
     finally:
         page.execute_cdp_cmd("Network.setBlockedURLs", {"urls": []})
     flip(page)
