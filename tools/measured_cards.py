@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "measured_cards.md"
 SCHEMA = ROOT / "docs" / "assets" / "measured_card.schema.json"
-LEAST_CASES = 8
+LEAST_CASES = 6
 """Timed steps without which a card keeps its old range: the range of n values holds the next in (n - 1) / (n + 1)."""
 NARROWEST = 1.2
 """The least range around a measured card [ratio].

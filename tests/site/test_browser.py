@@ -14,7 +14,10 @@ printed there may be longer. On all other pages a screen shows all code."""
 MODES = {"light": "default", "dark": "slate"}
 MODE = 'document.body.setAttribute("data-md-color-scheme", arguments[0])'
 AT_ONCE = """
-document.head.insertAdjacentHTML("beforeend", "<style>*, ::before, ::after { transition: none !important } .highlight { content-visibility: visible !important }</style>")
+document.head.insertAdjacentHTML("beforeend", `<style>
+  *, ::before, ::after { transition: none !important }
+  .highlight { content-visibility: visible !important }
+</style>`)
 """
 """Colours would move slowly into the other mode, and be read on their way; and code out of sight is not laid out."""
 TOO_WIDE = """
