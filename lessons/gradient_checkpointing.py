@@ -13,7 +13,7 @@
 # > that leaves the loss perfect and the gradients wrong, and choose how many blocks to checkpoint on your card.
 # >
 # > **Card.** saves the activations inside all blocks but one / costs a second forward pass of each checkpointed block /
-# > exact, bit for bit / about 20 minutes / after [FlashAttention](flash_attention.py)
+# > exact, bit for bit / about 25 minutes / after [FlashAttention](flash_attention.py)
 #
 # [FlashAttention](flash_attention.py) left the peak of our job at 14,013 MiB. That fits a T4 with rows of 2,048 tokens,
 # but with 3,072 it does not. 6,146 MiB of the peak are [saved activations](../docs/glossary.md#activation), and this
@@ -153,11 +153,15 @@ course.show(
 #
 # **Step 2: compute again in the backward pass.** When the gradient of $y$ arrives, run the block a second time. This
 # time autograd records, so that we can go back through this one block. In PyTorch, a pair of hand-written passes is an
-# `autograd.Function`, and nothing is recorded inside its forward pass. The weights are arguments, so that their
-# gradients are returned. Then we compare loss and gradients with plain training.
+# `autograd.Function`, and nothing is recorded inside its forward pass. The trained weights are arguments, so that their
+# gradients are returned; frozen ones have none. Then we compare loss and gradients with plain training.
 
 
 # %%
+def trained(block):
+    return [p for p in block.parameters() if p.requires_grad]
+
+
 class Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, x, *weights):
@@ -171,11 +175,12 @@ class Recompute(torch.autograd.Function):
         x = x.detach().requires_grad_()  # the same numbers, without their history
         with torch.enable_grad():
             y = ctx.block(x)
-        return None, *torch.autograd.grad(y, [x, *ctx.block.parameters()], grad)
+        # one gradient for each argument of forward; a block has none
+        return None, *torch.autograd.grad(y, [x, *trained(ctx.block)], grad)
 
 
 def forgetful(block, x):
-    return Recompute.apply(block, x, *block.parameters())
+    return Recompute.apply(block, x, *trained(block))
 
 
 _, loss, grads = step(forgetful)
@@ -220,7 +225,7 @@ class Replay(Recompute):
 
 
 def ours(block, x):
-    return Replay.apply(block, x, *block.parameters())
+    return Replay.apply(block, x, *trained(block))
 
 
 # %% [markdown]
@@ -329,7 +334,9 @@ def more(way):
 
 for frozen in (False, True):
     blocks.requires_grad_(not frozen)
-    ours_costs = more(gradient_checkpointing.checkpointed)  # ours, in the package
+    assert torch.equal(step(ours)[2][0], step(plainly)[2][0])  # the gradient of x
+    # the package's version of ours: torch cannot count operations inside autograd.grad
+    ours_costs = more(gradient_checkpointing.checkpointed)
     print(
         f"frozen: {frozen!s:5}  ours {ours_costs:+.0%}, torch's {more(of_torch):+.0%}"
     )
@@ -456,9 +463,10 @@ assert max(peaks) * MIB < T4.memory_bytes
 
 # %% [markdown]
 # Checkpoint as few blocks as your card allows, because each of them costs time. All lines of this table fit a T4, so
-# for rows of 2,048 tokens the last line is the best. However, with rows of 4,096 tokens at least 12 of the 16 blocks
-# must be checkpointed, and a larger model or a smaller card also needs more of them. (transformers' own
-# `every_n_layers=2` checkpoints every second block instead of the first ones.)
+# for rows of 2,048 tokens the last line is the fastest. The course checkpoints all blocks, because it looks for the
+# smallest peak; [a full card](a_full_card.py) shows what to switch off where memory is left over. However, with rows of
+# 4,096 tokens at least 12 of the 16 blocks must be checkpointed, and a larger model or a smaller card also needs more
+# of them. (transformers' own `every_n_layers=2` checkpoints every second block instead of the first ones.)
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: send saved activations to the host

@@ -138,9 +138,9 @@ _ = cria("data", DATA)
 # otherwise the untrained model would be graded on fields that it has never seen.
 #
 # ## 1. The bill
-# How many GiB does a training step of this run need? In [the lesson on the bill](the_bill.py) the peak in plain fp32
-# was 31.3 GiB, and a T4 has 14.74. `cria plan` takes all rows as full, 2,048 tokens each, and adds what PyTorch's
-# allocator may reserve ([a full card](a_full_card.py)). The number is predicted, and no T4 has confirmed it yet.
+# How many GiB does a training step of this run need? On a T4 the recipe leaves out checkpointing and the chunked loss,
+# so it needs more than the earlier 1,516 MiB. `cria plan` takes all rows as full, 2,048 tokens each, and adds what
+# PyTorch's allocator may reserve ([a full card](a_full_card.py)). No T4 has confirmed this prediction yet.
 
 # %% Your guess: GiB that a training step needs tags=["predict"]
 guess = 0  # @param {type:"number"}

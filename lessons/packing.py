@@ -655,10 +655,10 @@ print(f"by the data sheet packing saves {1 - becomes / was:.1%} of an epoch")
 
 # %% [markdown]
 # ## 6. Where it breaks
-# **The training loss is fine, the model is not.** The cause is an `attention_mask` of ones next to the positions. (Or a
-# KV cache: transformers' trainer switches it off, an evaluation of your own does not.) To see the harm we train a tiny
-# model on a book of 48 names. To each name belong five words, which the model must learn by heart. Every sequence holds
-# four documents, all on the same name ("alike") or on four names ("mixed"). At the end we ask for each document alone.
+# **The training loss may hide it.** The cause is an `attention_mask` of ones next to the positions. (Or a KV cache:
+# transformers' trainer switches it off, an evaluation of your own does not.) We train a tiny model on a book of 48
+# names. To each name belong five words, which the model must learn by heart. Every sequence holds four documents, all
+# on the same name ("alike") or on four names ("mixed"). At the end we ask for each document alone.
 #
 # Which model has the lower *training* loss when the documents of a sequence are alike?
 
@@ -678,14 +678,15 @@ for (alike, leaks_here), (in_training, alone) in told.items():
     name = f"{'alike' if alike else 'mixed'}, {'leak' if leaks_here else 'no leak'}"
     print(f"{name:15} training loss {in_training:.2f}, alone {alone:.2f}")
 assert told[True, True][0] < told[True, False][0]
+assert told[False, True][0] > told[False, False][0]
 for alike in (True, False):
     assert told[alike, True][1] > 1.2 * told[alike, False][1]
 
 # %% [markdown]
 # With alike documents, the leaking model copies from its neighbours. So it has the lower training loss, and it knows
-# less. With mixed documents the neighbours are only noise. The Llama 3 paper saw little effect of the leak in ordinary
-# pre-training, and an important one in long rows. The cure is to pass no `attention_mask` with the positions, and to
-# test your own stack (exercise 2).
+# less. With mixed documents even the training loss is higher, because so small a model cannot ignore its neighbours.
+# The Llama 3 paper saw little effect of the leak in ordinary pre-training, and an important one in long rows. The cure
+# is to pass no `attention_mask` with the positions, and to test your own stack.
 #
 # **The gradient changes, although the documents are the same.** Suppose that a loop takes the *mean* loss of each
 # sequence, and divides by the number of sequences. Then a document that shares its sequence gets a smaller weight than
