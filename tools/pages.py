@@ -159,9 +159,14 @@ def join_predictions(cells: list[Any], stem: str) -> None:
 
 
 def _said_of(cells: list[Any], answer: int) -> list[Any]:
-    """The text behind an answer, cut off before its first heading; none where this text asks for the next guess."""
+    """The text behind an answer, cut off before its first heading; none where this text asks for the next guess.
+
+    A part that is folded says something of its own.
+    """
     after = cells[answer + 1 : answer + 3]
     if not after or after[0].cell_type != "markdown" or any(map(_asks, after)):
+        return []
+    if notebooks.DEEP in after[0].metadata.get("tags", []):
         return []
     if heading := HEADING.search(after[0].source):
         says, rest = after[0].source[: heading.start()].strip(), after[0].source[heading.start() :]
