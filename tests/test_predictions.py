@@ -142,6 +142,6 @@ def test_a_notebook_shows_the_form(tmp_path):
 
 def test_a_part_that_is_folded_behind_an_answer_is_not_hidden_with_it():
     deep = nbformat.v4.new_markdown_cell("### Deeper: why\nBecause.", metadata={"tags": ["deep"]})
-    text = page(form(), code("reveal", 12), deep)
+    text = page(form(), code("reveal", 12), deep, nbformat.v4.new_markdown_cell("## Next"))
     assert all("Because" not in what for _, what in hidden(text))
     assert '<details class="deep" markdown="1"><summary markdown="span">Deeper: why</summary>\n\nBecause.' in text
