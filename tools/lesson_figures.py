@@ -46,7 +46,6 @@ PRIVATE = {
     "one (a person)": r"(?:^|[.!?:] )One (?:can|may|must|should|has|gets|sees|needs)\b",
     "all the same; besides": r"\ball the same\b|\bbesides\b(?!=)",
     "reckoning (estimate)": r"\breckon",
-    "product (matrix multiplication)": r"\bthin one\b|\bproducts? on the way\b",
 }
 """Words of our own, or of another time, that a reader cannot look up, and patterns that find them in prose."""
 
