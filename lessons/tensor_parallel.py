@@ -1,5 +1,7 @@
 # ---
 # jupyter:
+#   question: Sharding gathers every block whole before it runs. Can several cards compute one block together, each with
+#     only its part of the matrices?
 #   jupytext:
 #     cell_metadata_filter: tags,-all
 #     text_representation: {extension: .py, format_name: percent}
@@ -7,34 +9,42 @@
 
 # %% [markdown]
 # # Tensor parallelism: half of every matrix
-# > **Promise.** With two short operators you cut a Llama block over two processes; loss and gradients stay those of
-# > one. You count what the two send, 119 times as much as in [the lesson on data parallelism](data_parallel.py), and
-# > know what link that needs.
+# > **Promise.** The largest models are trained with a part of every matrix on each card. This needs only two short
+# > functions, but if you forget one of them, the loss stays right and the gradients are wrong. You will cut a Llama
+# > block with LoRA over two processes, prove that all gradients are right, count what is sent, and predict which link
+# > between the cards makes it worthwhile.
+# >
+# > **Card.** saves the blocks' matrices and the wide activations inside a block, of which each of $N$ processes has
+# > $1/N$ / costs four sums of $B\,T\,D$ numbers in every block, for which all processes wait / exact within rounding /
+# > about 25 minutes / after [sharding](sharding.py)
 #
-# > **Card.** saves the blocks' matrices and what is wide inside a block, of which a process has 1/N / costs sums of
-# > $B\,T\,D$ numbers in every block, for which all wait / exact within rounding / 35 minutes / after
-# > [sharding](sharding.py)
+# ## 1. The bill
+# With [sharding](sharding.py) a card keeps half of each block, but it gathers the whole block to compute with it.
+# [Tensor parallelism](../docs/glossary.md#tensor-parallelism) gathers no weights. All cards train on the *same* rows,
+# and each computes with its own part of every matrix. So a block's matrices are never whole, and neither are the wide
+# activations inside it: the attention heads, and the inside of the MLP.
 #
-# The job: QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens. [The lesson on data
-# parallelism](data_parallel.py) shared the rows. [The lesson on sharding](sharding.py) divided what is stored, but
-# gathered whole matrices to compute. Here matrices of blocks are never whole. All processes take the *same* rows, and
-# each computes a part of every block.
+# Our job is QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens. NF4, 8-bit and paged AdamW, and fp16 do
+# not work with cut matrices (section 6 says why). So this lesson trains LoRA in bf16 with plain AdamW, and plans with
+# A100s, because a T4 has no bf16. On one card the peak is 2,970 MiB: 1,856 for the blocks' matrices, 194 for the
+# adapter with its gradients and optimizer states, and 920 for the rest, such as the embedding, the logits and saved
+# block inputs. What is the peak in each of eight cards?
+
+# %% Your guess: MiB of the peak in each of eight cards tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %% Imports and settings tags=["hide-input"]
 import logging
 import tempfile
 import warnings
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
 # on some CPUs it tells of a package that is not needed
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
+
 import bitsandbytes as bnb
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -50,14 +60,14 @@ from transformers.distributed import DistributedConfig
 import cria_tricks
 from cria_tricks import course, recipes
 from cria_tricks.bench.style import Theme
+from cria_tricks.bench.tables import table
 from cria_tricks.bill.calls import CountCollectives, totals
 from cria_tricks.common.console import Aside
 from cria_tricks.common.errors import BadInput
-from cria_tricks.course.processes import Ranks
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.load.model import quiet_libraries
-from cria_tricks.models.shape import find_shape, refuse_undivided
+from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import ddp, tensor
 from cria_tricks.predict.links import LINKS, compute_seconds, step_seconds
 from cria_tricks.predict.per_process import per_process
@@ -67,239 +77,210 @@ from cria_tricks.run.run import train
 from cria_tricks.step_plan import diff
 from cria_tricks.tricks import folds
 
-# two processes, joined by gloo as in data_parallel.py; they end with this notebook
-ranks = Ranks(2)
-ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
-ranks.run(quiet_libraries)
 quiet_libraries()
-torch.manual_seed(0)
-MIB = 2**20
-
-# %% [markdown]
-# ## 1. The bill
-# NF4, 8-bit and paged AdamW and fp16 cannot come along (section 6). So this bill is of the same recipe without them, in
-# bf16, for an A100. Of one card's peak, 2,970 MiB, the blocks' matrices take 1,856, the adapter with gradients and
-# states 194, and embedding, logits, saved block inputs and the rest 920. Which is divided? Write down the peak of
-# eight.
-
-# %% Your guess: MiB of the peak of eight tags=["predict"]
-guess = 0  # @param {type:"number"}
-
-# %%
+MIB, GIB = 2**20, 2**30
 A100 = CARDS["a100"]
-ours = recipes.capstone(A100.device)
-refused = [
-    "quantization=none",
-    "double_quantization=false",
-    "optimizer=adamw",
-    "paged_optimizer=false",
-]
-whole = with_settings(ours, [f"tricks.{one}" for one in refused])
-shape = find_shape(whole.model)
-MATRICES, OTHERS, WAITING = (
-    "weights: blocks",
-    "weights: all others",
-    "saved activations",
-)
-bills = {
-    N: per_process(whole, shape, A100.device, "tensor" if N > 1 else "none", N)
-    for N in (1, 2, 4, 8)
-}
-for N, bill in bills.items():
-    held = {
-        line.name: line.bytes
-        for moment in bill.moments
-        if moment.name == "last block"
-        for line in moment.lines
-    }
-    inside = held["open block: saved"] + held["open block: temporary"]
-    sizes = {
-        "peak": bill.peak_bytes,
-        "matrices": held[MATRICES],
-        "embedding, norms": held[OTHERS],
-    }
-    sizes |= {
-        "saved block inputs": held[WAITING],
-        "inside the open block, later": inside,
-    }
-    print(
-        f"N = {N}:",
-        ", ".join(f"{name} {size / MIB:,.0f}" for name, size in sizes.items()),
-        "MiB",
-    )
-    assert held[MATRICES] == 2 * 16 * shape.block_linear_weights / N
-    assert (held[OTHERS], held[WAITING]) == (
-        2 * (shape.embedding_weights + 33 * 2048),
-        16 * 2 * 2048 * 2048,
-    )
-assert bills[8].peak_bytes > bills[1].peak_bytes / 3
-course.reveal(guess, bills[8].peak_bytes / MIB, "MiB")
-
-# %% Draw figure 1 tags=["hide-input"]
+off = ["quantization=none", "double_quantization=false"]
+off += ["optimizer=adamw", "paged_optimizer=false"]
+off = [f"tricks.{setting}" for setting in off]
+job = with_settings(recipes.capstone(A100.device), off)
+shape = find_shape(job.model)
+MATRICES = ("weights: blocks",)
 TRAINED = (
     "weights: adapter",
     "gradients",
     "optimizer states",
     "16-bit copies of weights",
 )
-of_one = {line.name: line.bytes / MIB for line in bills[1].lines}  # at the peak
-of_trained = sum(of_one[name] for name in TRAINED)
-assert [
-    round(size) for size in (sum(of_one.values()), of_one[MATRICES], of_trained)
-] == [2970, 1856, 194]
+
+
+def bill(cards, recipe=job):
+    """The bill of each card, if they share the matrices."""
+    strategy = "tensor" if cards > 1 else "none"
+    return per_process(recipe, find_shape(recipe.model), A100.device, strategy, cards)
+
+
+def size(bill, names):
+    """MiB of some lines of the bill, at the peak."""
+    return sum(line.bytes for line in bill.lines if line.name in names) / MIB
+
+
+# %%
+parts, lines = {}, []
+for cards in (1, 2, 4, 8):
+    found = bill(cards)
+    peak = found.peak_bytes / MIB
+    matrices, adapter = size(found, MATRICES), size(found, TRAINED)
+    parts[cards] = matrices, adapter, peak - matrices - adapter
+    lines.append([str(cards), *(f"{part:,.0f}" for part in (*parts[cards], peak))])
+titles = ("cards", "matrices", "adapter and its states", "rest", "peak, MiB")
+course.show_table(table(titles, lines))
+course.reveal(guess, bill(8).peak_bytes / MIB, "MiB")
+
+# %% Draw figure 1, and hold the numbers of the text tags=["hide-input"]
+assert [round(part) for part in parts[1]] == [1856, 194, 920]
+assert [round(bill(cards).peak_bytes / MIB) for cards in (1, 8)] == [2970, 1231]
+for _cards, (_matrices, _, _rest) in parts.items():
+    assert _matrices == 2 * 16 * shape.block_linear_weights / MIB / _cards
+    assert _rest == parts[1][2]
 
 
 def divided(theme: Theme):
-    """The peak of a step by lines of the bill, for one to eight processes."""
-    groups = {
-        "blocks' matrices": (MATRICES,),
-        "adapter, its gradients and states": TRAINED,
-        "whole: embedding, all that is D wide, logits": (),
-    }
-    named = {name for names in groups.values() for name in names}
+    """The peak of a step by lines of the bill, for one to eight cards."""
+    labels = ("blocks' matrices", "adapter, its gradients and states", "rest")
     drawn, axes = course.figure(height=2.9)
-    left = dict.fromkeys(bills, 0.0)
-    for (label, names), colour in zip(groups.items(), theme.series, strict=False):
-        for place, (N, bill) in enumerate(bills.items()):
-            taken = [
-                line.bytes
-                for line in bill.lines
-                if line.name in names or not (names or line.name in named)
-            ]
-            size = sum(taken) / MIB
+    for place, (cards, sizes) in enumerate(parts.items()):
+        left = 0.0
+        for label, size, colour in zip(labels, sizes, theme.series, strict=False):
             axes.barh(
                 place,
                 size,
-                left=left[N],
+                left=left,
                 color=colour,
                 height=0.62,
-                label=label if N == 1 else None,
+                label=label if cards == 1 else None,
             )
-            left[N] += size
-    axes.set_yticks(range(len(bills)), [f"N = {N}" for N in bills])
-    axes.set(
-        xlabel="peak of a step in each process, MiB", ylim=(len(bills) - 0.4, -0.6)
-    )
+            left += size
+    axes.set_yticks(range(len(parts)), [f"{cards} A100" for cards in parts])
+    axes.set(xlabel="peak of a step in each card, MiB", ylim=(3.6, -0.6))
     axes.grid(axis="x")
-    axes.legend(loc="lower right")
+    axes.legend(loc="lower right", fontsize=7.5)
     return drawn
 
 
 course.show(
     divided,
-    "Figure 1. The matrices are divided; what is whole stays, "
-    "and soon is most of the peak.",
+    "Figure 1. Predicted peak in each card. The matrices are divided, and the rest is "
+    "whole in every card, so it soon is most of the peak.",
 )
 
 # %% [markdown]
-# Each of eight processes still needs more than a third of that. The embedding is whole in all of them, and so is
-# everything of width $D$. Divided are the matrices, one of LoRA's two beside each, and what is wide inside a block:
-# heads and MLP.
+# Each of eight cards still needs more than a third of 2,970 MiB, because the embedding is whole in every process, and
+# so are the hidden states between blocks.
 #
-# ## 2. From scratch, in five steps
-# **Cut a matrix.** $y = x W^\top$ can be cut in two ways. By *columns* of $W^\top$, its outputs (in torch's $W$
-# `dim=0`): every process takes all of $x$ and makes some of $y$. By *rows*, its inputs: every process takes some of
-# $x$, and makes one term of a sum, as wide as $y$.
+# ## 2. From scratch, in four steps
+# **Step 1: cut one matrix.** A layer computes $y=x\,W^\top$, and there are two ways to divide it among processes:
+#
+# - By *outputs*: each process takes all of $x$ and computes some of the numbers of $y$. These are columns of $W^\top$,
+#   so the layer is called *column-parallel*. In torch they are dimension 0 of $W$.
+# - By *inputs*, dimension 1: each process takes some of the numbers of $x$. Its result is as wide as $y$, but it is
+#   only one term of a sum. The layer is called *row-parallel*.
 
 # %%
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from cria_tricks.course.processes import Ranks
+
+torch.manual_seed(0)
 B, T, D, M = 2, 32, 64, 128  # rows, tokens, width, width inside the MLP
-x, up, down = (
-    torch.randn(B, T, D),
-    torch.randn(M, D) / D**0.5,
-    torch.randn(D, M) / M**0.5,
-)
-side_by_side = torch.cat([x @ W.T for W in up.chunk(2, dim=0)], dim=-1)
-added = sum(
-    part @ W.T for part, W in zip(x.chunk(2, dim=-1), up.chunk(2, dim=1), strict=True)
-)
-torch.testing.assert_close(side_by_side, x @ up.T)
-torch.testing.assert_close(added, x @ up.T)
+x = torch.randn(B, T, D, requires_grad=True)
+up = (torch.randn(M, D) / D**0.5).requires_grad_()
+down = (torch.randn(D, M) / M**0.5).requires_grad_()
+
+upper, lower = up.chunk(2, dim=0)
+by_outputs = torch.cat([x @ upper.T, x @ lower.T], dim=-1)
+left, right = up.chunk(2, dim=1)
+by_inputs = x[..., : D // 2] @ left.T + x[..., D // 2 :] @ right.T
+torch.testing.assert_close(by_outputs, x @ up.T)
+torch.testing.assert_close(by_inputs, x @ up.T)
 
 # %% [markdown]
-# **Columns, then rows.** The MLP is `down(gelu(up(x)))`. Cut `up` by columns, and a process can apply gelu to its own
-# numbers. They are just what it needs if `down` is cut by rows. So two matrices cost one sum.
+# **Step 2: two matrices, one sum.** An MLP is `down(gelu(up(x)))`. If `up` is cut by outputs, each process can apply
+# gelu to its own numbers. If `down` is cut by inputs, its part needs just these. So the processes talk once, where an
+# [all-reduce](../docs/glossary.md#all-reduce) adds up the terms. We call this sum `g`. Its backward pass does nothing,
+# because the gradient of a sum is also that of each term, and every process has it already.
 #
-# `added_up` makes it in `.data`, where autograd does not look. So autograd sees a copy, and hands the gradient on. That
-# is right: each process has the whole sum's gradient already. Are loss and gradients now those of one process? Decide.
-
-
-# %% Helpers: compare with one process tags=["hide-input"]
-def step(mlp, *given):
-    """The loss, and the gradients of x, up and down."""
-    leaves = [one.clone().requires_grad_() for one in given]
-    loss = mlp(*leaves).square().mean()
-    return loss.detach(), *torch.autograd.grad(loss, leaves)
-
-
-def own(grad, name, rank):
-    """What a process has of a gradient: its part of what is cut, else all."""
-    return grad.chunk(2, CUT[name])[rank] if name in CUT else grad
-
-
-def apart(found, expected):
-    return ((found - expected).norm() / expected.norm()).item()
+# `Ranks(2)` starts two [processes](../docs/glossary.md#rank), and `ranks.run(function)` calls the function in both.
+# Are the loss and the gradients now those of a single process?
 
 
 # %%
 def mine(W, dim):
-    """Return this process's part of N equal ones; in one process, all of W."""
-    return (
-        W.chunk(dist.get_world_size(), dim)[dist.get_rank()]
-        if dist.is_initialized()
-        else W
-    )
+    """This process's part of a matrix; all of it, if there is only one process."""
+    if not dist.is_initialized():
+        return W
+    return W.chunk(dist.get_world_size(), dim)[dist.get_rank()]
 
 
-def added_up(y):
-    total = y.clone()
+def add_up(x):
+    """The sum over all processes."""
+    total = x.clone()
     if dist.is_initialized():
-        dist.all_reduce(total.data)
+        dist.all_reduce(total)
     return total
 
 
-def first_try(x, up, down):
-    return added_up(F.gelu(x @ mine(up, 0).T) @ mine(down, 1).T)
+class Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part):
+        return add_up(part)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
 
 
-alone = step(first_try, x, up, down)  # here, where nothing is cut
-for rank, (loss, of_x, of_up, _) in enumerate(ranks.run(step, first_try, x, up, down)):
-    off_up, off_x = (
-        apart(of_up.chunk(2)[rank], alone[2].chunk(2)[rank]),
-        apart(of_x, alone[1]),
-    )
-    print(
-        f"process {rank}: loss off by {apart(loss, alone[0]):.0e}, "
-        f"its part of up by {off_up:.0e}, x by {off_x:.0%}"
-    )
-    assert max(apart(loss, alone[0]), off_up) < 1e-6
-    assert off_x > 0.3
+g = Summed.apply
+
+
+def first_try(x):
+    inner = F.gelu(x @ mine(up, 0).T)
+    return g(inner @ mine(down, 1).T)
+
+
+def step(mlp):
+    """The loss, and the gradients of x and of up."""
+    loss = mlp(x).square().mean()
+    return loss.detach(), *torch.autograd.grad(loss, [x, up])
+
+
+def apart(found, right):
+    """The length of the difference, over the length of the right one."""
+    return ((found - right).norm() / right.norm()).item()
+
+
+ranks = Ranks(2)
+loss, of_x, of_up = step(first_try)  # here, in one process
+first, second = ranks.run(step, first_try)
+# each process knows the gradient of its own part of up; elsewhere it has zeros
+print(f"loss off by {apart(first[0], loss):.0e}")
+print(f"gradient of up off by {apart(first[2] + second[2], of_up):.0e}")
+print(f"gradient of x off by {apart(first[1], of_x):.0%}")
+assert apart(first[1], of_x) > 0.3
 
 # %% [markdown]
-# Loss and gradient of `up` are right, and nothing raises. But the gradient of $x$ is wrong, so everything *before* this
-# MLP gets wrong gradients.
+# The loss and the gradient of `up` are right, and there is no error. But the gradient of $x$ is wrong by more than
+# half, so all layers *before* this MLP would get wrong gradients. Both processes used all of $x$, but each computes
+# only the gradient through its own part of `up`.
 #
-# **Add up on the way back.** Every process used all of $x$, so each has a part of its gradient. The Megatron-LM paper
-# calls the cure *f*: forward nothing, backward a sum. Its mirror is *g*, our `added_up`: forward a sum, backward
-# nothing.
+# **Step 3: add up in the backward pass, too.** The paper on Megatron-LM calls the cure *f*. It does nothing in the
+# forward pass, and in the backward pass it adds up the gradients of all processes.
 
 
 # %%
-def f(x):
-    x = x.view_as(x)  # another tensor, so that the hook is on this use of x
-    if x.requires_grad:
-        x.register_hook(added_up)
-    return x
+class Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return add_up(gradient)
 
 
-g = added_up
+f = Copied.apply
 
 
-def mlp(x, up, down):
-    return g(F.gelu(f(x) @ mine(up, 0).T) @ mine(down, 1).T)
+def mlp(x):
+    inner = F.gelu(f(x) @ mine(up, 0).T)
+    return g(inner @ mine(down, 1).T)
 
 
-for found in ranks.run(step, mlp, x, up, down):
-    assert apart(found[1], alone[1]) < 1e-6
+_, found, _ = ranks.run(step, mlp)[0]
+print(f"gradient of x off by {apart(found, of_x):.0e}")
+assert apart(found, of_x) < 1e-6
 
 
 # %% Draw figure 2 tags=["hide-input"]
@@ -335,123 +316,108 @@ def two_processes(theme: Theme):
 
 course.show(
     two_processes,
-    "Figure 2. Columns, then rows. Dashed is the other's part. "
-    "Between f and g no process asks the other anything.",
+    "Figure 2. An MLP in two processes. The part of the other process is dashed. "
+    "Between f and g nothing is sent.",
 )
 
 # %% [markdown]
-# **Attention: cut by heads.** A head is $C$ neighbouring outputs of q, k and v, and heads do not look at each other. So
-# q, k and v are cut by columns and o by rows, with f in front and g behind.
+# **Step 4: a Llama block with LoRA.** An attention head is a group of neighbouring outputs of q, k and v, and heads do
+# not look at each other. So cut q, k and v by outputs, which gives each process half of the heads, and cut o by
+# inputs. As q, k and v multiply the same input, they share one `f`, and so do gate and up in the MLP. A block
+# therefore makes two sums forward and two backward.
 #
-# **One f for all that share an input.** q, k and v multiply the same $x$, and gate and up another. A process adds up
-# their gradients for it anyway. So one f stands in front of attention and one in front of the MLP: two sums on the way
-# back, and not five.
-#
-# **LoRA: cut beside.** It adds [the lesson on LoRA](lora.py)'s $B A x$. Beside a matrix cut by columns $B$ is cut,
-# because it has the same outputs, and $A$ is whole. Beside one cut by rows $A$ is cut, and $B$ is whole. Both stay
-# between f and g, so the loss and the gradient of $x$ are right. Which gradients are still wrong? Decide.
+# Next to each matrix, [LoRA](lora.py) adds $B A x$. If the matrix is cut by outputs, so is $B$, and $A$ is whole. If
+# it is cut by inputs, so is $A$, and $B$ is whole. All this happens between `f` and `g`, so the loss and the gradient
+# of $x$ are right. But the gradients of the whole matrices are wrong again, because a process uses only its own part
+# of the other matrix. So each has a part of such a gradient, and we add up these parts once a step.
 
 # %%
-H, K, C, r = 4, 2, 16, 4  # heads, key heads, width of a head, rank
-# inputs, outputs
-WIDTHS = {"q": (D, H * C), "k": (D, K * C), "v": (D, K * C), "o": (H * C, D)}
-WIDTHS |= {"gate": (D, M), "up": (D, M), "down": (M, D)}
-# the dimension: 0 for columns, 1 for rows
-CUT = {name: 1 if name in ("o", "down") else 0 for name in WIDTHS}
-# LoRA's matrices that are not cut
-WHOLE = [f"{name}.B" if dim else f"{name}.A" for name, dim in CUT.items()]
-# and those that are
-CUT |= {f"{name}.A" if dim else f"{name}.B": dim for name, dim in CUT.items()}
+H, K, C, r = 4, 2, 16, 4  # heads, key heads, width of a head, rank of LoRA
+# outputs and inputs of each matrix
+SHAPES = {"q": (H * C, D), "k": (K * C, D), "v": (K * C, D), "o": (D, H * C)}
+SHAPES |= {"gate": (M, D), "up": (M, D), "down": (D, M)}
+WHOLE = [f"{name}.A" for name in ("q", "k", "v", "gate", "up")] + ["o.B", "down.B"]
 
 
-def columns(fx, w, name):
-    return fx @ mine(w[name], 0).T + fx @ w[name + ".A"].T @ mine(w[name + ".B"], 0).T
+def split_outputs(x, w, name):
+    adapter = x @ w[name + ".A"].T @ mine(w[name + ".B"], 0).T
+    return x @ mine(w[name], 0).T + adapter
 
 
-def rows(x, w, name):
-    return x @ mine(w[name], 1).T + x @ mine(w[name + ".A"], 1).T @ w[name + ".B"].T
+def split_inputs(x, w, name):
+    adapter = x @ mine(w[name + ".A"], 1).T @ w[name + ".B"].T
+    return x @ mine(w[name], 1).T + adapter
 
 
 def block(x, w):
+    """A Llama block, without its rotary positions, which work inside a head."""
     n = f(F.rms_norm(x, (D,)))
-    # Rotary positions are left out; they work inside a head.
-    q, k, v = (columns(n, w, name).view(B, T, -1, C).transpose(1, 2) for name in "qkv")
+    heads = [split_outputs(n, w, name).unflatten(-1, (-1, C)) for name in "qkv"]
+    q, k, v = (head.transpose(1, 2) for head in heads)
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    x = x + g(rows(y.transpose(1, 2).reshape(B, T, -1), w, "o"))
+    x = x + g(split_inputs(y.transpose(1, 2).flatten(2), w, "o"))
     n = f(F.rms_norm(x, (D,)))
-    return x + g(rows(F.silu(columns(n, w, "gate")) * columns(n, w, "up"), w, "down"))
+    inner = F.silu(split_outputs(n, w, "gate")) * split_outputs(n, w, "up")
+    return x + g(split_inputs(inner, w, "down"))
 
 
 def once_a_step(w):
-    """Sum the gradients of A beside columns and of B beside rows, in one call."""
-    gradients = [w[name].grad for name in WHOLE if dist.is_initialized()]
-    if gradients:
-        total = added_up(torch.cat([gradient.flatten() for gradient in gradients]))
-        for gradient, summed in zip(
-            gradients, total.split([one.numel() for one in gradients]), strict=True
-        ):
-            gradient.copy_(summed.view_as(gradient))
+    for name in WHOLE:
+        w[name].grad = add_up(w[name].grad)
 
 
 # %% [markdown]
-# Those of LoRA's whole matrices. Beside columns each process multiplies $A x$ by its own part of $B$ only, so it gets a
-# part of $A$'s gradient. Beside rows it has one term of the sum $A x$, so it gets a part of $B$'s. `once_a_step` sums
-# the parts after the last micro-batch, in one call.
-#
 # ## 3. Prove it
-# The claim is *exact within rounding*, so finer numbers must bring a smaller error. Compare in fp32 and in fp64.
+# The claim is *exact within rounding*. If rounding is the only difference, it must shrink with more digits, so we
+# compare the loss and all 22 gradients in fp32 and in fp64. `CountCollectives` counts what is sent.
 
 
 # %%
 def run(dtype):
-    """The loss, all gradients, and what was sent forward, back and at the end."""
+    """The loss, all gradients, and the bytes that are summed in each phase."""
     torch.manual_seed(0)
-    w = {}
-    for name, (d_in, d_out) in WIDTHS.items():
-        w[name], w[name + ".A"] = (
-            torch.randn(n, d_in, dtype=dtype) / d_in**0.5 for n in (d_out, r)
-        )
-        w[name + ".B"] = torch.randn(d_out, r, dtype=dtype) / r**0.5
-    w["x"] = torch.randn(B, T, D, dtype=dtype)
-    leaves = [one.requires_grad_() for one in w.values()]
+    w = {"x": torch.randn(B, T, D, dtype=dtype)}
+    for name, (outputs, inputs) in SHAPES.items():
+        w[name] = torch.randn(outputs, inputs, dtype=dtype) / inputs**0.5
+        w[name + ".A"] = torch.randn(r, inputs, dtype=dtype) / inputs**0.5
+        w[name + ".B"] = torch.randn(outputs, r, dtype=dtype) / r**0.5
+    for one in w.values():
+        one.requires_grad_()
     with CountCollectives() as forward:
         loss = block(w["x"], w).square().mean()
-    with CountCollectives() as back:
+    with CountCollectives() as backward:
         loss.backward()
     with CountCollectives() as end:
         once_a_step(w)
-    return (
-        loss.detach(),
-        dict(zip(w, [p.grad for p in leaves], strict=True)),
-        forward,
-        back,
-        end,
-    )
+    sent = [count.bytes["all_reduce"] for count in (forward, backward, end)]
+    return loss.detach(), {name: one.grad for name, one in w.items()}, sent
 
 
 for dtype in (torch.float32, torch.float64):
-    expected, off = run(dtype), 0.0
-    found = ranks.run(run, dtype)
-    for rank, (_, grads, *_) in enumerate(found):
-        for name, grad in grads.items():
-            off = max(
-                off, apart(own(grad, name, rank), own(expected[1][name], name, rank))
-            )
-    loss_off = apart(found[0][0], expected[0])
-    print(
-        f"{str(dtype)[6:]}: loss off by {loss_off:.0e}, "
-        f"the worst of {len(grads)} gradients by {off:.0e}"
-    )
-    assert off < 100 * torch.finfo(dtype).eps
-    assert torch.equal(found[0][0], found[1][0])
+    loss, expected, _ = run(dtype)
+    (first_loss, first, sent), (_, second, _) = ranks.run(run, dtype)
+    worst = 0
+    for name, right in expected.items():
+        found = first[name]
+        if name != "x" and name not in WHOLE:
+            found = found + second[name]  # each has the gradient of its own part
+        worst = max(worst, apart(found, right))
+    print(f"{dtype}: loss off by {apart(first_loss, loss):.0e}, worst {worst:.0e}")
+    assert worst < 100 * torch.finfo(dtype).eps
+print(
+    f"fp64, bytes summed: forward {sent[0]:,}, backward {sent[1]:,}, once {sent[2]:,}"
+)
 
-# %% [markdown]
-# In the package f and g are `Copied` and `Summed`, and `tensor.mlp` is the MLP above. `tensor.split` puts them around
-# attention and MLP of a transformers model with peft's LoRA. The cut weights become torch's *DTensor*, which knows how
-# it is cut.
+# %% [markdown] tags=["deep"]
+# ### Deeper: the package cuts a Llama of transformers
+# In the package f and g are `Copied` and `Summed`, and `tensor.mlp` is the MLP of step 3. `tensor.split` puts both
+# around attention and MLP of a transformers model, with peft's LoRA inside, and turns the cut weights into torch's
+# [DTensors](../docs/glossary.md#dtensor). We compare a tiny Llama before and after. The very first `f` sends nothing,
+# because nobody needs the gradient of the frozen embedding's result. `once_a_step` is `add_up_partial`, which puts all
+# gradients into one call.
 
 
-# %% Helpers: a small Llama, cut by the package tags=["hide-input"]
+# %% tags=["deep"]
 def llama():
     torch.manual_seed(0)
     heads = {"num_attention_heads": H, "num_key_value_heads": K, "num_hidden_layers": 2}
@@ -460,90 +426,168 @@ def llama():
     )
 
 
-def engine():
-    """Loss and gradients of a Llama with LoRA, whole and cut; what was sent."""
+def of_the_package():
+    """Loss and gradients of a Llama with LoRA, whole and cut; and what was summed."""
     # a module would travel with all that is in it
     from cria_tricks.parallel.tensor import add_up_partial, split
 
     lora = LoraConfig(r=r, target_modules="all-linear", init_lora_weights=False)
-    model, ids, found = (
-        get_peft_model(llama(), lora),
-        torch.arange(B * T).view(B, T),
-        [],
-    )
+    model = get_peft_model(llama(), lora)
+    ids = torch.arange(B * T).view(B, T)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found = []
     for cut in (False, True):
         if cut:
             split(model, mesh)
         model.zero_grad()
         with CountCollectives() as forward:
             loss = model(input_ids=ids, labels=ids).loss
-        with CountCollectives() as back:
+        with CountCollectives() as backward:
             loss.backward()
         with CountCollectives() as end:
             add_up_partial(model.parameters(), mesh.get_group())
-        grads = [p.grad for p in model.parameters() if p.requires_grad]
-        grads = [
-            grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
-            for grad in grads
-        ]
-        found.append((loss.detach(), *grads))
-    return *found, forward, back, end
+        gradients = [p.grad for p in model.parameters() if p.requires_grad]
+        found.append(
+            [
+                loss.detach(),
+                *(
+                    one.full_tensor() if isinstance(one, DTensor) else one.clone()
+                    for one in gradients
+                ),
+            ]
+        )
+    sent = [count.bytes["all_reduce"] for count in (forward, backward, end)]
+    return *found, sent
 
 
-# %%
-assert torch.equal(
-    ranks.run(tensor.mlp, x, up, down)[0], ranks.run(mlp, x, up, down)[0]
-)
-one, two, *of_package = ranks.run(engine)[0]
-worst = max(apart(found, expected) for found, expected in zip(two, one, strict=True))
-print(
-    f"package: loss {two[0]:.6f} and {one[0]:.6f}, "
-    f"the worst of {len(one) - 1} gradients off by {worst:.0e}"
-)
+ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
+ranks.run(quiet_libraries)
+assert torch.equal(ranks.run(lambda: tensor.mlp(x, up, down))[0], ranks.run(mlp, x)[0])
+one, two, sent = ranks.run(of_the_package)[0]
+worst = max(apart(found, right) for found, right in zip(two, one, strict=True))
+print(f"loss {two[0]:.6f} and {one[0]:.6f}")
+print(f"the worst of {len(one) - 1} gradients is off by {worst:.0e}")
+print(f"two blocks: forward {sent[0]:,} bytes, backward {sent[1]:,}, once {sent[2]:,}")
 assert worst < 1e-5
+assert run(torch.float32)[2] == [0, 0, 0]  # one process sends nothing
+of_a_block = ranks.run(run, torch.float32)[0][2]
+wide = 4 * B * T * D  # bytes of one sum
+assert of_a_block == [2 * wide, 2 * wide, 4 * r * (5 * D + 2 * D)]
+assert sent == [2 * 2 * wide, 2 * 2 * wide - wide, 2 * 4 * r * (5 * D + 2 * D)]
 
 # %% [markdown]
 # ## 4. What it costs
-# How many sums does our block make, forward and back, and of how many numbers? How many once a step? Count f and g in
-# the code above.
+# **Bytes.** The proof counted two sums forward and two backward in a block, of $B\,T\,D$ numbers each, and once a step
+# the gradients of LoRA's whole matrices. In our job a step has 8 rows, and the model 16 blocks. Because of
+# checkpointing each block runs forward twice, but the second run stops before its last sum, which nobody needs. So a
+# block makes $2+1+2$ sums for each row, in bf16. [Data parallelism](data_parallel.py) adds up 43 MiB in a step. How
+# many times as much is it here?
+
+# %% Your guess: times the bytes of data parallelism tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %%
-# A beside five matrices, and B beside two
-wide, matrices = 4 * B * T * D, 4 * r * (5 * D + 2 * D)
-forward, back, end = (
-    count.bytes["all_reduce"] for count in ranks.run(run, torch.float32)[0][2:]
-)
-print(
-    f"ours, a block:       forward {forward:,} bytes, back {back:,}, "
-    f"once a step {end:,}"
-)
-assert forward == back == 2 * wide  # g behind attention and MLP; f in front of them
-assert end == matrices
-forward, back, end = (count.bytes["all_reduce"] for count in of_package)
-print(
-    f"package, two blocks: forward {forward:,} bytes, back {back:,}, "
-    f"once a step {end:,}"
-)
-assert (forward, end) == (2 * 2 * wide, 2 * matrices)
-# the first f sends nothing: nobody needs the frozen embedding's gradient
-assert back == 2 * 2 * wide - wide
+calls = tensor.traffic(job, shape, 2)
+summed = totals(calls)["all_reduce"]
+of_ddp = totals(ddp.traffic(job, shape, 2))["all_reduce"]
+times = sum(call.times for call in calls)
+print(f"{summed / MIB:,.0f} MiB in {times} calls; ddp {of_ddp / MIB:.0f} MiB")
+course.reveal(guess, summed / of_ddp, "times")
 
 # %% [markdown]
-# torch's `parallelize_module` takes a plan that names matrices. Then each of q, k, v, gate and up has an f of its own.
-# `PrepareModuleInput` makes one f for a whole module. We run both plans, without LoRA, and count the way back.
+# **Time.** Hardly any of these sums can overlap with computation, because the next matrix needs the result. The table
+# shows the predicted seconds of a step. It takes the rates that NCCL really reaches, such as 24 GB a second on PCIe
+# 4.0 ([the interconnect](interconnect.py)). In the last column the cards share rows instead.
 
 
-# %% Helper: count the backward pass of torch's plan tags=["hide-input"]
+# %% Helper: predicted seconds of a step tags=["hide-input"]
+def seconds(card, recipe, cards, link, way="tensor"):
+    """Predicted seconds of an optimizer step, the middle of a range."""
+    computed = compute_seconds(recipe, shape, CARDS[card], way, cards)
+    of_way = {"tensor": tensor, "ddp": ddp}[way]
+    sent = of_way.traffic(recipe, shape, cards) if cards > 1 else []
+    return step_seconds(computed, sent, LINKS[link]).seconds
+
+
+# %%
+links = {"PCIe 4.0": "pcie4", "NVLink": "nvlink_a100", "10 Gbit Ethernet": "10gbe"}
+found, lines = {}, []
+for cards in (1, 2, 4, 8):
+    found[cards] = [seconds("a100", job, cards, link) for link in links.values()]
+    found[cards].append(seconds("a100", job, cards, "pcie4", "ddp"))
+    lines.append([str(cards), *(f"{one:.2f}" for one in found[cards])])
+titles = ("A100s", *links, "data parallel, PCIe 4.0")
+course.show_table(table(titles, lines))
+
+
+# %% Draw figure 3, and hold the numbers of the text tags=["hide-input"]
+one_sum = 2 * 2048 * shape.width  # of a row, in bf16
+adapters = 4 * 16 * job.lora.r * (5 + 2) * shape.width  # in fp32, once
+assert summed == 8 * 16 * (2 + 1 + 2) * one_sum + adapters
+assert round(of_ddp / MIB) == 43
+on_pcie, on_nvlink, on_ethernet, shared = zip(*found.values(), strict=True)
+assert round(on_pcie[0] / on_pcie[3], 1) == round(on_nvlink[0] / on_nvlink[1], 1) == 1.4
+assert round(on_nvlink[0] / on_nvlink[3], 1) == 2.1
+assert min(on_ethernet[1:]) > 3 * on_ethernet[0]
+assert abs(shared[1] / on_nvlink[3] - 1) < 0.1
+single = folds.step(job, shape, CARDS["a100"])
+assert [round(one, 1) for one in (single.low, single.seconds, single.high)] == [
+    1.3,
+    1.6,
+    2.0,
+]
+
+
+def over_links(theme: Theme):
+    """Seconds of a step against the number of cards, by link."""
+    drawn, axes = course.figure(height=3.0)
+    labels = ("tensor, PCIe 4.0", "tensor, NVLink", "data parallel, PCIe 4.0")
+    for label, times, colour, marker in zip(
+        labels, (on_pcie, on_nvlink, shared), theme.series, "oDs", strict=False
+    ):
+        axes.plot(
+            list(found), times, color=colour, marker=marker, markersize=4, label=label
+        )
+    axes.set(
+        xscale="log",
+        xlabel="A100 cards",
+        ylabel="seconds of a step, predicted",
+        ylim=(0, None),
+    )
+    axes.set_xticks(list(found), [str(cards) for cards in found])
+    axes.minorticks_off()
+    axes.grid(axis="y")
+    axes.legend()
+    return drawn
+
+
+course.show(
+    over_links,
+    "Figure 3. Predicted, middles of ranges. With tensor parallelism each doubling "
+    "gains less, because the sums stay and some parts of the work are not divided.",
+)
+
+# %% [markdown]
+# Over PCIe eight cards are only 1.4 times as fast as one. Over NVLink two are 1.4 times and eight 2.1 times as fast.
+# Over Ethernet a step takes more than three times as long as on a single card, which needs 1.3 to 2.0 seconds. Two
+# cards on plain PCIe that share *rows* are about as fast as eight on NVLink that share matrices. So share rows
+# whenever you can, and cut matrices if a card cannot hold even one row.
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: five sums or two, and slower cards
+# torch's `parallelize_module` takes a plan that names matrices. If the plan names only matrices, then each of q, k, v,
+# gate and up has an `f` of its own, so a block makes five sums in the backward pass. `PrepareModuleInput` makes one
+# `f` for a whole module. We run both plans, without LoRA, and count the backward pass of two blocks. The gradients are
+# the same, so look at the plan before you call tensor parallelism slow.
+
+
+# %% tags=["deep"]
 def by_torch(one_f):
     """Calls and bytes of the backward pass of two blocks."""
     model, mesh = llama(), init_device_mesh("cpu", (dist.get_world_size(),))
-    plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {
-        "self_attn.o_proj": RowwiseParallel()
-    }
-    plan |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")} | {
-        "mlp.down_proj": RowwiseParallel()
-    }
+    plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+    plan |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
+    plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
     if one_f:
         named = {"hidden_states": Replicate()}
         plan["self_attn"] = PrepareModuleInput(
@@ -556,277 +600,188 @@ def by_torch(one_f):
         parallelize_module(layer, mesh, plan)
     ids = torch.arange(B * T).view(B, T)
     loss = model(input_ids=ids, labels=ids).loss
-    with CountCollectives() as back:
+    with CountCollectives() as backward:
         loss.backward()
-    return back.calls["all_reduce"], back.bytes["all_reduce"]
+    return backward.calls["all_reduce"], backward.bytes["all_reduce"]
 
 
-# %%
 for one_f, sums in ((False, 5), (True, 2)):
-    made, size = ranks.run(by_torch, one_f)[0]
-    print(
-        f"{'one f for a module' if one_f else 'an f for each matrix':21} {made} "
-        f"sums, {size:,} bytes"
-    )
-    assert (made, size) == (2 * sums, 2 * sums * wide)
+    made, size_of_all = ranks.run(by_torch, one_f)[0]
+    name = "one f for a module" if one_f else "an f for each matrix"
+    print(f"{name:21} {made} sums, {size_of_all:,} bytes")
+    assert (made, size_of_all) == (2 * sums, 2 * sums * wide)
 
-# %% [markdown]
-# Five or two sums in every block, for the same gradients. So look at the plan before you call tensor parallelism slow.
+# %% [markdown] tags=["deep"]
+# In our job, five sums would send 8,206 MiB a step instead of 5,134. Over PCIe two A100s would then save only half as
+# much of a step.
 #
-# In our job an optimizer step is 8 rows through 16 blocks, $r = 16$, with checkpointing. It runs every block forward
-# again, but stops before the last sum, which nobody needs again. How many MiB does a process add up in bf16? [The
-# lesson on data parallelism](data_parallel.py) added up 43.
+# On slower cards sending weighs less, because computing takes longer. So two L4s on PCIe are 1.3 times as fast as one.
+# A T4 has no bf16, and our switch takes no fp16, so only fp32 is left. There two T4s take three times as long as one
+# T4 with the course's switches.
 
-# %%
-calls = tensor.traffic(whole, shape, 2)
-sums, gradients = (
-    totals(found)["all_reduce"] for found in (calls, ddp.traffic(whole, shape, 2))
-)
-one_sum = 2 * 2048 * shape.width  # of a row, in bf16
-adapters = 4 * 16 * whole.lora.r * (5 + 2) * shape.width  # in fp32, once
-# rows, blocks; forward, again, back
-assert sums == 8 * 16 * (2 + 1 + 2) * one_sum + adapters
+# %% tags=["deep"]
+more = [
+    replace(call, times=call.times * 5 // 2) if "inputs" in call.why else call
+    for call in calls
+]
+computed = compute_seconds(job, shape, A100, "tensor", 2)
+with_five = step_seconds(computed, more, LINKS["pcie4"]).seconds
 print(
-    f"{sums / MIB:,.0f} MiB in {sum(call.times for call in calls):,} calls, "
-    f"{sums / gradients:.0f} times as much"
+    f"two A100s with five sums: {with_five:.2f} s, "
+    f"{totals(more)['all_reduce'] / MIB:,.0f} MiB"
 )
-print(f"with an f for each matrix {(sums + 8 * 16 * 3 * one_sum) / MIB:,.0f} MiB")
-assert 119 < sums / gradients < 120
-
-# %% [markdown]
-# Hardly a call can hide, because the next product needs its result. By [the lesson on choosing
-# hardware](choose_your_hardware.py)'s estimate one A100 computes for some 1.6 seconds. A call takes microseconds,
-# however small, and its bytes at the rate that NCCL really gets ([the interconnect](interconnect.py)): 24 GB a second
-# of PCIe 4.0. Guess the best number of A100s on PCIe.
-
-
-# %% Helper: seconds of a step tags=["hide-input"]
-def seconds_of(card, recipe, N, link, way="tensor", sums_back=2):
-    """An optimizer step of one of N processes: heads and MLP are divided; norms,
-    residual sums and head are not."""
-    calls = (
-        {"tensor": tensor, "ddp": ddp}[way].traffic(recipe, shape, N) if N > 1 else []
-    )
-    # Those of f, on the way back, are about the inputs of attention and MLP.
-    calls = [
-        replace(call, times=call.times * sums_back // 2)
-        if "inputs" in call.why
-        else call
-        for call in calls
-    ]
-    return step_seconds(
-        compute_seconds(recipe, shape, CARDS[card], way, N), calls, LINKS[link]
-    ).seconds
-
-
-# %% Estimate the seconds of one to eight cards tags=["hide-input"]
-one = seconds_of("a100", whole, 1, "pcie4")
-single = folds.step(whole, shape, CARDS["a100"])
-print(f"alone {single.low:.1f} to {single.high:.1f} s; in the middle:")
-on_pcie, on_nvlink = {}, {}
-for N in (1, 2, 4, 8):
-    times = {
-        LINKS[link].name: seconds_of("a100", whole, N, link)
-        for link in ("pcie4", "nvlink_a100", "10gbe")
-    }
-    print(
-        f"{N} A100:",
-        ", ".join(f"{name} {seconds:.2f}" for name, seconds in times.items()),
-        end="",
-    )
-    five_back = seconds_of("a100", whole, N, "pcie4", sums_back=5)
-    print(
-        f"; PCIe with 5 sums {five_back:.2f}; "
-        f"data parallel {seconds_of('a100', whole, N, 'pcie4', 'ddp'):.2f} s"
-    )
-    on_pcie[N], on_nvlink[N] = times["PCIe 4.0 x16"], times["NVLink of an A100"]
-    assert N == 1 or times["10 Gbit Ethernet"] > 3 * one
-saved = {N: 1 - seconds / one for N, seconds in on_pcie.items()}
-print(
-    "PCIe saves",
-    ", ".join(f"{share:.0%} with {N}" for N, share in saved.items() if N > 1),
-)
-assert 0.15 < saved[2] < 0.2 < saved[4] < 0.28 < saved[8] < 0.3
-assert 1.4 < one / on_nvlink[2] < 1.5
-assert 2 < one / on_nvlink[8] < 2.2
-assert abs(seconds_of("a100", whole, 2, "pcie4", "ddp") / on_nvlink[8] - 1) < 0.1
-
-
-# %% Draw figure 3 tags=["hide-input"]
-def over_links(theme: Theme):
-    """Seconds of a step against the number of cards, by link."""
-    drawn, axes = course.figure(height=3.0)
-    many = (1, 2, 4, 8)
-    for link, colour, marker in zip(
-        ("pcie4", "nvlink_a100"), theme.series, "oD", strict=False
-    ):
-        found = [seconds_of("a100", whole, N, link) for N in many]
-        axes.plot(
-            many,
-            found,
-            color=colour,
-            marker=marker,
-            markersize=4,
-            label=f"tensor, {LINKS[link].name}",
-        )
-    found = [seconds_of("a100", whole, N, "pcie4", sums_back=5) for N in many]
-    axes.plot(
-        many,
-        found,
-        color=theme.series[0],
-        linestyle=(0, (4, 3)),
-        label="the same with 5 sums back, PCIe",
-    )
-    found = [seconds_of("a100", whole, N, "pcie4", "ddp") for N in many]
-    axes.plot(
-        many,
-        found,
-        color=theme.series[2],
-        marker="s",
-        markersize=4,
-        label="data parallel, PCIe 4.0 x16",
-    )
-    axes.set(
-        xscale="log",
-        xlabel="A100 cards",
-        ylabel="seconds of a step, estimated",
-        ylim=(0, None),
-    )
-    axes.set_xticks(many, [str(N) for N in many])
-    axes.minorticks_off()
-    axes.grid(axis="y")
-    axes.legend()
-    return drawn
-
-
-course.show(
-    over_links,
-    "Figure 3. Middles of ranges. "
-    "Over PCIe two A100s save a sixth of a step and eight less than a third; with five "
-    "sums back (dashed) about half of that is lost. "
-    "Over NVLink eight are twice as fast as one. Some parts stay whole, "
-    "so each doubling gains less.",
-)
-
-# %% [markdown]
-# Over PCIe eight cards are 1.4 times as fast as one. Over NVLink two are 1.4 times as fast, and eight 2.1 times. Over
-# Ethernet a step takes more than three times as long as on one card. Two cards on PCIe that share *rows* are about as
-# fast as eight on NVLink that share matrices. So share rows if you can. Cut matrices when a card cannot train even one
-# row. Sending weighs less on slower cards (L4). A T4 has no bf16, and our switch takes no fp16, so fp32 is left:
-
-# %%
-l4 = [seconds_of("l4", whole, N, "pcie4") for N in (1, 2)]
-t4 = seconds_of("t4", recipes.capstone(T4), 1, "pcie3")
-two_t4 = seconds_of("t4", with_settings(whole, ["tricks.precision=fp32"]), 2, "pcie3")
-print(
-    f"one L4 {l4[0]:.1f} s, two {l4[1]:.1f}; one T4 as the course runs it {t4:.1f}, "
-    f"two in fp32 {two_t4:.1f}"
-)
-assert l4[0] / 1.5 < l4[1] < l4[0]
-assert two_t4 > 2.5 * t4
+l4 = [seconds("l4", job, cards, "pcie4") for cards in (1, 2)]
+print(f"one L4 {l4[0]:.1f} s, two {l4[1]:.1f} s")
+t4 = seconds("t4", recipes.capstone(T4), 1, "pcie3")
+in_fp32 = with_settings(job, ["tricks.precision=fp32"])
+two_t4 = seconds("t4", in_fp32, 2, "pcie3")
+print(f"one T4 as the course runs it {t4:.1f} s, two in fp32 {two_t4:.1f} s")
+assert round(totals(more)["all_reduce"] / MIB) == 8206
+assert 0.4 < (on_pcie[0] - with_five) / (on_pcie[0] - on_pcie[1]) < 0.6
+assert round(l4[0] / l4[1], 1) == 1.3
+assert round(two_t4 / t4) == 3
 
 # %% [markdown]
 # ## 5. The production switch
+# In plain PyTorch a plan names each matrix. There `PrepareModuleInput` is our `f`, and `RowwiseParallel` makes the sum
+# `g`. torch has no rule for LoRA's two matrices, so our switch cuts peft's adapter itself, as in step 4. The saved
+# adapter is whole again. The complete command:
+#
+# ```bash
+# cria launch kwanzaa --on torchrun --nproc 2 \
+#     --set parallel.strategy=tensor \
+#     --set tricks.quantization=none --set tricks.double_quantization=false \
+#     --set tricks.optimizer=adamw --set tricks.paged_optimizer=false
+# ```
+#
+# The switch is the last of the job, so adding it and taking it away give the same numbers. The table shows its worth:
+# the predicted need of each A100 for LoRA of four models, with CUDA's own memory.
 
 # %%
-command = "cria launch kwanzaa --on torchrun --nproc 2 --set parallel.strategy=tensor"
-print(command, *(f"--set tricks.{one}" for one in refused), sep=" \\\n    ")
-switched = with_settings(whole, ["parallel.strategy=tensor"])
-print(diff(resolve(whole, A100.device), resolve(switched, A100.device, processes=2)))
+print(tensor.PLAIN)
+cut = with_settings(job, ["parallel.strategy=tensor"])
+print(diff(resolve(job, A100.device), resolve(cut, A100.device, processes=2)))
+needs, lines = {}, []
+for name in ("llama-3.2-1b", "llama-3.1-8b", "llama-2-13b", "llama-3.1-70b"):
+    model = with_settings(job, [f"model={name}"])
+    needs[name] = [bill(cards, model).least_bytes / GIB for cards in (1, 2, 4, 8)]
+    lines.append([name, *(f"{need:.1f}" for need in needs[name])])
+course.show_table(table(("GiB in each of", "1", "2", "4", "8 A100s"), lines))
+
+# %% Hold the numbers of the text tags=["hide-input"]
+assert round(A100.device.memory_bytes / GIB, 1) == 39.4
+assert [need < 39.4 for need in needs["llama-3.1-70b"]] == [False, False, False, True]
+assert round(1 - needs["llama-3.2-1b"][1] / needs["llama-3.2-1b"][0], 1) == 0.3
+assert round(1 - needs["llama-2-13b"][1] / needs["llama-2-13b"][0], 2) == 0.46
+_large = find_shape("llama-2-13b")
+_sharded = per_process(job, _large, A100.device, "fsdp", 2).least_bytes / GIB
+assert round(1 - _sharded / needs["llama-2-13b"][0], 2) == 0.42
 
 # %% [markdown]
-# The plan changes in one word. The switch cuts peft's matrices as in section 2, and hooks put f and g around attention
-# and MLP. Inside nothing is sent, so `fused_lora` ([fused LoRA](fused_lora.py)) runs unchanged. With
-# `parallel.sequence=true` the tokens of norms and residual stream are divided. The saved adapter is whole. A tiny
-# model: loss and gradient norm, twice, and an evaluation:
+# These A100s have 39.4 GiB, so Llama-3.1-70B in bf16 fits eight of them, and not four. A second card saves 30 % with
+# our small model, whose embedding is a large part of it. With Llama-2-13B it saves 46 %, because nearly all weights
+# are in the blocks. [Sharding](sharding.py) would save 42 % there. It gathers weights, whose size does not depend on
+# the row, while here hidden states are summed, whose size does.
 
+# %% [markdown] tags=["deep"]
+# ### Deeper: the same losses in the real trainer
+# A tiny Llama with random weights trains two steps in one process, in two, and in two with [fused
+# LoRA](fused_lora.py), which runs unchanged, because inside attention and MLP nothing is sent. The numbers are the
+# loss and the norm of the gradient, twice, and the loss of an evaluation.
+#
+# With `parallel.sequence=true` a process also has only some of the tokens of norms and hidden states between blocks.
+# This is Megatron's *sequence parallelism*, and without checkpointing it sends as many bytes.
 
-# %% Train in two processes tags=["hide-input"]
+# %% tags=["deep"]
 folder = tempfile.TemporaryDirectory()
 place = folder.name
-lines = (
-    Path(cria_tricks.__file__).parent / "data" / "nguzo_saba_eval.jsonl"
-).read_text(encoding="utf-8")
-Path(place, "few.jsonl").write_text(
-    "".join(lines.splitlines(keepends=True)[:4]), encoding="utf-8"
-)
+data = Path(cria_tricks.__file__).parent / "data" / "nguzo_saba_eval.jsonl"
+few = "".join(data.read_text(encoding="utf-8").splitlines(keepends=True)[:4])
+Path(place, "few.jsonl").write_text(few, encoding="utf-8")
+tiny = ["model=random:tiny", "tricks.peft=lora", "lora.r=2", "train.max_steps=2"]
+tiny += ["tricks.gradient_accumulation=2", "data.max_length=160"]
+tiny += ["tricks.chunked_loss=true", "train.learning_rate=0.01"]
+tiny += [f"data.{use}={place}/few.jsonl" for use in ("train", "eval")]
 
 
-def tiny(name, *settings):
+def train_it(name, *settings):
     """Each step's loss and gradient norm, and the evaluation loss after them."""
-    few = [
-        "train.max_steps=2",
-        "train.learning_rate=0.01",
-        "data.max_length=160",
-        "tricks.gradient_accumulation=2",
-    ]
-    few += [
-        "model=random:tiny",
-        "tricks.peft=lora",
-        "lora.r=2",
-        "tricks.chunked_loss=true",
-    ]
-    few += [f"data.{use}={place}/few.jsonl" for use in ("train", "eval")]
-    recipe = with_settings(Recipe(name="short"), [*few, *settings])
     aside = Aside()
     aside.quiet = True
+    recipe = with_settings(Recipe(name="short"), [*tiny, *settings])
     report = train(recipe, f"{place}/{name}", console=aside)
-    found = [
+    history = [
         entry[key]
         for entry in report["history"]
         for key in ("loss", "grad_norm")
         if key in entry
     ]
-    return [*found, report["eval_loss_after"]]
+    return [*history, report["eval_loss_after"]]
 
 
-# %%
-expected = tiny("one")
-print("one process:", *(f"{number:.6f}" for number in expected))
+alone = train_it("one")
+print("one process:", *(f"{number:.6f}" for number in alone))
 for name, settings in (("two", []), ("two, fused", ["tricks.fused_lora=true"])):
-    found = ranks.run(tiny, name, "parallel.strategy=tensor", *settings)[0]
-    print(f"{name + ':':12}", *(f"{number:.6f}" for number in found))
-    assert max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)) < 1e-5
+    two = ranks.run(train_it, name, "parallel.strategy=tensor", *settings)[0]
+    print(f"{name + ':':12}", *(f"{number:.6f}" for number in two))
+    assert max(abs(p / q - 1) for p, q in zip(two, alone, strict=True)) < 1e-5
 
 # %% [markdown]
 # ## 6. Where it breaks
-# **Another loss, and no error.** The first matrix was cut by rows. Then gelu sees one term of a *sum*, and gelus of
-# terms do not add up to the gelu of the sum. Cure: columns first. (A missing f does not even change the loss.)
-
+# **Some models and settings cannot be cut.** Half of a head is not a head, so the number of processes must divide the
+# heads of keys and values. Weights in 4 bits are packed before they could be cut. 8-bit AdamW and the loss scaler of
+# fp16 do not work with cut weights. Our switch refuses all of these before anything is loaded:
 
 # %%
-def rows_first(x, up, down):
+cannot = ["model=smollm2", "tricks.quantization=nf4"]
+cannot += ["tricks.optimizer=adamw_8bit", "tricks.precision=fp16"]
+for setting in cannot:
+    recipe = with_settings(cut, [setting])
+    try:
+        resolve(recipe, A100.device, processes=2)
+        bill(2, recipe)
+        raise AssertionError("it must be refused")
+    except BadInput as refused:
+        print(refused)
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: a silent mistake, peft on a model that is already cut, and 4-bit weights
+# **Another loss, and no error.** Here the *first* matrix is cut by inputs. So gelu sees one term of a *sum*, and the
+# gelus of the terms do not add up to the gelu of the sum. The cure is to cut by outputs first. (A missing `f` does not
+# even change the loss, as step 2 showed.)
+
+
+# %% tags=["deep"]
+def inputs_first(x):
     return g(F.gelu(mine(f(x), -1) @ mine(up, 1).T) @ down.T)
 
 
-wrong = ranks.run(step, rows_first, x, up, down)[0][0]
-print(f"loss {wrong:.4f}, and in one process {alone[0]:.4f}")
-assert apart(wrong, alone[0]) > 0.01
+wrong, right = ranks.run(step, inputs_first)[0][0], step(mlp)[0]
+print(f"loss {wrong:.4f}, and in one process {right:.4f}")
+assert apart(wrong, right) > 0.01
 
-# %% [markdown]
-# **`shape '[...]' is invalid for input of size ...`.** transformers 5.23 cuts a model by itself (`tp_plan="auto"`),
-# then peft 0.21 puts whole adapters beside the parts. $A$ beside o gets half of the heads, and expects all. Cure: first
-# peft, then cut both.
+# %% [markdown] tags=["deep"]
+# **`shape '[...]' is invalid for input of size ...`.** transformers 5.23 can cut a model by itself (`tp_plan="auto"`).
+# If peft then adds its adapters, they are whole: $A$ next to o gets half of the heads as its input, and expects all.
+# The cure is to let peft add the adapter first, and to cut both afterwards.
 
 
-# %% Helper: cut by transformers tags=["hide-input"]
-def automatic(place):
+# %% tags=["deep"]
+def automatic(folder):
     plan = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
-    model = AutoModelForCausalLM.from_pretrained(place, distributed_config=plan)
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan)
     torch.manual_seed(0)
-    model = get_peft_model(
-        model, LoraConfig(r=r, target_modules="all-linear", init_lora_weights=False)
-    )
+    lora = LoraConfig(r=r, target_modules="all-linear", init_lora_weights=False)
+    model = get_peft_model(model, lora)
     try:
         model(input_ids=torch.arange(B * T).view(B, T)).logits.square().sum().backward()
-        return next(
-            p.grad for name, p in model.named_parameters() if "q_proj.lora_A" in name
-        )
     except RuntimeError as error:
         return str(error)
+    return next(
+        p.grad for name, p in model.named_parameters() if "q_proj.lora_A" in name
+    )
 
 
-# %%
 llama().save_pretrained(f"{place}/llama")
 said, other = ranks.run(automatic, f"{place}/llama")
 folder.cleanup()
@@ -835,17 +790,19 @@ if isinstance(said, str):
     assert "is invalid for input of size" in said
 else:  # transformers 5.16 with peft 0.20: each process trains another A
     print(
-        f"no error, but the gradients of A beside q are {apart(said, other):.2f} apart"
+        f"no error, but the gradients of A next to q are {apart(said, other):.2f} apart"
     )
     assert apart(said, other) > 0.01
 
-# %% [markdown]
-# **NF4 cannot be cut after it is packed.** Packed weights are half bytes in one flat list, without rows and columns.
-# But a matrix can be cut *before*. NF4 scales each group of 64 neighbouring weights by its largest. So if no cut falls
-# inside a group, each process gets the very weights that it would get from the whole. Does that hold for both cuts?
+# %% [markdown] tags=["deep"]
+# **Could 4-bit weights be cut?** Packed weights are half bytes in one flat list, without inputs and outputs. But a
+# matrix could be cut *before* it is packed. NF4 scales each group of 64 neighbouring weights by its largest one. So if
+# no cut falls inside a group, each process gets the very weights of the whole matrix. A cut through a group gives
+# other numbers, equally near to the weights. [Double quantization](nf4.py) uses the mean of all scales of a matrix,
+# and each half has another mean. Our switch does not cut first, because transformers packs while it loads.
 
 
-# %%
+# %% tags=["deep"]
 def as_nf4(W, double=False):
     """W as products see it after NF4. Flat, because bitsandbytes 0.50.2 unpacks rows of
     96 wrongly on a CPU."""
@@ -867,64 +824,29 @@ for title, matrix, dim, double in (
     ("by inputs, through a group", narrow, 1, False),
     ("by inputs, double quantization", W, 1, True),
 ):
-    found = torch.cat(ranks.run(cut_then_packed, matrix, dim, double), dim)
-    expected = as_nf4(matrix, double)
+    halves = torch.cat(ranks.run(cut_then_packed, matrix, dim, double), dim)
+    whole = as_nf4(matrix, double)
     print(
-        f"{title:31} equal: {torch.equal(found, expected)}, "
-        f"off by {apart(found, expected):.4f};",
-        end=" ",
+        f"{title:31} equal: {torch.equal(halves, whole)}; off from the weights: "
+        f"whole {apart(whole, matrix):.4f}, halves {apart(halves, matrix):.4f}"
     )
-    print(
-        f"from the weights: NF4 of the whole {apart(expected, matrix):.4f}, "
-        f"of halves {apart(found, matrix):.4f}"
-    )
-    assert torch.equal(found, expected) == (matrix is W and not double)
+    assert torch.equal(halves, whole) == (matrix is W and not double)
 # our model, for up to eight processes
-assert all(d_in % (64 * 8) == 0 for d_in, _ in shape.linears.values())
-
-# %% [markdown]
-# Both cuts are exact. A cut through a group gives other numbers, equally near to the weights. Double quantization uses
-# the mean of all scales of a matrix, and each half has another mean. Our switch does not cut first, because
-# transformers packs while it loads.
-#
-# **Refused, and why.** Each line says it. (fp16's loss scaler cannot look for overflow in a mixture of whole and cut
-# gradients.)
-
-
-# %% Helper: print a refusal tags=["hide-input"]
-def print_refusal(call):
-    try:
-        call()
-        raise AssertionError("it must be refused")
-    except BadInput as refusal:
-        print(refusal)
-
-
-# %% Show what the package refuses tags=["hide-input"]
-# 9 heads, 3 of keys: half a head is no head
-print_refusal(partial(refuse_undivided, "SmolLM2", 9, 3, 1536, 2))
-for setting in ("quantization=nf4", "optimizer=adamw_8bit", "precision=fp16"):
-    print_refusal(
-        partial(
-            resolve,
-            with_settings(switched, [f"tricks.{setting}"]),
-            A100.device,
-            processes=2,
-        )
-    )
+assert all(inputs % (64 * 8) == 0 for inputs, _ in shape.linears.values())
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** Llama-3.1-8B: width 4,096, 32 blocks, one row of 4,096 tokens in bf16, no adapter, nothing
-#    checkpointed. With one f and one g around attention, and again around the MLP, how many MiB does a process add up
-#    for a row, forward and back?
-# 2. **Build.** Megatron cuts the head, too: a process has some of the *words*. Fill in `loss_of_parts`. It returns the
-#    mean cross entropy of whole logits, one number, the same in every process. Send only a few numbers a token.
-#    `hidden` is (tokens, D), `my_head` (some words, D) has the words from number `first` on, `labels` (tokens) are any
-#    words. (About nine lines, forward only. Logits are beyond 88, where fp32's exp overflows; `dist.all_reduce` also
-#    knows `dist.ReduceOp.MAX`.)
-# 3. **Reach.** From which rate on, in bytes a second that collectives get, are two A100s faster than one? Leave the
-#    calls' fixed time out. (Use `compute_seconds`, as in `seconds_of`, and `call.sent`, bytes, of each of `calls`.)
+# 1. **Predict.** Llama-3.1-8B has width 4,096 and 32 blocks. One row of 4,096 tokens goes through it in bf16, without
+#    an adapter and without checkpointing. How many MiB does a process sum for this row, forward and backward, if
+#    attention has one `f` and one `g`, and the MLP too? The answer is a number of MiB.
+# 2. **Build.** Megatron cuts the head, too, so a process has the logits of some *words*. Fill in `loss_of_parts`,
+#    which returns the mean cross entropy over all words: one number, the same in every process. Send only a few
+#    numbers for each token. `hidden` is (tokens, D), `my_head` is (some words, D) and begins with word number `first`,
+#    and `labels` are (tokens). (About nine lines, forward pass only. Some logits are above 88, where the exponential
+#    overflows in fp32. `dist.all_reduce` also takes `dist.ReduceOp.MAX`.)
+# 3. **Reach.** From which rate of the link on are two A100s faster than one, without the fixed time of the calls? Use
+#    `compute_seconds`, as `seconds` does, and `call.sent`, the bytes that a process sends for each of `calls`. The
+#    answer is a number of bytes a second.
 
 # %% tags=["exercise"]
 mib_of_a_row = None
@@ -963,7 +885,7 @@ def of_parts(answer):
         raise NotImplementedError
     right = F.cross_entropy(hidden @ head.T, labels)
     assert all(torch.isfinite(one) for one in found), (
-        "infinite: subtract the largest logit of all processes first"
+        "it is infinite: subtract the largest logit of all processes first"
     )
     said = ", ".join(f"{one:.4f}" for one in found)
     hint = (
@@ -975,7 +897,7 @@ def of_parts(answer):
     )
     most = sum(sizes[0].values())
     assert most <= 64 * 4 * 4, (
-        f"{most:,} bytes: a few numbers a token are enough, logits stay at home"
+        f"{most:,} bytes are too many: send a few numbers for each token, and no logits"
     )
 
 
@@ -984,7 +906,7 @@ course.check(
     mib_of_a_row,
     course.equal(
         4096,
-        "f sums on the way back and g forward, each as much as the hidden states, "
+        "f sums backward and g forward, each as much as the hidden states, "
         "2 bytes a number",
     ),
     "a number of MiB",
@@ -995,7 +917,7 @@ course.check(
     of_parts,
     "a function (hidden, my_head, labels, first) -> the loss, a tensor of one number",
 )
-computed = [compute_seconds(whole, shape, A100, "tensor", N) for N in (1, 2)]
+computed = [compute_seconds(job, shape, A100, "tensor", N) for N in (1, 2)]
 rate = sum(call.sent for call in calls) / (computed[0] - computed[1])
 hint = (
     "the seconds that two cards save in computing must pay for all that a process "
@@ -1022,28 +944,28 @@ course.check(3, break_even_rate, course.about(rate, hint), "a number of bytes a 
 #     return (both[0].log() + largest - both[1]).mean()
 #
 #
-# one, two = (compute_seconds(whole, shape, A100, "tensor", N) for N in (1, 2))
+# one, two = (compute_seconds(job, shape, A100, "tensor", N) for N in (1, 2))
 # break_even_rate = sum(call.sent for call in calls) / (one - two)
 # ```
 #
 # </details>
 #
 # ## In one breath
-# - **Saves** all but 1/N of the blocks' matrices, of one of LoRA's two beside each, and of what is wide inside a block.
-#   The embedding, the head and what goes from block to block are whole in every process.
-# - **Costs** two sums of $B\,T\,D$ forward and two back in every block, for which all wait; one more with
-#   checkpointing; and once a step a sum of the gradients of LoRA's whole matrices.
-# - **Exact within rounding**, if every f and g is in its place, and the whole matrices are summed. What is missing is
-#   silent.
-# - **When**: a card cannot train even one row, and the cards have NVLink. (If only the length of the row is too much:
-#   [the lesson on context parallelism](context_parallel.py).)
-# - **When not**: over a network; over PCIe for speed alone; when rows can be shared ([data
-#   parallelism](data_parallel.py)); with NF4 ([sharding](sharding.py)). For our job: never.
+# - **Saves** all but $1/N$ of the blocks' matrices, of one of LoRA's two matrices next to each, and of the wide
+#   activations inside a block. The embedding, the head and the hidden states between blocks stay whole.
+# - **Costs** two sums of $B\,T\,D$ numbers forward and two backward in every block, for which all processes wait, and
+#   one more with checkpointing. Once a step the gradients of LoRA's whole matrices are summed.
+# - **Exact within rounding**, if every `f` and `g` is in its place, and the gradients of whole matrices are summed. A
+#   missing one causes no error.
+# - **When**: a card cannot hold even one row, and NVLink connects the cards. If only the row is too long, take
+#   [context parallelism](context_parallel.py).
+# - **When not**: over a network, or over PCIe only to be faster; if rows can be shared ([data
+#   parallelism](data_parallel.py)); with 4-bit weights ([sharding](sharding.py)). Our job needs it never.
 #
 # ## Sources
-# - Shoeybi et al. 2019, *Megatron-LM*, arXiv 1909.08053, section 3: columns and rows, f and g, the cut head.
-# - Korthikanti et al. 2022, arXiv 2205.05198, section 4: *sequence parallelism* also cuts what is whole between g and
-#   the next f, by tokens, for the same bytes. Ours does not.
+# - Shoeybi et al. 2019, *Megatron-LM*, arXiv 1909.08053, section 3 (outputs first, then inputs; f and g; the cut
+#   head).
+# - Korthikanti et al. 2022, arXiv 2205.05198, section 4 (sequence parallelism).
 # - torch 2.13: `torch/distributed/tensor/parallel/style.py`. transformers 5.23: `distributed/tensor_parallel.py`.
 # - Rates of links, each with its source: `cria_tricks/predict/links.py`; of cards: `cria_tricks/hardware/cards.py`.
 # - Ours: `cria_tricks/parallel/tensor.py`, `tests/parallel/test_tensor.py`.

@@ -1,13 +1,13 @@
 # Wrong answers to the exercises of lessons/tensor_parallel.py. A cell is one answer: "# %% EXERCISE: words of the hint it must get".
 
-# %% 1: f sums on the way back and g forward
+# %% 1: f sums backward and g forward
 mib_of_a_row = 2 * 32 * 2 * 4096 * 4096 / 2**20
 
 # %% 1: 2 bytes a number
 mib_of_a_row = 4 * 32 * 4 * 4096 * 4096 / 2**20
 
-# %% 1: f sums on the way back and g forward
-mib_of_a_row = 7 * 32 * 2 * 4096 * 4096 / 2**20  # five back, as our switch
+# %% 1: f sums backward and g forward
+mib_of_a_row = 7 * 32 * 2 * 4096 * 4096 / 2**20  # five back, with an f for each matrix
 
 # %% 1: each as much as the hidden states
 mib_of_a_row = 4 * 2 * 4096 * 4096 / 2**20  # of one block
@@ -47,7 +47,7 @@ def loss_of_parts(hidden, my_head, labels, first):
 def loss_of_parts(hidden, my_head, labels, first):
     return F.cross_entropy(hidden @ my_head.T, labels.remainder(len(my_head)))
 
-# %% 2: logits stay at home
+# %% 2: and no logits
 def loss_of_parts(hidden, my_head, labels, first):
     words = torch.tensor(len(my_head))
     dist.all_reduce(words)
@@ -62,15 +62,15 @@ def loss_of_parts(hidden, my_head, labels, first):
     return F.cross_entropy(z, z.gather(1, (labels - first)[:, None])[:, 0].long())
 
 # %% 3: the seconds that two cards save in computing
-break_even_rate = sum(call.sent for call in calls) / compute_seconds(whole, shape, A100, "tensor", 1)
+break_even_rate = sum(call.sent for call in calls) / compute_seconds(job, shape, A100, "tensor", 1)
 
 # %% 3: the seconds that two cards save in computing
-break_even_rate = 2 * sum(call.sent for call in calls) / compute_seconds(whole, shape, A100, "tensor", 1)
+break_even_rate = 2 * sum(call.sent for call in calls) / compute_seconds(job, shape, A100, "tensor", 1)
 
 # %% 3: all that a process sends in a step
-one, two = (compute_seconds(whole, shape, A100, "tensor", N) for N in (1, 2))
+one, two = (compute_seconds(job, shape, A100, "tensor", N) for N in (1, 2))
 break_even_rate = sum(call.bytes for call in calls) / (one - two)
 
 # %% 3: all that a process sends in a step
-one, two = (compute_seconds(whole, shape, A100, "tensor", N) for N in (1, 2))
+one, two = (compute_seconds(job, shape, A100, "tensor", N) for N in (1, 2))
 break_even_rate = sum(call.sent for call in calls) / (one - two) / 2**20
