@@ -1,5 +1,7 @@
 # ---
 # jupyter:
+#   question: Sharding and tensor parallelism send gigabytes in every step. How can cards share a large model over a
+#     slow link, and all be busy?
 #   jupytext:
 #     cell_metadata_filter: tags,-all
 #     text_representation: {extension: .py, format_name: percent}
@@ -7,26 +9,33 @@
 
 # %% [markdown]
 # # Pipeline parallelism: fill the wait
-# > **Promise.** You cut a model in two, see one half wait for the other, and make both work at once: gradients stay
-# > those of one process, and a ninth of the time is idle instead of half. You count what waits and what travels, and
-# > say when it pays.
-#
-# > **Card.** saves blocks: $L / S$ of $L$ in each of $S$ stages / costs $(S - 1) / (k + S - 1)$ of each stage's time,
-# > with $k$ micro-batches a step, and rows of one length / exact within rounding / 35 minutes / after [tensor
+# > **Promise.** A model does not fit your card, so you load it onto two cards with `device_map="auto"`. It runs, but
+# > two cards are only as fast as one, because they take turns. You will cut a model into two stages and let
+# > micro-batches follow each other, so that a ninth of the time is idle instead of half. The gradients stay exact, and
+# > you will know when a pipeline pays.
+# >
+# > **Card.** saves blocks, of which each of $S$ stages holds $L/S$ / costs $(S-1)/(k+S-1)$ of each stage's time, with
+# > $k$ micro-batches a step, and rows of one length / exact within rounding / about 25 minutes / after [tensor
 # > parallelism](tensor_parallel.py)
 #
-# The job: QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens. It fits one T4. A large sister,
-# Llama-3.1-70B, does not fit an A100 of 40 GB, not even in 4 bits. [The lesson on sharding](sharding.py) gathers all
-# weights for every micro-batch, [the lesson on tensor parallelism](tensor_parallel.py) talks in every block, and both
-# want fast links. The simplest cut hardly talks: the first blocks here, the last ones there. Each such piece is a
-# *stage* (nothing to do with ZeRO's).
+# ## 1. The bill
+# Our job, QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens, fits one T4. But Llama-3.1-70B does not
+# fit an A100 of 40 GB even in 4 bits. [Sharding](sharding.py) would gather all of its weights for every micro-batch,
+# and [tensor parallelism](tensor_parallel.py) would sum hidden states in every block, so both want fast links.
+#
+# The simplest cut sends much less: the first blocks go to card 0, and the last ones to card 1. Each such part is a
+# *stage* (not one of ZeRO's). A *device map* does this in one process. [Pipeline
+# parallelism](../docs/glossary.md#pipeline-parallelism) starts one process for each stage, and we build it. QLoRA of
+# this model needs 42.6 GiB, and an A100 has 39.4. How many GiB does each of two stages need?
+
+# %% Your guess: GiB in each of two stages tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %% Imports and settings tags=["hide-input"]
 import itertools
 import logging
 import random
 import tempfile
-import time
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -36,19 +45,14 @@ from pathlib import Path
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-
 import cria_tricks
 from cria_tricks import course, recipes
 from cria_tricks.bench.case import TRAINED_SHARE
 from cria_tricks.bench.style import Theme
+from cria_tricks.bench.tables import table
 from cria_tricks.bill.calls import CountCollectives
 from cria_tricks.common.console import Aside
 from cria_tricks.common.errors import BadInput
-from cria_tricks.course.processes import Ranks
 from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
@@ -57,52 +61,43 @@ from cria_tricks.load.stages import find_blocks
 from cria_tricks.measure.counting import SavedBytes
 from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import ddp, fsdp, pipeline, tensor
-from cria_tricks.parallel.model import one_after_the_other
+from cria_tricks.parallel import model as device_map
+from cria_tricks.parallel import timetable as timetables
 from cria_tricks.parallel.pipeline import step
-from cria_tricks.parallel.timetable import Slot, idle_share, timetable
 from cria_tricks.predict.links import LINKS
 from cria_tricks.predict.per_process import per_process
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.run.run import train
+from cria_tricks.step_plan import diff
 from cria_tricks.tricks import folds
 
-# two processes, joined by gloo as in data_parallel.py; they end with this notebook
-ranks = Ranks(2)
-ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
-ranks.run(quiet_libraries)
 quiet_libraries()
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-
-# %% [markdown]
-# ## 1. The bill
-# `device_map="auto"` does it without any launcher: one process, two cards, half of the blocks on each. One card would
-# need 42.6 GiB, and an A100 has 39.4. What does each of two need? And of $N$ cards, how much of its time does each
-# work? Write down both, then run. (`model` is the device map, `pipeline` what we build.)
-
-# %%
 A100 = CARDS["a100"].device
 large = with_settings(recipes.capstone(A100), ["model=llama-3.1-70b"])
-print(
-    f"an A100 has {A100.memory_bytes / GIB:.1f} GiB; "
-    "QLoRA of Llama-3.1-70B needs in each"
-)
-for way, N in (("none", 1), ("model", 2), ("pipeline", 2), ("pipeline", 4)):
-    bill = per_process(large, find_shape(large.model), A100, way, N)
-    print(
-        f"N = {N}, {way:8} {bill.least_bytes / GIB:5.1f} GiB, "
-        f"{'fits' if bill.fits else 'does not fit'}"
-    )
-    assert bill.fits == (N > 1)
+job = course.CAPSTONE
+shape = find_shape(job.model)
+whole_model = ["peft=none", "quantization=none", "double_quantization=false"]
+whole_model = [f"tricks.{off}" for off in [*whole_model, "lean_preparation=false"]]
+full = with_settings(job, whole_model)
 
-# %% [markdown]
-# It fits two cards. But block 41 needs what block 40 made, and on the way back block 40 needs block 41's gradient. So
-# the cards take turns, and each of $N$ works $1 / N$ of the time: two cards are as fast as one, at twice the price. An
-# optimizer step, though, is a window of micro-batches that do not know of each other ([gradient
-# accumulation](gradient_accumulation.py)). While card 1 has the first, card 0 could begin the second.
+# %%
+needs, lines = {}, []
+for way, cards in (("none", 1), ("model", 2), ("pipeline", 2), ("pipeline", 4)):
+    bill = per_process(large, find_shape(large.model), A100, way, cards)
+    needs[way, cards] = bill.least_bytes / GIB
+    fits = "yes" if bill.fits else "no"
+    lines.append([way, str(cards), f"{needs[way, cards]:.1f}", fits])
+course.show_table(table(("strategy", "cards", "GiB in each", "fits"), lines))
+course.reveal(guess, needs["pipeline", 2], "GiB")
 
 
-# %% Draw figure 1 tags=["hide-input"]
+# %% Draw figure 1, and hold the numbers of the text tags=["hide-input"]
+assert [round(need, 1) for need in needs.values()] == [42.6, 24.1, 23.7, 15.1]
+assert round(A100.memory_bytes / GIB, 1) == 39.4
+
+
 def draw_table(sketch, slots, left, top, unit):
     """One row of boxes a stage, with the numbers of the micro-batches."""
     for stage, mine in enumerate(slots):
@@ -120,7 +115,7 @@ def turns(theme: Theme):
     """Two stages, four rows: as one batch, and as four micro-batches."""
     sketch = course.Sketch(theme, 44, 12.4)
     for top, name, k, size in ((0.4, "device map", 1, 4), (6.0, "pipeline", 4, 1)):
-        slots = timetable(
+        slots = timetables.timetable(
             [pipeline.gpipe(stage, 2, k) for stage in range(2)], size, 2 * size
         )
         draw_table(sketch, slots, 10, top, 34 / 24)
@@ -138,146 +133,139 @@ def turns(theme: Theme):
 
 course.show(
     turns,
-    "Figure 1. The same four rows through stages 0 and 1; "
-    "numbers are micro-batches. As one batch, one stage always "
-    "waits; as four micro-batches, the stages overlap.",
+    "Figure 1. The same four rows through stages 0 and 1. Numbers are micro-batches. "
+    "As one batch, one stage always waits. As four micro-batches, the stages overlap.",
 )
 
 # %% [markdown]
+# Two A100s hold the model, but block 41 needs the result of block 40, and in the backward pass block 40 needs the
+# gradient from block 41. With a device map (`model` in the table) the cards therefore take turns: each of $N$ cards
+# works $1/N$ of the time. So two cards are as fast as one, at twice the price.
+#
+# However, a step is a [window](../docs/glossary.md#window) of micro-batches, which do not need each other ([gradient
+# accumulation](gradient_accumulation.py)). While card 1 computes the first one, card 0 can begin the second (Figure
+# 1).
+#
 # ## 2. From scratch, in three steps
-# Ten layers: an embedding, eight blocks, a head. Each of two processes takes five of them. A window has eight rows.
+# The toy has ten layers: an embedding, eight blocks and a head. Each of two [processes](../docs/glossary.md#rank)
+# takes five of them, and a window has eight rows. A micro-batch's loss is the sum over its [trained
+# tokens](../docs/glossary.md#trained-tokens), divided by those of the whole window, so that all micro-batches add up
+# to the window's loss. `Ranks(2)` starts the two processes.
 
-# %% Helpers: made windows, distances tags=["hide-input"]
+# %%
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from cria_tricks.course.processes import Ranks
+from cria_tricks.parallel.timetable import Slot, idle_share, timetable
+
 V, D, T, K = 256, 128, 128, 8  # words, width, tokens of a row, rows of a window
 
 
 def new_window(seed):
-    """Words and labels; -100 where nothing is trained, which in each row is another
-    part."""
+    """Words and labels of eight rows; -100 where nothing is trained."""
     torch.manual_seed(seed)
     # small words are common, large ones rare
     words = (V * torch.rand(K, T + 1) ** 3).long()
     labels = words[:, 1:].clone()
-    for row, prompt in zip(labels, torch.randint(8, T - 8, (K,)), strict=True):
-        row[:prompt] = -100
+    for n, row in enumerate(labels):
+        row[: 8 + 14 * n] = -100  # the prompt, in each row of another length
     return words[:, :-1].contiguous(), labels
 
 
+def new_layers(stage=0, S=1):
+    """The layers of one of S stages."""
+    torch.manual_seed(0)  # the same weights in every process
+    layers = [nn.Embedding(V, D)]
+    for _ in range(8):
+        inner = nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D)
+        layers.append(nn.Sequential(nn.LayerNorm(D), *inner))
+    layers.append(nn.Linear(D, V))
+    size = len(layers) // S
+    return nn.Sequential(*layers[stage * size : (stage + 1) * size])
+
+
+def loss_sum(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def count_trained(window):
+    return (window[1] != -100).sum()
+
+
 windows = [new_window(seed) for seed in range(5)]
+ranks = Ranks(2)
 
-
-def apart(found, expected):
-    return ((found - expected).norm() / expected.norm()).item()
-
-
-# %%
-def new_model():
-    torch.manual_seed(0)
-    blocks = [
-        nn.Sequential(
-            nn.LayerNorm(D), nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D)
-        )
-        for _ in range(8)
-    ]
-    return nn.Sequential(nn.Embedding(V, D), *blocks, nn.Linear(D, V))
-
-
-def part(model, stage, S):
-    return model[len(model) * stage // S : len(model) * (stage + 1) // S]
-
-
-def share_of_loss(logits, labels, tokens):
-    return (
-        F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-        / tokens
-    )
-
-
-def answers(window):
-    """How many tokens are trained."""
-    return (window[1] != -100).sum().item()
-
+# %% Silence log messages in both processes tags=["hide-input"]
+ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
+_ = ranks.run(quiet_libraries)
 
 # %% [markdown]
-# **Do passes in an order.** A pass is `("F", 3)`, the forward pass of micro-batch 3, or `("B", 3)`, its backward pass.
-# A stage receives what the pass needs, computes, and sends on. Between the two passes it *keeps* the micro-batch. Which
-# order it follows, the function does not care.
+# **Step 1: do passes in an order.** A *pass* takes one micro-batch through one stage: `("F", 3)` is the forward pass
+# of micro-batch 3, and `("B", 3)` is its backward pass. In a forward pass a stage receives hidden states, computes,
+# and sends the result on. In a backward pass it receives the result's gradient, and sends the input's gradient back.
+# Between the two it *keeps* the micro-batch with its saved activations. `a_step` follows any order:
 
 
 # %%
-def a_step(layers, window, order, k):
-    """One stage's passes over k micro-batches: its loss, when it computed, and the most
-    micro-batches it kept."""
-    stage, S = dist.get_rank(), dist.get_world_size()
-    words, labels = (both.chunk(k) for both in window)
-    tokens, total, kept, most, slots, under_way = (
-        answers(window),
-        torch.zeros(()),
-        {},
-        0,
-        [],
-        [],
-    )
+def receive(k, source):
+    tensor = torch.empty(K // k, T, D)
+    dist.recv(tensor, source)
+    return tensor
 
-    def receive(source):
-        dist.recv(tensor := torch.empty(K // k, T, D), source)
-        return tensor
+
+def a_step(layers, window, order, k=K):
+    """Do the passes of one stage: its loss, when it computed, the most it kept."""
+    stage, S = dist.get_rank(), dist.get_world_size()
+    first, last = stage == 0, stage == S - 1
+    words, labels = (both.chunk(k) for both in window)
+    total, most = torch.zeros(()), 0
+    kept, sending, slots = {}, [], []
 
     def send(tensor, to):
-        # isend does not wait: the other may be sending, too
-        under_way.append((dist.isend(tensor, to), tensor))
+        # isend does not wait, because the other process may be sending, too
+        sending.append((dist.isend(tensor, to), tensor))
 
     for what, n in order(stage, S, k):
         if what == "F":
-            x = receive(stage - 1).requires_grad_() if stage > 0 else words[n]
-            begin, y = time.perf_counter(), layers(x)
-            if stage == S - 1:
-                y = share_of_loss(y, labels[n], tokens)
+            x = words[n] if first else receive(k, stage - 1).requires_grad_()
+            begin = time.perf_counter()
+            y = layers(x)
+            if last:
+                y = loss_sum(y, labels[n]) / count_trained(window)
                 total += y.detach()
             else:
                 send(y.detach(), stage + 1)
             kept[n] = x, y
         else:
-            gradient = receive(stage + 1) if stage < S - 1 else None
-            begin, (x, y) = time.perf_counter(), kept.pop(n)
+            gradient = None if last else receive(k, stage + 1)
+            begin = time.perf_counter()
+            x, y = kept.pop(n)
             y.backward(gradient)
-            if stage > 0:
+            if not first:
                 send(x.grad, stage - 1)
         slots.append(Slot(what, n, begin, time.perf_counter()))
         most = max(most, len(kept))
-    for work, _ in under_way:
+    for work, _ in sending:
         work.wait()
     return total, slots, most
 
 
 # %% [markdown]
-# **All forward, then all backward.** That is GPipe. With $k = 1$ it is the device map. Say a forward pass takes one
-# slot and a backward pass two. Then a stage works $3 k$ slots. The first micro-batch needs $S - 1$ forward passes to
-# reach the last stage, the last gradient $S - 1$ backward passes to come home. So $3 (S - 1)$ slots are idle, of
-# $3 (k + S - 1)$. Predict the idle share of two stages, at one micro-batch and at eight. It is counted in a timetable,
-# where every pass begins as soon as it can, and measured.
-
-
-# %% Helpers: time the two stages tags=["hide-input"]
-def timed(order, k, steps=5):
-    layers = part(new_model(), dist.get_rank(), 2)
-    return [a_step(layers, windows[0], order, k)[1:] for _ in range(steps)]
-
-
-def span(slots):
-    """Seconds of a step."""
-    return max(mine[-1].end for mine in slots) - min(mine[0].begin for mine in slots)
-
-
-def measured(order, k):
-    """The idle share of the fastest step, which was disturbed least; its slots; what
-    each stage kept."""
-    of_steps = [
-        list(zip(*both, strict=True))
-        for both in zip(*ranks.run(timed, order, k), strict=True)
-    ]
-    slots, most = min(of_steps, key=lambda step: span(step[0]))
-    return idle_share(slots), slots, most
+# **Step 2: all forward passes, then all backward passes.** This order is called *GPipe*, and with one micro-batch it
+# is the device map. Let a forward pass take one unit of time and a backward pass two. Then $k$ micro-batches take $3k$
+# units in a stage. The first micro-batch needs $S-1$ forward passes to reach the last stage, and the last gradient
+# needs $S-1$ backward passes to come back. So a stage is idle for $3(S-1)$ of $3(k+S-1)$ units, or
+#
+# $$\frac{S-1}{k+S-1}$$
+#
+# of the step, and other times of the passes give the same share. This idle time is called the
+# [bubble](../docs/glossary.md#bubble). `timetable` lets every pass begin as soon as it can, and `idle_share` counts
+# the idle units:
 
 
 # %%
@@ -285,55 +273,55 @@ def gpipe(stage, S, k):
     return [(what, n) for what in "FB" for n in range(k)]
 
 
-def counted(order, S, k):
+def idle(order, S, k):
     return idle_share(timetable([order(stage, S, k) for stage in range(S)]))
 
 
+def most_kept(order):
+    layers = new_layers(dist.get_rank(), 2)
+    return a_step(layers, windows[0], order)[2]
+
+
 for k in (1, 2, 4, 8):
-    share, _, most = measured(gpipe, k)
-    print(
-        f"k = {k}: by formula {1 / (k + 1):.0%}, "
-        f"by timetable {counted(gpipe, 2, k):.0%}, measured {share:.0%} idle"
-    )
-    assert abs(counted(gpipe, 2, k) - 1 / (k + 1)) < 1e-9
-    assert most == (k, k)
+    print(f"k = {k}: idle {idle(gpipe, 2, k):.0%}, by the formula {1 / (k + 1):.0%}")
+print(f"micro-batches kept in stages 0 and 1: {ranks.run(most_kept, gpipe)}")
 
 # %% [markdown]
-# Measured is the fastest of five steps, and still it depends on what else runs. The idle share is called the *bubble*.
-# And GPipe has a price: by the last `assert`, each stage kept all $k$ micro-batches. What [the lesson on gradient
-# accumulation](gradient_accumulation.py) made small is large again.
+# More micro-batches make the bubble smaller, but each stage keeps all eight. So the memory that [gradient
+# accumulation](gradient_accumulation.py) saved is needed again.
 #
-# **One forward, one backward.** A backward pass frees what its micro-batch kept, so do it as soon as it can be done.
-# Stage $s$, counted from 0, first makes $S - 1 - s$ forward passes, to fill the stages behind it. Then one forward, one
-# backward, in turn. At the end come the backward passes that are left. This is *1F1B*. How many micro-batches does
-# stage $s$ keep at most? And is the bubble smaller?
+# **Step 3: one forward, one backward.** A backward pass frees what its micro-batch kept, so do it as early as
+# possible. Stage $s$, counted from 0, first makes $S-1-s$ forward passes, so that the later stages have work. Then it
+# makes one forward and one backward pass in turn, and at last the remaining backward passes. This order is called
+# *1F1B*:
 
 
 # %%
 def one_f_one_b(stage, S, k):
-    forward, backward = ([(what, n) for n in range(k)] for what in "FB")
     ahead = min(S - 1 - stage, k)
-    # without strict=True, because the longer one has `ahead` more
-    in_turn = itertools.chain(*zip(forward[ahead:], backward))  # noqa: B905
-    return [*forward[:ahead], *in_turn, *backward[k - ahead :]]
+    order = [("F", n) for n in range(ahead)]
+    for n in range(k):
+        if n + ahead < k:
+            order.append(("F", n + ahead))
+        order.append(("B", n))
+    return order
 
 
-share, slots, most = measured(one_f_one_b, 8)
-print(
-    f"timetable {counted(one_f_one_b, 2, 8):.0%} idle, measured {share:.0%}; "
-    f"micro-batches kept: {most}"
-)
-assert most == (2, 1)
-assert all(
-    abs(counted(one_f_one_b, S, k) - (S - 1) / (k + S - 1)) < 1e-9
-    for S in (2, 4, 8)
-    for k in (8, 16)
-)
+print(f"idle {idle(one_f_one_b, 2, 8):.0%}")
+print(f"micro-batches kept: {ranks.run(most_kept, one_f_one_b)}")
+
+# %% Draw figure 2, and hold the numbers of the text tags=["hide-input"]
+assert ranks.run(most_kept, gpipe) == [8, 8]
+assert ranks.run(most_kept, one_f_one_b) == [2, 1]
+for _order in (gpipe, one_f_one_b):
+    for _stages in (2, 4, 8):
+        for _k in (8, 16):
+            _share = (_stages - 1) / (_k + _stages - 1)
+            assert abs(idle(_order, _stages, _k) - _share) < 1e-9
 assert one_f_one_b(1, 4, 8) == pipeline.one_forward_one_backward(1, 4, 8)
 
 
-# %% Draw figure 2 tags=["hide-input"]
-def most_kept(order):
+def highest(order):
     """The most forward passes whose backward pass has not been."""
     return max(itertools.accumulate(1 if what == "F" else -1 for what, _ in order))
 
@@ -347,24 +335,130 @@ def orders(theme: Theme):
         sketch.text(0, top + 4.3, name, align="left")
         sketch.text(41.8, top - 0.8, "keeps", quiet=True)
         for stage in range(4):
-            sketch.text(41.8, top + 1 + 2.2 * stage, str(most_kept(passes[stage])))
+            sketch.text(41.8, top + 1 + 2.2 * stage, str(highest(passes[stage])))
     return sketch.figure
 
 
 course.show(
     orders,
-    "Figure 2. Four stages, stage 0 on top, eight micro-batches. "
-    "Both orders take 33 slots, of which a stage works 24. "
-    "1F1B starts backward passes early, "
-    "so that stage s keeps 4 - s micro-batches and not eight.",
+    "Figure 2. Four stages, stage 0 on top, and eight micro-batches. Both orders take "
+    "33 units, of which a stage works 24. 1F1B starts backward passes early, so stage "
+    "s keeps 4 - s micro-batches instead of eight.",
 )
 
 # %% [markdown]
-# $S - s$ of them, whatever $k$. And the bubble is the same: 1F1B saves memory, and no time. But memory lets $k$ grow,
-# and $k$ makes the bubble small.
+# Stage $s$ now keeps $S-s$ micro-batches, whatever $k$ is. The bubble is the same, so 1F1B saves memory and no time.
+# But with this memory $k$ can grow, and that makes the bubble smaller.
+#
+# ## 3. Prove it
+# The claim is *exact within rounding*. We train five steps in one process, and in two stages with both orders and with
+# torch's own `Schedule1F1B`, and compare all losses and the gradient of the first step. We also count bytes: in 1F1B
+# the stages should keep two eighths and one eighth of what they keep in GPipe. For each micro-batch $B\,T\,D$ numbers
+# should cross the border, and as many gradients should come back.
 
 
-# %% Draw figure 3 tags=["hide-input"]
+# %% Helper: the same step by torch's schedule tags=["hide-input"]
+def by_torch(layers, *some, scale_grads=False):
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    made = PipelineStage(layers, dist.get_rank(), 2, torch.device("cpu"))
+    schedule = Schedule1F1B(
+        made,
+        K,
+        lambda logits, labels: loss_sum(logits, labels) / count_trained(window),
+        scale_grads=scale_grads,
+    )
+    for window in some:
+        losses = []
+        inputs, target = (window[:1], None) if made.is_first else ((), window[1])
+        schedule.step(*inputs, target=target, losses=None if made.is_first else losses)
+    return sum(losses, torch.zeros(())).detach()
+
+
+# %%
+def train_it(way, stage=0, S=1):
+    """The losses of five steps, and the gradient of the first."""
+    if dist.is_initialized():
+        stage, S = dist.get_rank(), dist.get_world_size()
+    layers, history = new_layers(stage, S), []
+    optimizer = torch.optim.AdamW(layers.parameters(), 0.003)
+    for window in windows:
+        optimizer.zero_grad()
+        history.append(way(layers, window).item())
+        if len(history) == 1:
+            gradient = torch.cat([p.grad.flatten() for p in layers.parameters()])
+        optimizer.step()
+    return torch.tensor(history), gradient
+
+
+def alone(layers, window):
+    loss = loss_sum(layers(window[0]), window[1]) / count_trained(window)
+    loss.backward()
+    return loss.detach()
+
+
+def apart(found, right):
+    return ((found - right).norm() / right.norm()).item()
+
+
+ways = {
+    "GPipe": lambda layers, window: a_step(layers, window, gpipe)[0],
+    "1F1B": lambda layers, window: a_step(layers, window, one_f_one_b)[0],
+    "torch": by_torch,
+}
+history, gradient = train_it(alone)
+print(f"one process: loss {history[0]:.4f} -> {history[-1]:.4f}")
+for name, way in ways.items():
+    (_, of_first), (losses, of_last) = ranks.run(train_it, way)
+    both = apart(losses, history), apart(torch.cat([of_first, of_last]), gradient)
+    print("{}: losses off by {:.0e}, gradient by {:.0e}".format(name, *both))
+    assert max(both) < 1e-5
+
+
+# %% Count bytes, measure the idle time, and draw figure 3 tags=["hide-input"]
+def bytes_of(order):
+    """What autograd keeps at the peak, and what is sent."""
+    layers = new_layers(dist.get_rank(), 2)
+    known = [*layers.parameters(), *windows[0]]
+    with SavedBytes(besides=known) as saved, CountCollectives() as sent:
+        a_step(layers, windows[0], order)
+    return saved.peak, sent.bytes.total()
+
+
+_of_gpipe, _of_1f1b = (ranks.run(bytes_of, order) for order in (gpipe, one_f_one_b))
+for _stage, _micro_batches in ((0, 2), (1, 1)):
+    (_every, _sent), (_few, _too) = _of_gpipe[_stage], _of_1f1b[_stage]
+    assert _few == _every * _micro_batches / K
+    assert _sent == _too == K * T * D * 4
+    print(
+        f"stage {_stage} keeps {_every / KIB:,.0f} KiB in GPipe and {_few / KIB:,.0f} "
+        f"in 1F1B, and sends {_sent / KIB:,.0f}"
+    )
+
+
+def timed(order, k, steps=5):
+    layers = new_layers(dist.get_rank(), 2)
+    return [a_step(layers, windows[0], order, k)[1:] for _ in range(steps)]
+
+
+def span(slots):
+    """Seconds of a step."""
+    return max(mine[-1].end for mine in slots) - min(mine[0].begin for mine in slots)
+
+
+def measured(order, k):
+    """The slots of the fastest step, which was disturbed least."""
+    of_ranks = ranks.run(timed, order, k)
+    steps = [[slots for slots, _ in both] for both in zip(*of_ranks, strict=True)]
+    return min(steps, key=span)
+
+
+for k in (1, 8):
+    slots = measured(one_f_one_b, k)
+    print(f"{k} micro-batches: measured {idle_share(slots):.0%} idle", end=", ")
+    print(f"by the formula {1 / (k + 1):.0%}")
+
+
 def what_happened(theme: Theme):
     """The slots of the measured step."""
     drawn, axes = course.figure(height=1.9)
@@ -398,26 +492,27 @@ def what_happened(theme: Theme):
 
 course.show(
     what_happened,
-    "Figure 3. Measured: one step of our two processes in 1F1B order. Gaps are idle.",
+    "Figure 3. Measured on the machine that made this page: one step of our two "
+    "processes in 1F1B order, the fastest of five. Gaps are idle time. They are longer "
+    "if the machine has other work.",
 )
 
-# %% [markdown]
-# ## 3. Prove it
-# The claim is *exact within rounding*. So train five steps in one process, with plain whole windows. Then in two: by
-# turns with the package's `one_after_the_other`, with our loop in both orders, with the package's `step`, and with
-# torch's engine, `Schedule1F1B`. Losses, and the first step's gradient, must be those of one process.
+# %% [markdown] tags=["deep"]
+# ### Deeper: the package's own step, and a device map in two processes
+# The package has the same step over plain sends and receives (`step` in `cria_tricks/parallel/pipeline.py`), and
+# `one_after_the_other`, in which the stages take turns as with a device map. Both train the same five steps.
 
 
-# %% Helpers: the package's stage, and ours tags=["hide-input"]
+# %% tags=["deep"]
 def by_package(layers, window):
-    """The package's reference."""
-    stage, losses, tokens = dist.get_rank(), [torch.zeros(())], answers(window)
+    """The package's step, in 1F1B order."""
+    stage, losses, tokens = dist.get_rank(), [torch.zeros(())], count_trained(window)
 
     def run(x, n):
         y = layers(window[0][n : n + 1] if x is None else x)
         if stage == 0:
             return y
-        losses.append(share_of_loss(y, window[1][n : n + 1], tokens))
+        losses.append(loss_sum(y, window[1][n : n + 1]) / tokens)
         return losses[-1]
 
     passes = pipeline.one_forward_one_backward(stage, 2, K)
@@ -428,199 +523,105 @@ def by_package(layers, window):
 def by_turns(layers, window):
     """The package's device map in two processes."""
     x = torch.empty(K, T, D) if dist.get_rank() else window[0]
-    tokens = answers(window)
-    return one_after_the_other(layers, x, lambda y: share_of_loss(y, window[1], tokens))
-
-
-def train_it(way, stage=0, S=1):
-    """The losses of five steps, and the gradient of the first."""
-    if dist.is_initialized():
-        stage, S = dist.get_rank(), dist.get_world_size()
-    layers, history, first = part(new_model(), stage, S), [], None
-    optimizer = torch.optim.AdamW(layers.parameters(), 0.003)
-    for window in windows:
-        optimizer.zero_grad()
-        history.append(way(layers, window).item())
-        first = (
-            torch.cat([p.grad.flatten() for p in layers.parameters()])
-            if first is None
-            else first
-        )
-        optimizer.step()
-    return history, first
-
-
-def off(way):
-    """How far two processes are from one: losses, and the gradient."""
-    (nothing, of_first), (history, of_last) = ranks.run(train_it, way)
-    assert not any(nothing)  # only the last stage knows the loss
-    losses = max(
-        abs(one / other - 1) for one, other in zip(history, expected, strict=True)
+    tokens = count_trained(window)
+    return device_map.one_after_the_other(
+        layers, x, lambda y: loss_sum(y, window[1]) / tokens
     )
-    return losses, apart(torch.cat([of_first, of_last]), gradient)
 
 
-# %%
-def by_torch(layers, *some, scale_grads=False):
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    made = PipelineStage(layers, dist.get_rank(), 2, torch.device("cpu"))
-    schedule = Schedule1F1B(
-        made,
-        K,
-        lambda *both: share_of_loss(*both, answers(window)),
-        scale_grads=scale_grads,
-    )
-    for window in some:
-        losses = []
-        inputs, target = (window[:1], None) if made.is_first else ((), window[1])
-        schedule.step(*inputs, target=target, losses=None if made.is_first else losses)
-    return sum(losses, torch.zeros(())).detach()
-
-
-def alone(layers, window):
-    loss = share_of_loss(layers(window[0]), window[1], answers(window))
-    loss.backward()
-    return loss.detach()
-
-
-expected, gradient = train_it(alone)
-print(f"one process: loss {expected[0]:.4f} -> {expected[-1]:.4f}")
-ways = {
-    "by turns": by_turns,
-    "GPipe": lambda layers, window: a_step(layers, window, gpipe, K)[0],
-}
-ways |= {"1F1B": lambda layers, window: a_step(layers, window, one_f_one_b, K)[0]}
-for name, way in (ways | {"package": by_package, "torch": by_torch}).items():
-    losses, gradients = off(way)
-    print(
-        f"{name:9} losses off by at most {losses:.0e}, the gradient by {gradients:.0e}"
-    )
-    assert max(losses, gradients) < 1e-5
+for name, way in {"package": by_package, "by turns": by_turns}.items():
+    (nothing, of_first), (losses, of_last) = ranks.run(train_it, way)
+    assert not nothing.any()  # only the last stage knows the loss
+    both = apart(losses, history), apart(torch.cat([of_first, of_last]), gradient)
+    print("{}: losses off by {:.0e}, gradient by {:.0e}".format(name, *both))
+    assert max(both) < 1e-5
 
 # %% [markdown]
 # ## 4. What it costs
-# **What waits, in bytes.** If the numbers of kept micro-batches are right, GPipe's stages keep eight times the bytes of
-# one micro-batch, and those of 1F1B twice and once. **What travels:** $B\,T\,D$ numbers at each border and for each
-# micro-batch, and as many gradients back. Nothing else.
-
-
-# %%
-def bytes_of(order, k):
-    layers = part(new_model(), dist.get_rank(), 2)
-    with (
-        SavedBytes(besides=[*layers.parameters(), *windows[0]]) as saved,
-        CountCollectives() as sent,
-    ):
-        a_step(layers, windows[0], order, k)
-    return saved.peak, sent.bytes.total()
-
-
-of_gpipe, of_1f1b = (ranks.run(bytes_of, order, K) for order in (gpipe, one_f_one_b))
-for stage, micro_batches in ((0, 2), (1, 1)):
-    (every, _), (few, _) = of_gpipe[stage], of_1f1b[stage]
-    print(
-        f"stage {stage} keeps {every / KIB:,.0f} KiB in GPipe, {few / KIB:,.0f} in 1F1B"
-    )
-    assert few == every * micro_batches / K
-sent, back = (size for _, size in of_1f1b)
-print(f"sent on {sent:,} bytes, and back {back:,}")
-assert sent == back == K * T * D * 4
-
-# %% [markdown]
-# Now our job, between two processes. Put `pipeline`, `ddp`, `fsdp` and `tensor` in order of the bytes that each process
-# sends in a step: once for QLoRA, once for full fine-tuning. (On paper: some of these pairs are refused.)
+# **Bytes on the link.** A border between two stages costs $B\,T\,D$ numbers for each micro-batch, forward and again
+# backward, and no weights are sent. The table compares what one of two processes sends in a step of our job, and in
+# full fine-tuning of the same model. (By formula: some of these pairs are refused.)
 
 # %%
-job = course.CAPSTONE
-shape = find_shape(job.model)
-plain = (
-    "peft=none",
-    "quantization=none",
-    "double_quantization=false",
-    "lean_preparation=false",
-)
-full = with_settings(job, [f"tricks.{one}" for one in plain])
-ways = {"pipeline": pipeline, "ddp": ddp, "fsdp": fsdp, "tensor": tensor}
-orders_of = {
-    "QLoRA": ["ddp", "pipeline", "fsdp", "tensor"],
-    "full": ["pipeline", "ddp", "tensor", "fsdp"],
-}
-for name, recipe in {"QLoRA": job, "full": full}.items():
-    sends = {
-        way: sum(call.sent for call in module.traffic(recipe, shape, 2))
-        for way, module in ways.items()
-    }
-    print(
-        f"{name:6}",
-        ", ".join(f"{way} {sends[way] / 1e6:,.0f} MB" for way in orders_of[name]),
-    )
-    assert sorted(sends, key=sends.get) == orders_of[name]
-seconds = sum(LINKS["10gbe"].seconds(call) for call in pipeline.traffic(job, shape, 2))
-print(f"the pipeline's of QLoRA over 10 Gbit Ethernet: {seconds:.2f} s a step")
+ways = {"ddp": ddp, "pipeline": pipeline, "fsdp": fsdp, "tensor": tensor}
+sends, lines = {}, []
+for name, way in ways.items():
+    for recipe in (job, full):
+        calls = way.traffic(recipe, shape, 2)
+        sends[name, recipe] = sum(call.sent for call in calls) / 1e6
+    lines.append([name, *(f"{sends[name, recipe]:,.0f}" for recipe in (job, full))])
+course.show_table(table(("MB a step", "QLoRA", "full fine-tuning"), lines))
 
 # %% [markdown]
-# Of those that divide the weights, a pipeline sends least by far. Only `ddp` of a small adapter sends less, and it
-# divides nothing. So stages can sit in different machines, on plain Ethernet.
+# Of the strategies that divide the weights, a pipeline sends least by far. Only `ddp` with a small adapter sends less,
+# but it does not divide any weights. So stages can be in different machines: over 10 Gbit Ethernet our 67 MB would
+# take 0.06 seconds.
 #
-# **Which layers go where?** All wait for the slowest stage. With times $t_s$ for a micro-batch, a step takes about
-# $\sum t_s + (k - 1) \max t_s$. The last stage has the head, and ours has 128,256 words. Eight blocks each? Guess.
+# **The slowest stage.** All stages wait for the slowest one. So if stage $s$ takes $t_s$ seconds for a micro-batch, a
+# step takes about $\sum t_s+(k-1)\max t_s$. The last stage also has the head, and ours has 128,256 words. How many of
+# the 16 blocks should the first stage get?
 
 # %% Your guess: blocks of the first stage tags=["predict"]
 guess = 0  # @param {type:"number"}
 
 
-# %%
+# %% Helper: predicted seconds of a stage tags=["hide-input"]
 def seconds_of(blocks, head):
-    """Of one stage and all micro-batches, by choose_your_hardware.py's reckoning."""
-    parts = folds.step(
-        job, replace(shape, layers=blocks), CARDS["t4"], trained_share=TRAINED_SHARE
-    ).parts
+    """Predicted seconds of one stage for all micro-batches of a step."""
+    part_of_it = replace(shape, layers=blocks)
+    found = folds.step(job, part_of_it, CARDS["t4"], trained_share=TRAINED_SHARE)
     return sum(
-        part.seconds for part in parts if head or part.name not in ("head", "loss")
+        part.seconds
+        for part in found.parts
+        if head or part.name not in ("head", "loss")
     )
 
 
-one = seconds_of(16, True)
-faster = {}
+# %%
+one = seconds_of(16, head=True)
+faster, lines = {}, []
 for blocks in (8, 9, 10):
-    stages = seconds_of(blocks, False), seconds_of(16 - blocks, True)
-    faster[blocks] = one / (sum(stages) / 8 + max(stages) * 7 / 8)
-    print(
-        f"{blocks} and {16 - blocks} blocks: {stages[0]:.1f} and {stages[1]:.1f} s, "
-        f"{faster[blocks]:.2f} x one T4"
-    )
-assert max(faster, key=faster.get) == 9
-for stage, what in enumerate(("embedding", "head, norm")):
-    bill = {
-        line.name: line.bytes
-        for line in per_process(job, shape, T4, "pipeline", 2, stage=stage).lines
-    }
-    print(f"stage {stage}, {what}: {bill['weights: all others'] / MIB:.1f} MiB")
-    assert bill["weights: all others"] > 500 * MIB
+    first, last = seconds_of(blocks, head=False), seconds_of(16 - blocks, head=True)
+    faster[blocks] = one / ((first + last) / 8 + max(first, last) * 7 / 8)
+    found = f"{first:.1f}", f"{last:.1f}", f"{faster[blocks]:.2f}"
+    lines.append([f"{blocks} and {16 - blocks}", *found])
+titles = ("blocks", "stage 0, seconds", "stage 1, seconds", "times as fast as one T4")
+course.show_table(table(titles, lines))
 course.reveal(guess, max(faster, key=faster.get), "blocks")
 
 # %% [markdown]
-# Nine and seven. And both ends hold the same 501 MiB: Llama-3.2-1B's head *is* its embedding. Frozen, as under LoRA,
-# two copies do no harm. If it trained, both stages would have to add up their gradients, so our pipeline refuses full
-# fine-tuning.
+# The best cut is nine and seven, by these predicted seconds. (Both stages hold the same 501 MiB in addition to their
+# blocks, because in Llama-3.2-1B the head is the embedding. Two copies of frozen weights do no harm. If they trained,
+# both stages would have to add up their gradients, so our switch refuses full fine-tuning.)
 #
-# **Rows of one length.** That 1.77 is for rows of 2,048 tokens. torch's stages fix their shapes, so all rows are padded
-# to the longest, and the last window of three rows to eight. Our 107 rows have 153,617 tokens. What is left of 1.77?
-# And if packing ([packing](packing.py)) puts them into 82 rows?
+# **Rows of one length.** These 1.77 times are for rows of 2,048 tokens. torch's stages have fixed shapes, so all rows
+# are padded to the longest, and a last window of three rows to eight. With our 107 rows two stages are therefore only
+# 1.19 times as fast as one T4, by the same estimate. [Packing](packing.py) puts their tokens into 82 rows, which gives
+# 1.51. With [data parallelism](data_parallel.py) it was 1.8.
 
-# %%
-tokens = sum(length for length, _ in row_lengths("train"))
-left = {rows: faster[9] * tokens / (-(-rows // 8) * 8 * 2048) for rows in (107, 82)}
-print(
-    f"padded: {left[107]:.2f} times as fast as one T4, packed: {left[82]:.2f}; "
-    "ddp in the lesson on data parallelism: 1.8"
-)
-assert tokens == 153_617
-assert left[107] < 1.25 < left[82]
+# %% Draw figure 4, and hold the numbers of the text tags=["hide-input"]
+_order = {
+    recipe: sorted(
+        ("ddp", "pipeline", "fsdp", "tensor"), key=lambda name: sends[name, recipe]
+    )
+    for recipe in (job, full)
+}
+assert _order[job] == ["ddp", "pipeline", "fsdp", "tensor"]
+assert _order[full] == ["pipeline", "ddp", "tensor", "fsdp"]
+assert round(sends["pipeline", job]) == 67
+_ethernet = sum(map(LINKS["10gbe"].seconds, pipeline.traffic(job, shape, 2)))
+print(f"the pipeline's bytes over 10 Gbit Ethernet: {_ethernet:.2f} s a step")
+assert round(_ethernet, 2) == 0.06
+_tokens = sum(length for length, _ in row_lengths("train"))
+_left = {rows: faster[9] * _tokens / (-(-rows // 8) * 8 * 2048) for rows in (107, 82)}
+print(f"padded {_left[107]:.2f} times as fast as one T4, packed {_left[82]:.2f}")
+assert [round(found, 2) for found in (faster[9], *_left.values())] == [1.77, 1.19, 1.51]
+for _stage in (0, 1):
+    _bill = per_process(job, shape, T4, "pipeline", 2, stage=_stage)
+    _sizes = {line.name: round(line.bytes / MIB) for line in _bill.lines}
+    assert _sizes["weights: all others"] == 501
 
 
-# %% Draw figure 4 tags=["hide-input"]
 def of_speed(theme: Theme):
     """Times as fast as one card, against the number of micro-batches."""
     drawn, axes = course.figure(height=2.9)
@@ -649,39 +650,66 @@ def of_speed(theme: Theme):
 
 course.show(
     of_speed,
-    "Figure 4. By formula, for equal stages and rows: from the device map at k = 1, "
-    "where no number of cards helps, to "
-    "nearly S times as fast.",
+    "Figure 4. By the formula, for equal stages and rows. With k = 1 it is the device "
+    "map, where no number of cards helps. With many micro-batches it is nearly S times "
+    "as fast.",
 )
 
 # %% [markdown]
 # ## 5. The production switch
-# Both are switches of the trainer. `parallel.strategy=model` is the device map: one process that sees two cards.
-# `parallel.strategy=pipeline` is ours, over as many processes as there are stages. transformers' trainer calls a whole
-# model, forward and back, micro-batch by micro-batch. So our subclass of it is given all micro-batches of a step at
-# once, and lets torch's schedule order their passes. Rows, checkpoints, adapter and report are the same.
+# Both ways are switches of our trainer: `parallel.strategy=model` is the device map, and `parallel.strategy=pipeline`
+# starts several processes. The trainer of transformers runs the whole model forward and backward for each micro-batch.
+# So our version of it is given all micro-batches of a step at once, and torch's schedule orders their passes. The
+# complete command, and then both ways in plain code:
+#
+# ```bash
+# cria launch kwanzaa --on torchrun --nproc 2 \
+#     --set parallel.strategy=pipeline --set parallel.stage_blocks=9,7
+# ```
+#
+# The switch is the last of the job, so adding it and taking it away give the same numbers. The table shows its worth:
+# the predicted need of the fullest stage, on T4s and with CUDA's own memory.
 
-# %% Train in two stages tags=["hide-input"]
+# %%
+print(device_map.PLAIN, pipeline.PLAIN)
+mine = ["parallel.strategy=pipeline", "parallel.stage_blocks=9,7"]
+mine = with_settings(job, mine)
+print(diff(resolve(job, T4), resolve(mine, T4, processes=2)))
+worth, lines = {}, []
+for name in ("llama-3.2-1b", "llama-3.1-8b", "llama-2-13b", "llama-3.1-70b"):
+    for S in (1, 2, 4, 8):
+        way = "pipeline" if S > 1 else "none"
+        bill = per_process(job, find_shape(name), T4, way, S)
+        worth[name, S] = bill.least_bytes / GIB
+    lines.append([name, *(f"{worth[name, S]:.1f}" for S in (1, 2, 4, 8))])
+course.show_table(table(("GiB in each of", "1", "2", "4", "8 T4s"), lines))
+
+# %% Hold the numbers of the table's text tags=["hide-input"]
+assert worth["llama-3.1-70b", 8] < T4.memory_bytes / GIB < worth["llama-3.1-70b", 4]
+assert round(1 - worth["llama-3.2-1b", 2] / worth["llama-3.2-1b", 1], 2) == 0.12
+assert round(1 - worth["llama-3.1-8b", 2] / worth["llama-3.1-8b", 1], 2) == 0.38
+
+# %% [markdown]
+# A second stage saves only 12 % with our small model, because each stage holds the embedding or the head, but 38 %
+# with Llama-3.1-8B. QLoRA of Llama-3.1-70B is predicted to fit eight T4s. (While the model is loaded, each process
+# needs room for all of it in the host's memory.)
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: the same losses in the real trainer
+# A tiny Llama with random weights trains three steps in one process and in two stages. The report predicts and
+# measures the peak, and it measures the idle share. More is idle than by the formula, because these stages are not
+# equal: next to two blocks of width 256 there are 49,152 words, so most of the work is the head's.
+
+# %% tags=["deep"]
 folder = tempfile.TemporaryDirectory()
-lines = (
-    Path(cria_tricks.__file__).parent / "data" / "nguzo_saba_eval.jsonl"
-).read_text(encoding="utf-8")
+data = Path(cria_tricks.__file__).parent / "data" / "nguzo_saba_eval.jsonl"
 seven = Path(folder.name, "seven.jsonl")
-seven.write_text("".join(lines.splitlines(keepends=True)[:7]), encoding="utf-8")
-tiny = [
-    "model=random:tiny",
-    "tricks.peft=lora",
-    "tricks.gradient_accumulation=4",
-    "data.max_length=160",
-]
-tiny += ["tricks.chunked_loss=true", "train.max_steps=3", "train.learning_rate=0.01"]
+rows = data.read_text(encoding="utf-8").splitlines(keepends=True)[:7]
+seven.write_text("".join(rows), encoding="utf-8")
+tiny = ["model=random:tiny", "tricks.peft=lora", "data.max_length=160"]
+tiny += ["tricks.gradient_accumulation=4", "tricks.chunked_loss=true"]
+tiny += ["train.max_steps=3", "train.learning_rate=0.01"]
 tiny += [f"data.train={seven}", f"data.eval={seven}"]
-
-
-def losses_of(report):
-    return [entry["loss"] for entry in report["history"] if "loss" in entry] + [
-        report["eval_loss_after"]
-    ]
 
 
 def trained_by(settings, out):
@@ -690,23 +718,23 @@ def trained_by(settings, out):
     return train(with_settings(Recipe(), settings), out, console=aside)
 
 
-# %%
-print(
-    "cria launch kwanzaa --on torchrun --nproc 2 --set parallel.strategy=pipeline "
-    "--set parallel.stage_blocks=9,7"
-)
+def losses_of(report):
+    losses = [entry["loss"] for entry in report["history"] if "loss" in entry]
+    return [*losses, report["eval_loss_after"]]
+
+
 whole = losses_of(trained_by(tiny, f"{folder.name}/one"))
-report = ranks.run(
-    trained_by, [*tiny, "parallel.strategy=pipeline"], f"{folder.name}/two"
-)[0]
-halves, said = losses_of(report), report["pipeline"]
+in_stages = [*tiny, "parallel.strategy=pipeline"]
+report = ranks.run(trained_by, in_stages, f"{folder.name}/two")[0]
 folder.cleanup()
+halves, said = losses_of(report), report["pipeline"]
 print("one process:", *(f"{loss:.6f}" for loss in whole))
 print("two stages: ", *(f"{loss:.6f}" for loss in halves))
-print(
-    f"peak estimated {report['estimated_peak_bytes'] / MIB:.1f} MiB, measured", end=" "
+predicted, measured_peak = (
+    size / MIB
+    for size in (report["estimated_peak_bytes"], report["estimate"]["measured_bytes"])
 )
-print(f"{report['estimate']['measured_bytes'] / MIB:.1f} MiB")
+print(f"peak predicted {predicted:.1f} MiB, measured {measured_peak:.1f} MiB")
 print(
     f"idle {said['idle_share']:.0%}, "
     f"of equally long stages {said['idle_share_of_equal_stages']:.0%}"
@@ -714,57 +742,52 @@ print(
 assert all(abs(p / q - 1) < 1e-5 for p, q in zip(halves, whole, strict=True))
 
 # %% [markdown]
-# More is idle than the formula says, as the stages are not equal: beside two blocks of width 256 there are 49,152
-# words, so most of the work is the head's.
-#
 # ## 6. Where it breaks
-# **`a pipeline takes at least as many of a step's micro-batches as it has stages`.** With fewer, some stages would
-# always wait; torch's 1F1B raises, too. Cure: a larger window, or fewer stages. **More stages than blocks** are refused
-# as well.
+# **A perfect loss, and gradients of an eighth.** torch divides the gradients by the number of micro-batches, because
+# most losses are means (`scale_grads=True`). Ours is a sum that is divided already, so every gradient shrinks to an
+# eighth. AdamW does not mind a constant factor, so the losses hardly change, but gradient clipping does. Taking means
+# instead is no cure, because a row with few trained tokens would count as much as a long one. The cure is
+# `scale_grads=False`.
 
 # %%
-mine = with_settings(
-    job, ["tricks.gradient_accumulation=2", "parallel.strategy=pipeline"]
-)
-for wrong in (
-    lambda: resolve(mine, processes=4),
-    lambda: find_blocks("", 16, 32, "llama"),
+scaled = partial(by_torch, scale_grads=True)
+(_, of_first), (losses, of_last) = ranks.run(train_it, scaled)
+wrong = torch.cat([of_first, of_last])
+print(f"losses {losses[0]:.4f} -> {losses[-1]:.4f}")
+print(f"the gradient is {wrong.norm() / gradient.norm():.3f} times as long")
+assert abs(losses[0] / history[0] - 1) < 1e-5
+assert apart(K * wrong, gradient) < 1e-5
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: too few micro-batches, too many stages, and rows of two lengths
+# **`a pipeline takes at least as many of a step's micro-batches as it has stages`.** With fewer, some stages would
+# always wait, and torch's 1F1B refuses them, too. The cure is a larger window, or fewer stages. More stages than
+# blocks are refused as well.
+
+# %% tags=["deep"]
+few = with_settings(mine, ["tricks.gradient_accumulation=2"])
+for wrong_call in (
+    partial(resolve, few, processes=4),
+    partial(find_blocks, "", 16, 32, "llama"),
 ):
     try:
-        wrong()
+        wrong_call()
         raise AssertionError("it must be refused")
     except BadInput as refusal:
         print(refusal)
 
-# %% [markdown]
-# **A perfect loss, and gradients of an eighth.** torch divides gradients by the number of micro-batches unless told
-# otherwise (`scale_grads=True`), as most losses are means. Ours is a sum, divided once by the window's tokens. AdamW
-# does not mind a factor, so the losses hardly move; clipping does. Nor are means the cure: a row with few tokens would
-# weigh as much as a long one ([gradient accumulation](gradient_accumulation.py)). Cure: `scale_grads=False`.
-
-# %%
-(_, of_first), (history, of_last) = ranks.run(
-    train_it, partial(by_torch, scale_grads=True)
-)
-wrong = torch.cat([of_first, of_last])
-print(
-    f"losses {history[0]:.4f} -> {history[-1]:.4f}; "
-    f"gradient {wrong.norm() / gradient.norm():.3f} times as long"
-)
-assert abs(history[0] / expected[0] - 1) < 1e-5
-assert apart(K * wrong, gradient) < 1e-5
-
-# %% [markdown]
-# **`Expected input batch_size (...) to match target batch_size (...)`, in the second step.** Its rows are shorter. But
-# the stages made their receive buffers in the first, and shorter rows fill only a part of one. With a loss that does
-# not compare lengths, the first stage's backward pass fails: the gradient that comes back has the old length. Longer
-# rows break the connection. torch 2.11 looks before: the first stage refuses the shorter rows. Cure: one length.
+# %% [markdown] tags=["deep"]
+# **`Expected input batch_size (...) to match target batch_size (...)`, in the second step.** The rows of this step are
+# shorter. But the stages made their receive buffers in the first step, and shorter rows fill only a part of a buffer.
+# If the loss does not compare lengths, the backward pass of the first stage fails, because the gradient has the old
+# length. Longer rows break the connection. (torch 2.11 looks earlier: there the first stage refuses shorter rows.) The
+# cure is one length for all rows.
 
 
-# %%
+# %% tags=["deep"]
 def two_lengths():
     shorter = [both[:, : T // 2] for both in windows[1]]
-    by_torch(part(new_model(), dist.get_rank(), 2), windows[0], shorter)
+    by_torch(new_layers(dist.get_rank(), 2), windows[0], shorter)
 
 
 try:
@@ -777,23 +800,24 @@ ranks.close()
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** Llama-3.1-70B ($D = 8192$) over eight stages, 32 micro-batches of one row of 4,096 tokens in bf16. How
-#    many MiB cross *one* border in a step, both ways together? (A number of MiB of $2^{20}$ bytes.)
-# 2. **Build.** `cut(seconds, S)` gets the seconds of each layer, in order, and the number of stages. Return a list of
-#    $S$ whole numbers: how many layers each stage gets, so that the slowest stage is as fast as can be. Stages keep the
-#    order, and each has a layer. (About five lines: `itertools.combinations` gives all places to cut.)
-# 3. **Reach.** *Interleaved*: each process has $v$ pieces of the model that are no neighbours, a pass through one takes
-#    $1 / v$ of the time, and so does the bubble: $(S - 1) / (v k + S - 1)$. With $S = 4$ and $k = 8$: what is the
-#    smallest $v$ that idles less than a tenth, and how many times as many borders as with $v = 1$ does a row then
-#    cross? Give both as a pair, `(v, times)`.
+# 1. **Predict.** Llama-3.1-70B has width 8,192 and runs in eight stages. A step has 32 micro-batches of one row with
+#    4,096 tokens, in bf16. How many MiB cross *one* border in a step, both ways together? The answer is a number of
+#    MiB ($2^{20}$ bytes).
+# 2. **Build.** Fill in `cut(seconds, S)`, which gets the seconds of each layer, in order, and the number of stages,
+#    and returns a list of $S$ whole numbers: how many layers each stage gets, so that the slowest stage is as fast as
+#    possible. Stages keep the order of the layers, and each gets at least one. (About five lines:
+#    `itertools.combinations` gives all places to cut.)
+# 3. **Reach.** In an *interleaved* schedule each process holds $v$ pieces of the model that are not neighbours. A pass
+#    through one piece takes $1/v$ of the time, so the bubble is $(S-1)/(v\,k+S-1)$. For $S=4$ and $k=8$, what is the
+#    smallest $v$ whose bubble is less than a tenth? And how many times as many borders as with $v=1$ does a row then
+#    cross? The answer is a pair, `(v, times)`.
 
 # %% tags=["exercise"]
 mib_across = None
 
 
 def cut(seconds, S):
-    """Return how many layers each of S stages gets, a list of S whole numbers. FILL ME
-    IN."""
+    """FILL ME IN."""
 
 
 pieces_and_borders = None
@@ -881,19 +905,20 @@ course.check(
 # </details>
 #
 # ## In one breath
-# - **Saves** blocks: a stage holds $L / S$ of them, with gradients and states. The ends hold embedding and head.
-# - **Costs** a bubble of $(S - 1) / (k + S - 1)$, padding to one length, and the slowest stage's pace. 1F1B keeps
-#   $S - s$ micro-batches in stage $s$ where GPipe keeps all. torch's engine holds receive buffers for all of them
-#   either way: 64 MiB in our job.
-# - **Exact within rounding**, with a loss summed over the window's tokens and `scale_grads=False`.
-# - **When**: the model does not fit a card, links are slow, and a step has many micro-batches.
-# - **When not**: it fits a card ([data parallelism](data_parallel.py)), or rows are few and of all lengths. A device
-#   map: to make it run at all.
+# - **Saves** blocks: a stage holds $L/S$ of them, with their gradients and optimizer states. The first stage also
+#   holds the embedding, and the last one the head.
+# - **Costs** a bubble of $(S-1)/(k+S-1)$, padding to one length, and the pace of the slowest stage. 1F1B keeps $S-s$
+#   micro-batches in stage $s$ where GPipe keeps all. torch's schedule holds receive buffers for all $k$ either way,
+#   which are 64 MiB in our job.
+# - **Exact within rounding**, with a loss that is summed over the window's tokens, and with `scale_grads=False`.
+# - **When**: the model does not fit one card, the link is slow, and a step has many micro-batches.
+# - **When not**: the run fits one card ([data parallelism](data_parallel.py)), or there are few rows of many lengths.
+#   A device map only helps to make a model run at all.
 #
 # ## Sources
-# - Huang et al. 2018, *GPipe*, arXiv 1811.06965, section 2: a plain cut leaves cards idle; all forward, then all
-#   backward.
-# - Narayanan et al. 2021, arXiv 2104.04473, section 2.2: 1F1B with a flush, its bubble, the interleaved schedule.
+# - Huang et al. 2018, *GPipe*, arXiv 1811.06965, section 2 (a plain cut leaves cards idle; all forward, then all
+#   backward).
+# - Narayanan et al. 2021, arXiv 2104.04473, section 2.2 (1F1B with a flush, its bubble, the interleaved schedule).
 # - torch 2.13: `torch/distributed/pipelining/schedules.py` (`Schedule1F1B`, `scale_grads`). transformers 5.23:
 #   `device_map` in `from_pretrained`. Rates of links, with their sources: `cria_tricks/predict/links.py`.
 # - Ours: `cria_tricks/parallel/model.py`, `parallel/pipeline.py`, `trainer/pipeline.py`;
