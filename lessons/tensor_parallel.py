@@ -309,7 +309,7 @@ def two_processes(theme: Theme):
         sketch.arrow((place, 7.6), (place, 3.4), color=2)
         sketch.arrow((place, 7.6), (place, 10.4), color=2)
         sketch.text(place + 0.5, 7.2, name, align="left")
-    sketch.text(13, 7.2, "sums on the way back", align="left", quiet=True)
+    sketch.text(13, 7.2, "sums backward", align="left", quiet=True)
     sketch.text(36.4, 7.2, "sums forward", align="left", quiet=True)
     return sketch.figure
 
@@ -557,7 +557,7 @@ def over_links(theme: Theme):
     axes.set_xticks(list(found), [str(cards) for cards in found])
     axes.minorticks_off()
     axes.grid(axis="y")
-    axes.legend()
+    axes.legend(loc="lower left")
     return drawn
 
 
