@@ -335,8 +335,8 @@ def both_orders(theme: Theme):
 course.show(
     both_orders,
     "Figure 2. Three stages, one below the other, and four micro-batches, time to the "
-    "right. F, B and W take a second each. 1F1B takes 18 seconds. Zero bubble fills gaps "
-    "with W and takes 14.",
+    "right. F, B and W take a second each. 1F1B takes 18 seconds. Zero bubble fills "
+    "gaps with W and takes 14.",
 )
 assert [12 + waiting(3, 4, 1, 1, 1, split) for split in (False, True)] == [18, 14]
 
