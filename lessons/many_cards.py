@@ -185,8 +185,9 @@ def ratio(way, n, rate):
     return computing / sending
 
 
+nvlink = LINK_RATES["NVLink of an A100"]
 for n in (1_000, 10_000):
-    found = {way.__name__: ratio(way, n, 232.5e9) for way in (tensor, pipe, context)}
+    found = {way.__name__: ratio(way, n, nvlink) for way in (tensor, pipe, context)}
     print(f"{n:6,} tokens:", *(f"{name} {value:.1f}" for name, value in found.items()))
 
 # %% Table 1: when each way pays tags=["hide-input"]
@@ -253,7 +254,8 @@ course.show(
     by_tokens,
     "Figure 1. Llama-3.1-8B on eight A100s, all weights trained. Above the line at 1 "
     "a card computes longer than it sends. Solid lines: NVLink. Dotted lines: "
-    "InfiniBand HDR.",
+    "InfiniBand HDR. Tokens are those of each card for data and sharded, and of all "
+    "cards for the others.",
 )
 
 # %% [markdown]
