@@ -112,12 +112,12 @@ course.show(
 )
 
 # %% [markdown]
-# Only 0.05 of the 0.30 USD of the T4's job are training. The A100 trains ten times as fast, but its job costs four
+# Of the 0.30 USD for the T4, only 0.05 pay for training. The A100 trains ten times as fast, but its job costs four
 # times as much, and even if it trained in no time, its half hour alone would cost 1.25 USD. (A job that ends before its
 # timeout costs less. All times are predicted.) So for a short training take the machine with the cheapest hour.
 #
-# For a long training all three machines of Figure 1 cost nearly the same, and our estimate is too rough to say which is
-# cheapest. What the A100 saves in any case is time. Before a long job, measure a few steps on each.
+# For a long training all three machines of Figure 1 cost the same within a factor of two, and our estimate is too rough
+# to say which is cheapest. What the A100 saves in any case is time. Before a long job, measure a few steps on each.
 #
 # ## 2. From scratch, in three steps
 # **Step 1: choose the machine whose job costs least.** Its cards must have enough memory ([the bill](the_bill.py)). We
@@ -146,7 +146,7 @@ def at_most(price, minutes):
 
 best = min(MACHINES, key=lambda name: at_most(*MACHINES[name]))
 dollars, timeout = at_most(*MACHINES[best])
-print(f"{best}: at most ${dollars:.2f}, ended after {timeout} minutes")
+print(f"{best}: at most {dollars:.2f} USD, ended after {timeout} minutes")
 
 # %% [markdown]
 # **Step 2: write a run that survives.** A process that may be killed at any moment needs three things
@@ -208,9 +208,10 @@ state_file = Path(folder.name, "state.pt")
 _ = script.write_text(CODE)
 
 # %% [markdown]
-# **Step 3: let somebody start it again.** Somebody outside must notice the death, end the other processes, which cannot
-# continue alone, and start all of them again. That is torchrun's [agent](../docs/glossary.md#agent), the process that
-# started them, and `--max-restarts` says how often it may do so. After which step will the run begin again?
+# **Step 3: let an agent start it again.** Something outside must notice the death, end the other processes, which
+# cannot continue alone, and start all of them again. torchrun's [agent](../docs/glossary.md#agent) does that. It is the
+# process that started them, and `--max-restarts` says how often it may start them again. After which step will the run
+# begin again?
 
 # %% Your guess: the step after which the run begins again tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -286,7 +287,8 @@ folder.cleanup()
 # %% [markdown] tags=["deep"]
 # ### Deeper: what cannot be a job
 # The package refuses what cannot be a job. Everybody who may see a job can read its command, so no secret may be in it.
-# And a container has nothing of your disk, so rows and model must come from the hub, or rows with the package.
+# And a container has nothing of your disk, so the model must come from the Hugging Face Hub, and the rows from there or
+# from the package.
 
 # %% tags=["deep"]
 token = "hf_" + "x" * 34
@@ -299,7 +301,7 @@ for setting in (f"name={token}", "data.train=mine.jsonl", "model=/models/mine"):
 
 # %% [markdown]
 # ## 4. What it costs
-# **What restarts and checkpoints cost.** A restart costs a new start, and the steps since the last checkpoint, which is
+# **Restarts and checkpoints cost time.** A restart costs a new start, and the steps since the last checkpoint, which is
 # half an interval on average. A checkpoint costs the time to write it. [The lesson on
 # resuming](checkpoint_and_resume.py) has the best interval: if a save takes $C$ seconds and a machine is lost every $M$
 # seconds, save every $\sqrt{2CM}$ seconds. Suppose that a save takes 3 seconds, a step of our job takes 11 seconds on a
@@ -407,8 +409,8 @@ assert 6 < 0.25 + _of_300 * on_two / step_seconds < 7
 #   $t_n$. The price matters too, because all machines are paid while they wait for each other.
 # - Somebody must rent. torchrun takes in a machine that comes, but it asks for none and gives none back.
 # - The counts must fit. Eight micro-batches can be shared by 1, 2, 4 or 8 processes, so that a step stays the same
-#   step. With three processes some would wait, or the training would be a different one, so `cria` refuses `--nodes
-#   1:4`.
+#   step. With three processes some would wait, or the training would be a different one, so `cria` refuses
+#   `--nodes 1:4`.
 # - All machines must reach the folder with the checkpoints, because a job's own disk is deleted with it.
 # - The meeting point must survive. If the machine dies at which all others meet, all end, whatever `--max-restarts`
 #   says.
@@ -533,8 +535,8 @@ print("both processes agree in each start, and the two starts have different nam
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** By estimate a training takes 50 minutes on an `l4x1`, at $0.80 an hour. How much can the job cost at
-#    most, by this lesson's rule for the timeout? The answer is a number of USD.
+# 1. **Predict.** The estimate for a training is 50 minutes on an `l4x1`, at 0.80 USD an hour. How much can the job cost
+#    at most, by this lesson's rule for the timeout? The answer is a number of USD.
 # 2. **Build.** Fill in `grow(left, now, then, restart)`. It returns the seconds that a run saves by going from `now` to
 #    `then` seconds a step, less the seconds of the `restart`, and zero where it would lose. `left` is how many seconds
 #    the run would still take at `now` seconds a step.
@@ -590,7 +592,7 @@ course.check(3, hours_lost, of_loss, "a number of hours")
 # <details><summary>Solutions</summary>
 #
 # ```python
-# most_usd = 0.80 * (2 * 50 + 30) / 60  # $1.73: 130 minutes
+# most_usd = 0.80 * (2 * 50 + 30) / 60  # 1.73 USD for 130 minutes
 #
 #
 # def grow(left, now, then, restart):
