@@ -1,5 +1,6 @@
 # ---
 # jupyter:
+#   question: How do you rent a machine for one training, pay little for it, and lose nothing when a process dies?
 #   jupytext:
 #     cell_metadata_filter: tags,-all
 #     text_representation: {extension: .py, format_name: percent}
@@ -7,34 +8,43 @@
 
 # %% [markdown]
 # # Jobs and elasticity: rent a machine, and lose it
-# > **Promise.** You choose a rented machine by what the whole job costs, write down all that it must be told, and train
-# > through a killed process without losing a bit. Then you say when another machine is worth a restart.
-#
+# > **Promise.** On a rented machine the half hour around a short training can cost more than the training, and a dead
+# > process can cost the whole run. You will choose a machine by what the whole job costs, train through a killed
+# > process without losing a bit, and compute when another machine is worth a restart.
+# >
 # > **Card.** saves minutes that are paid for nothing, and runs that would be lost / costs half an hour's rent around
-# > each job, and a few steps for each restart / exact, on a CPU: a resumed run ends with the same bits / 30 minutes /
-# > after [resuming](checkpoint_and_resume.py), [choosing hardware](choose_your_hardware.py) and [data
+# > each job, and a few steps for each restart / exact, on a CPU: a resumed run ends with the same bits / about 20
+# > minutes / after [resuming](checkpoint_and_resume.py), [choosing hardware](choose_your_hardware.py) and [data
 # > parallelism](data_parallel.py)
 #
-# The job: QLoRA of Llama-3.2-1B on 107 training rows, 42 steps. So far it ran where you sat. A *job* is a command in a
-# container on a machine that somebody else starts, bills by the minute, and takes away: at the end, at the timeout, or
-# when a process dies. You see a log, and what the command has sent elsewhere.
+# So far our training ran on the machine in front of you: QLoRA of Llama-3.2-1B on 107 training rows, 42 steps. A
+# [job](../docs/glossary.md#job) is a command in a container on a machine that somebody else starts, bills by the
+# minute, and takes away: at the end, at a timeout, or when a process dies. Only its log is left, and what the command
+# has sent elsewhere.
+#
+# ## 1. The bill
+# By Hugging Face's price list of 2026-08-21 a machine with a T4 costs 0.40 USD an hour, and one with an A100 2.50 USD.
+# By our estimate the training takes 7.3 minutes on the T4 and 0.7 on the A100, so the training alone costs a few cents
+# on either. But you also pay while the machine installs packages, downloads the model, evaluates and publishes. We
+# assume half an hour for that, on every machine.
+#
+# The estimate may be too low, so the *timeout*, after which the job is ended, is twice the estimate and the half hour.
+# How many dollars can the job on the T4 cost at most?
+
+# %% Your guess: dollars that the job on a T4 costs at most tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %% Imports and settings tags=["hide-input"]
 import logging
-import os
-import subprocess
-import sys
-import tempfile
 import threading
-from pathlib import Path
 
 # on some CPUs it tells of a package that is not needed
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-import torch
 from torch.distributed import HashStore
 
 from cria_tricks import course, recipes
 from cria_tricks.bench.style import Theme
+from cria_tricks.bench.tables import table
 from cria_tricks.common.errors import BadInput, OutOfMemory
 from cria_tricks.hardware.cards import CARDS, FLAVORS
 from cria_tricks.launch import hub
@@ -45,47 +55,27 @@ from cria_tricks.predict.toggles import Target
 from cria_tricks.processes import rendezvous
 from cria_tricks.recipe import with_settings
 
-away = tempfile.TemporaryDirectory()
-folder = Path(away.name)
-
-# %% [markdown]
-# ## 1. The bill
-# By Hugging Face's list of 2026-08-21 a T4 costs $0.40 an hour and an A100 $2.50. By our estimate the A100 trains ten
-# times as fast, so training alone costs some cents on either. (Both estimates are ranges; the A100's ends below four
-# cents, where the T4's begins.) But the machine is also paid while it installs, downloads a model, evaluates and
-# publishes: half an hour, we assume, on every machine. So the *timeout*, at which the hub ends the job, is twice the
-# middle of the estimate and half an hour. What can either job cost at most? Guess, and guess which part of it is
-# training.
-
-# %% Your guess: dollars that the cheaper job costs at most tags=["predict"]
-guess = 0  # @param {type:"number"}
-
 # %%
-whole = {}
+job_on, lines = {}, []
 for name in FLAVORS:
     job = jobs.prepare("kwanzaa", "me/adapter", flavor=name)
-    whole[name] = job
-    trains = job.price * job.training_seconds / 3600
-    print(
-        f"{name:13}trains {job.training_seconds / 60:4.1f} min for ${trains:.2f}; ",
-        end="",
-    )
-    print(f"ended after {job.timeout / 60:.0f} min: at most ${job.most:.2f}")
-cheapest = min(whole.values(), key=lambda job: job.most)
-assert cheapest.flavor.name == "t4-small"
-a100 = whole["a100-large"]
-print(f"an A100 that trained in no time: ${a100.price / 2:.2f} for the half hour")
-assert a100.most > 3.5 * cheapest.most
-assert a100.price / 2 > 3 * cheapest.most  # whatever the estimate of its speed
-course.reveal(guess, cheapest.most, "USD")
+    job_on[name] = job
+    minutes = (f"{job.training_seconds / 60:.1f}", f"{job.timeout / 60:.0f}")
+    dollars = (f"{job.training_cost:.2f}", f"{job.most:.2f}")
+    lines.append((name, f"{job.price:.2f}", *minutes, *dollars))
+course.reveal(guess, job_on["t4-small"].most, "USD")
+columns = ("machine", "USD an hour", "training, min", "timeout, min")
+course.show_table(table((*columns, "training, USD", "at most, USD"), lines))
 
-# %% [markdown]
-# The T4's job costs a quarter, and of its $0.30 five cents are training. (A job that ends earlier costs less.) This
-# does not depend on the estimate: the A100 costs more even if it trains in no time. Around a short training the price
-# of the hour decides. And around a long one?
+# %% Draw figure 1, and hold the numbers of the text tags=["hide-input"]
+t4_job, a100_job = job_on["t4-small"], job_on["a100-large"]
+assert min(job_on.values(), key=lambda job: job.most) is t4_job
+assert [job.price for job in (t4_job, a100_job)] == [0.4, 2.5]
+assert [round(j.training_seconds / 60, 1) for j in (t4_job, a100_job)] == [7.3, 0.7]
+assert (round(t4_job.most, 2), round(a100_job.most, 2)) == (0.3, 1.33)
+assert round(t4_job.training_cost, 2) == 0.05
+assert a100_job.price / 2 > 3 * t4_job.most  # even if it trained in no time
 
-
-# %% Draw figure 1 tags=["hide-input"]
 EPOCHS = (3, 10, 30, 100, 300, 1000)
 usd = {
     name: [
@@ -116,48 +106,60 @@ def by_length(theme: Theme):
 
 course.show(
     by_length,
-    "Figure 1. What the job can cost, by how long it trains. "
-    "Short jobs pay for the half hour around the training. In "
-    "long ones all three cost the same within a factor of two, "
-    "and the estimate cannot tell more: before a long job, "
-    "measure a few steps on each card. What the A100 saves in any case is time.",
+    "Figure 1. What the job costs at most, by how long it trains (predicted). Short "
+    "jobs pay mostly for the half hour. In long jobs the three machines cost the same "
+    "within a factor of two.",
 )
 
 # %% [markdown]
+# Of the 0.30 USD for the T4, only 0.05 pay for training. The A100 trains ten times as fast, but its job costs four
+# times as much, and even if it trained in no time, its half hour alone would cost 1.25 USD. (A job that ends before its
+# timeout costs less. All times are predicted.) So for a short training take the machine with the cheapest hour.
+#
+# For a long training all three machines of Figure 1 cost the same within a factor of two, and our estimate is too rough
+# to say which is cheapest. What the A100 saves in any case is time. Before a long job, measure a few steps on each.
+#
 # ## 2. From scratch, in three steps
-# **Choose.** Of all machines on which [the bill](the_bill.py) fits, take the one where the job
-# costs least. Write it for machines of one card. A bill of `Target` says whether it fits, and the seconds of a token;
-# we have 3 epochs of 107 rows of 2,048 tokens.
+# **Step 1: choose the machine whose job costs least.** Its cards must have enough memory ([the bill](the_bill.py)). We
+# take the numbers of three machines from the table above.
 
 # %%
-AROUND = 1800
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+AROUND = 30  # minutes to install, download, evaluate and publish
+# dollars an hour, and predicted minutes of training
+MACHINES = {"t4-small": (0.40, 7.3), "l4x1": (0.80, 4.5), "a100-large": (2.50, 0.7)}
 
 
-def choose(tokens):
-    found = {}
-    for name, flavor in FLAVORS.items():
-        card = CARDS[flavor.card]
-        recipe = recipes.kwanzaa(card.device)
-        bill = Target(find_shape(recipe.model), card.device).bill(recipe)
-        if flavor.cards == 1 and bill.memory.fits:
-            timeout = 2 * bill.seconds * tokens + AROUND
-            found[name] = timeout, timeout / 3600 * flavor.price
-    best = min(found, key=lambda name: found[name][1])
-    return best, *found[best]
+def at_most(price, minutes):
+    """Dollars that a job costs at most, and its timeout in minutes."""
+    timeout = math.ceil(2 * minutes + AROUND)
+    return price * timeout / 60, timeout
 
 
-name, timeout, most = choose(3 * 107 * 2048)
-print(f"{name}, {timeout / 60:.1f} min, ${most:.2f}")
-assert name == cheapest.flavor.name
-assert 0 <= cheapest.timeout - timeout < 60
+best = min(MACHINES, key=lambda name: at_most(*MACHINES[name]))
+dollars, timeout = at_most(*MACHINES[best])
+print(f"{best}: at most {dollars:.2f} USD, ended after {timeout} minutes")
 
 # %% [markdown]
-# **Survive.** A worker that may be killed at any moment needs three things: a file with *all* that decides the next
-# step; a rename, so that the file is the old one or the new one and never half of one
-# ([resuming](checkpoint_and_resume.py)); and a start that looks for it. Here is a whole run: eight weights are fitted,
-# rows are shared, gradients are added up. `world.joined` joins the processes that a launcher started ([data
-# parallelism](data_parallel.py)); ours is torch's, torchrun, which counts its restarts in `TORCHELASTIC_RESTART_COUNT`.
-# In life 0, process 1 kills itself in step 12.
+# **Step 2: write a run that survives.** A process that may be killed at any moment needs three things
+# ([resuming](checkpoint_and_resume.py)):
+#
+# - a file with *everything* that decides the next step
+# - a rename, so that the file is the old one or the new one, and never half of one
+# - a start that looks for the file
+#
+# Here is a whole run. It fits eight weights, two [processes](../docs/glossary.md#rank) share the rows, and an
+# [all-reduce](../docs/glossary.md#all-reduce) adds up their gradients. `world.joined` joins the processes that a
+# [launcher](../docs/glossary.md#launcher) has started. Our launcher is torchrun, which counts its restarts in
+# `TORCHELASTIC_RESTART_COUNT`. Before the first restart, process 1 kills itself in step 12.
 
 # %%
 CODE = '''
@@ -175,18 +177,19 @@ def gradient(w, rank, size):
 
 
 def save(file, state):
-    torch.save(state, aside := file.with_suffix(".aside"))
-    os.replace(aside, file)
+    new = file.with_suffix(".new")
+    torch.save(state, new)
+    os.replace(new, file)  # the rename: all of it or nothing
 
 
-def train(file, life):
+def train(file, restarts):
     state = torch.load(file) if file.exists() else {"step": 0, "w": torch.zeros(8)}
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
-        print("life", life, "begins after step", state["step"], flush=True)
+        print("restarts:", restarts, "- begins after step", state["step"], flush=True)
     for step in range(state["step"] + 1, 21):
         total = gradient(state["w"], rank, size)
-        if (life, rank, step) == (0, 1, 12):
+        if (restarts, rank, step) == (0, 1, 12):
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(total)
         state = {"step": step, "w": state["w"] - 0.5 * total}
@@ -198,137 +201,141 @@ if __name__ == "__main__":
     with world.joined(timeout=60):
         train(Path(sys.argv[1]), int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
 '''
-_ = (folder / "survivor.py").write_text(CODE)
 
+folder = tempfile.TemporaryDirectory()
+script = Path(folder.name, "survivor.py")
+state_file = Path(folder.name, "state.pt")
+_ = script.write_text(CODE)
 
 # %% [markdown]
-# **Be started again.** Somebody outside must notice the death, end the other workers, which cannot go on alone, and
-# start all of them again. That is torchrun's *agent*, the process that started them; `--max-restarts` says how often.
-# After which step will the second life begin?
+# **Step 3: let an agent start it again.** Something outside must notice the death, end the other processes, which
+# cannot continue alone, and start all of them again. torchrun's [agent](../docs/glossary.md#agent) does that. It is the
+# process that started them, and `--max-restarts` says how often it may start them again. After which step will the run
+# begin again?
+
+# %% Your guess: the step after which the run begins again tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %%
-torchrun = [
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--nproc-per-node",
-    "2",
-]
-command = [
-    *torchrun,
-    "--max-restarts",
-    "1",
-    str(folder / "survivor.py"),
-    str(folder / "state.pt"),
-]
-done = subprocess.run(
+command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+command += ["--nproc-per-node", "2", "--max-restarts", "1"]
+command += [str(script), str(state_file)]
+run = subprocess.run(
     command,
     capture_output=True,
     encoding="utf-8",
     env=os.environ | {"OMP_NUM_THREADS": "1"},
 )
-print(done.stdout)
-assert done.returncode == 0, done.stderr[-2000:]
-assert done.stdout.splitlines() == [
-    "life 0 begins after step 0",
-    "life 1 begins after step 10",
-]
+print(run.stdout)
+assert run.returncode == 0, run.stderr[-2000:]
 
 
-# %% Draw figure 2 tags=["hide-input"]
+# %% Draw figure 2, and compare the guess tags=["hide-input"]
+course.reveal(guess, 10)
+assert [line.split()[-1] for line in run.stdout.splitlines()] == ["0", "10"]
+
+
 def two_lives(theme: Theme):
     """Steps of the two processes, the checkpoints, and what is done twice."""
     sketch = course.Sketch(theme, 50, 12)
-    for row, (first, last, words) in enumerate(((1, 12, "life 0"), (11, 20, "life 1"))):
+    for row, (first, last, words) in enumerate(((8, 12, "start"), (11, 20, "restart"))):
         top = 1.2 + 5.6 * row
         sketch.text(0, top + 1.6, words, align="left")
         for step in range(first, last + 1):
+            left = 7.5 + 3.2 * (step - 8)
             for rank in range(2):
                 dead = row == 0 and step == 12
-                again = (row, step) == (1, 11)
-                box = (4 + 2.2 * (step - 1), top + 1.7 * rank, 2, 1.4)
                 sketch.tensor(
-                    *box,
+                    left,
+                    top + 1.7 * rank,
+                    3,
+                    1.4,
                     "x" if dead and rank == 1 else str(step),
-                    color=1 if again else 0,
+                    color=1 if (row, step) == (1, 11) else 0,
                     kept=not dead,
                 )
-        for step in (5, 10, 15, 20):
-            if first <= step <= last:
-                sketch.text(4 + 2.2 * (step - 1) + 1, top + 4.2, "saved", quiet=True)
-    sketch.arrow((29.3, 4.8), (27, 6.6), color=1)
+            if step % 5 == 0:
+                sketch.text(left + 1.5, top + 4.2, "saved", quiet=True)
+    sketch.arrow((21.5, 4.8), (19.5, 6.6), color=1)
     return sketch.figure
 
 
 course.show(
     two_lives,
-    "Figure 2. Two processes, one above the other, and two lives. "
-    "Process 1 dies in step 12, which process 0 cannot "
-    "end alone. Both begin again after the last saved step; "
-    "step 11 (in another colour) is done twice.",
+    "Figure 2. Steps 8 to 20 of two processes, one below the other, before and after "
+    "the restart. Process 1 dies in step 12, which process 0 cannot end alone. Both "
+    "begin again after the last saved step, so step 11 is done twice.",
 )
 
 # %% [markdown]
 # ## 3. Prove it
-# The interrupted run must end where an uninterrupted one ends, to the last bit; that one is a single process here and
-# adds up both shares. And the package must refuse what cannot be a job: a secret in the command or its variables, which
-# everyone who may see the job can read; and what only your machine has.
+# The interrupted run must end with the same bits as an uninterrupted one. Here the uninterrupted run is a single
+# process that adds up both shares of the rows:
 
 # %%
-sys.path.insert(0, str(folder))
+sys.path.insert(0, folder.name)
 import survivor
 
 w = torch.zeros(8)
 for _ in range(20):
     w = w - 0.5 * (survivor.gradient(w, 0, 2) + survivor.gradient(w, 1, 2))
-assert torch.equal(torch.load(folder / "state.pt")["w"], w)
-sys.path.remove(str(folder))
+print("the same bits:", torch.equal(torch.load(state_file)["w"], w))
+assert torch.equal(torch.load(state_file)["w"], w)
+sys.path.remove(folder.name)
+folder.cleanup()
 
+# %% [markdown] tags=["deep"]
+# ### Deeper: what cannot be a job
+# The package refuses what cannot be a job. Everybody who may see a job can read its command, so no secret may be in it.
+# And a container has nothing of your disk, so the model must come from the Hugging Face Hub, and the rows from there or
+# from the package.
+
+# %% tags=["deep"]
 token = "hf_" + "x" * 34
-for settings in ([f"name={token}"], ["data.train=mine.jsonl"], ["model=/models/mine"]):
+for setting in (f"name={token}", "data.train=mine.jsonl", "model=/models/mine"):
     try:
-        jobs.prepare("kwanzaa", "me/adapter", settings)
-        raise AssertionError(settings)
+        jobs.prepare("kwanzaa", "me/adapter", [setting])
+        raise AssertionError(setting)
     except BadInput as error:
-        print(error)
+        print(str(error)[:120])
 
 # %% [markdown]
-# The last two are the other side of a container: nothing of your disk is there. Rows and model come from the hub, or
-# rows with the package.
-#
 # ## 4. What it costs
-# **A restart** costs the steps since the last checkpoint, half an interval in the mean, and a start. **Checkpoints**
-# cost their writing. That is [the lesson on resuming](checkpoint_and_resume.py)'s rule: if a save takes $C$ seconds and
-# machines are lost every $M$ seconds, saving every $T$ seconds loses $C/T + T/2M$ of the time, and least at $T =
-# \sqrt{2CM}$ (Young 1974). Say a save of three seconds, and a machine that is taken away every two hours. How many of
-# our T4's steps, of eleven seconds each?
+# **Restarts and checkpoints cost time.** A restart costs a new start, and the steps since the last checkpoint, which is
+# half an interval on average. A checkpoint costs the time to write it. [The lesson on
+# resuming](checkpoint_and_resume.py) has the best interval: if a save takes $C$ seconds and a machine is lost every $M$
+# seconds, save every $\sqrt{2CM}$ seconds. Suppose that a save takes 3 seconds, a step of our job takes 11 seconds on a
+# T4 (predicted), and the machine is lost every two hours. How many steps should lie between two checkpoints?
+
+# %% Your guess: steps between two checkpoints tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %%
 t4 = CARDS["t4"]
 recipe = recipes.kwanzaa(t4.device)
 shape = find_shape(recipe.model)
-step_seconds = Target(shape, t4.device).bill(recipe).seconds * 8 * 2048
+tokens = 8 * 2048  # of a step
+step_seconds = Target(shape, t4.device).bill(recipe).seconds * tokens
 
 
 def lost(every, save=3, between=7200):
+    """The share of the time that is lost: writing, and steps that are done again."""
     return save / every + every / (2 * between)
 
 
-best = (2 * 3 * 7200) ** 0.5
-print(
-    f"a step takes {step_seconds:.1f} s; save every {best:.0f} s, "
-    f"that is {best / step_seconds:.0f} steps: ",
-    end="",
-)
-print(
-    f"{lost(best):.1%} lost. Every step: {lost(step_seconds):.0%}. "
-    f"Once an hour: {lost(3600):.0%}"
-)
-assert lost(best) < min(lost(best / 2), lost(best * 2))
+best_interval = math.sqrt(2 * 3 * 7200)
+course.reveal(guess, best_interval / step_seconds, "steps")
+intervals = {"every step": step_seconds, "best": best_interval, "every hour": 3600}
+lines = [(name, f"{s:,.0f}", f"{lost(s):.1%}") for name, s in intervals.items()]
+course.show_table(table(("checkpoints", "seconds between them", "time lost"), lines))
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: the best interval need not be exact
+# The sum of both losses has a wide valley. With half or twice the best interval, only a quarter more is lost. (To the
+# left of the figure, where writing takes as long as training, the formula says slightly too much.)
 
 
-# %% Draw figure 3 tags=["hide-input"]
+# %% tags=["deep"]
 def young(theme: Theme):
     """Share of the time that is lost, against the interval."""
     drawn, axes = course.figure(height=3.0)
@@ -356,167 +363,192 @@ def young(theme: Theme):
 
 course.show(
     young,
-    "Figure 3. To the left writing costs (and less than the rule says), "
-    "to the right what is done again. "
-    "The valley is wide: with half or twice the best interval a quarter more is lost.",
+    "Figure 3. To the left the time is lost by writing, to the right by steps that are "
+    "done again.",
 )
+for factor in (0.5, 2):
+    more = lost(factor * best_interval) / lost(best_interval) - 1
+    print(f"{factor} times the best interval: {more:.0%} more is lost")
+    assert round(more, 2) == 0.25
 
 # %% [markdown]
-# **Growing.** torchrun can also take in machines while it runs: `--nnodes 1:4` says one at least, four at most. Then
-# all workers stop, save, and start again as more. That is worth it if the time saved is longer than the restart, which
-# *all* wait for. Say 90 seconds: imports, loading, joining. A second T4 halves a step, nearly ([data
-# parallelism](data_parallel.py)). With how many seconds to go is it useless to our job?
+# ### Growing
+# torchrun can also take in machines while it runs: `--nnodes 1:4` means at least one and at most four. When a machine
+# comes, all processes stop, save, and start again as more processes. That is worth it if the saved time is longer than
+# the restart, for which *all* of them wait. Suppose that a restart takes 90 seconds: imports, loading, joining. A
+# second T4 nearly halves a step ([data parallelism](data_parallel.py)). How long must the run still take, so that the
+# second T4 is worth a restart?
 
 # %%
-seconds_left = whole["t4-small"].training_seconds
-both = (
-    Target(shape, t4.device, 2)
-    .bill(with_settings(recipe, ["parallel.strategy=ddp"]))
-    .seconds
-    * 8
-    * 2048
-)
-saved_share = 1 - both / step_seconds
-print(
-    f"a step on two cards: {both:.1f} s, {saved_share:.0%} less; "
-    f"the run takes {seconds_left:.0f} s on one"
-)
-print(
-    f"with less than {90 / saved_share:.0f} s to go it is not worth a restart of 90 s"
-)
-print(
-    "a machine that installs for 15 minutes is there after "
-    f"{900 / seconds_left:.1f} times the whole run"
-)
+shared = with_settings(recipe, ["parallel.strategy=ddp"])
+on_two = Target(shape, t4.device, 2).bill(shared).seconds * tokens
+saved_share = 1 - on_two / step_seconds
+seconds_left = job_on["t4-small"].training_seconds
+print(f"a step takes {step_seconds:.1f} s on one card and {on_two:.1f} s on two")
+print(f"worth a restart of 90 s with more than {90 / saved_share:.0f} s to go")
+print(f"our whole run takes {seconds_left:.0f} s on one card")
+
+# %% Hold the numbers of the text tags=["hide-input"]
 assert 90 / saved_share < seconds_left < 900
+assert round(best_interval / step_seconds) == 19
+assert lost(best_interval) < min(lost(best_interval / 2), lost(best_interval * 2))
+_of_300 = 100 * seconds_left / 3600  # hours of 300 epochs
+assert 12 < _of_300 < 12.5
+assert 6 < 0.25 + _of_300 * on_two / step_seconds < 7
 
 # %% [markdown]
-# (Both cards in one machine; 10 Gbit Ethernet between two would add less than a hundredth.) For this job an
-# *autoscaler*, which rents machines by itself, is worth nothing, and a counted decision says so before anybody writes
-# one. For 300 epochs it would pay: twelve hours become less than seven. What would it need beyond torchrun?
-#
-# 1. **The decision above**, repeated with measured step times: from $n$ machines to $m$ if $R < S (1 - t_m / t_n)$. A
-#    restart takes $R$ seconds, $S$ are left on $n$ machines, a step takes $t_n$. And the price, which is paid for all
-#    machines while they wait for each other.
-# 2. **Somebody who rents.** torchrun takes in a machine that comes. It asks for none, and gives none back.
-# 3. **Counts that fit.** Eight micro-batches go to 1, 2, 4 or 8 processes, so that a step stays the same step. With
-#    three, one would wait for the other two, or the training would be another one: `cria` refuses `--nodes 1:4`.
-# 4. **A folder that all can reach**, for checkpoints; a job's own disk goes with it.
-# 5. **A meeting point that survives.** If the machine dies at which all meet, all end, whatever `--max-restarts` says.
-# 6. **Notice.** *Spot* machines are cheap because they may be taken away, with a warning shortly before. If it comes as
-#    SIGTERM, our trainer saves after the step; without notice, back to the checkpoint.
-#
+# A new machine needs perhaps 15 minutes to install, and by then our run of 440 seconds is over. So an *autoscaler*,
+# which rents machines by itself, is worth nothing for this job. For 300 epochs it would pay: twelve hours become less
+# than seven. (The second card is in the same machine here, but 10 Gbit Ethernet between two machines would add less
+# than a hundredth.)
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: what an autoscaler needs beyond torchrun
+# - It repeats the decision above, with measured step times. It grows from $n$ machines to $m$ if
+#   $R < S\,(1 - t_m / t_n)$, where a restart takes $R$ seconds, $S$ seconds are left on $n$ machines, and a step takes
+#   $t_n$. The price matters too, because all machines are paid while they wait for each other.
+# - Somebody must rent. torchrun takes in a machine that comes, but it asks for none and gives none back.
+# - The counts must fit. Eight micro-batches can be shared by 1, 2, 4 or 8 processes, so that a step stays the same
+#   step. With three processes some would wait, or the training would be a different one, so `cria` refuses
+#   `--nodes 1:4`.
+# - All machines must reach the folder with the checkpoints, because a job's own disk is deleted with it.
+# - The meeting point must survive. If the machine dies at which all others meet, all end, whatever `--max-restarts`
+#   says.
+# - The end should be announced. [Spot machines](../docs/glossary.md#spot-machine) are cheap because they may be taken
+#   away, with a warning shortly before. If the warning comes as SIGTERM, our trainer saves after the step. Without it,
+#   the run goes back to the last checkpoint.
+
+# %% [markdown]
 # ## 5. The production switch
-# A job. `--print` shows what would be sent, and sends nothing. (We have sent it to a stand-in of the hub only.)
+# **Send a job.** In plain code it is one call of `huggingface_hub`, for which you choose the machine and the timeout,
+# and write a command that installs, trains and publishes:
+#
+# ```python
+# from huggingface_hub import get_token, run_job
+#
+# run_job(
+#     image="ghcr.io/astral-sh/uv:python3.12-bookworm",
+#     command=["bash", "-c", "... && python train.py && hf upload ..."],
+#     flavor="t4-small",
+#     timeout="45m",
+#     secrets={"HF_TOKEN": get_token()},
+# )
+# ```
+#
+# Our command makes all of that from the recipe. With `--print` it shows what would be sent, and sends nothing:
+#
+# ```bash
+# cria launch kwanzaa --on hf-jobs --repo me/adapter --budget 1 --print
+# ```
 
 # %%
-print("$ cria launch kwanzaa --on hf-jobs --repo me/adapter --budget 1 --print")
 job = jobs.prepare("kwanzaa", "me/adapter", budget=1)
-print(*hub.shown(job), sep="\n")
+for line in hub.shown(job):
+    print(line if len(line) < 100 else line[:97] + "...")
 assert job.most <= 1
 
 # %% [markdown]
-# `cria train` is given 15 minutes less than the timeout, so that half of the half hour is left for installing and
-# publishing. The token is named, and travels in a field of its own that the hub encrypts. Without `--print` the log is
-# followed, the adapter comes back and is held against its manifest.
+# `cria train` gets 15 minutes less than the timeout, so that some time is left to publish. The token travels in a field
+# of its own, which the hub encrypts. Without `--print` the command follows the log, fetches the adapter, and compares
+# it with its manifest. With `--attempts 2 --bucket me/checkpoints` the hub starts a failed job again, and it continues
+# from its checkpoint. (We have sent all this only to a stand-in of the hub.)
 #
-# And torchrun, with the same training. On one machine: `cria launch kwanzaa --on torchrun --nproc 1 --max-restarts 3`.
-# On one or two that meet at node0: the same on each, with `--nodes 1:2 --endpoint node0:29400 --out /shared/run`. They
-# stand for:
+# **Survive restarts.** `cria launch` writes torchrun's command, which is the plain code here. The first command is for
+# one machine. The second is for one or two machines that meet at node0, and each of them gets the same command:
+#
+# ```bash
+# cria launch kwanzaa --on torchrun --nproc 1 --max-restarts 3
+# cria launch kwanzaa --on torchrun --nproc 1 --max-restarts 3 \
+#     --nodes 1:2 --endpoint node0:29400 --out /shared/run
+# ```
 
 # %%
-for elastic, out in (
-    (launch.Elastic(max_restarts=3), None),
-    (launch.Elastic(3, "1:2", "node0:29400"), Path("/shared/run")),
-):
-    print(
-        "$",
-        launch.shown(
-            launch.command("kwanzaa", "torchrun", 1, out=out, elastic=elastic)
-        ),
-    )
+one = launch.Elastic(max_restarts=3)
+some = launch.Elastic(3, "1:2", "node0:29400")
+for elastic, out in ((one, None), (some, Path("/shared/run"))):
+    words = launch.command("kwanzaa", "torchrun", 1, out=out, elastic=elastic)
+    print(launch.shown(words), end="\n\n")
 
 # %% [markdown]
-# `--resume` is always there: each start looks for a checkpoint, and the first one finds none. The variable is there
-# because without it a machine that joins later does not find the others (torch 2.13).
+# `--resume` is always there, because each start must look for a checkpoint; the first start finds none. Without the
+# variable at the beginning, a machine that joins later does not find the others (torch 2.13).
 #
 # ## 6. Where it breaks
-# **The job ran for 30 minutes, its log ends in the middle of the training, and there is nothing.** The timeout took
-# container and disk. 30 minutes are the hub's default, whatever the job needs. Cure: a timeout from an estimate, *and*
-# a training that ends by itself before it, so that what it has learnt is published. Here with a timeout that is too
-# short, of which half is kept for installing and publishing:
+# **The job ran for 30 minutes, its log ends in the middle of the training, and there is no adapter.** The timeout took
+# the container and its disk. The hub's default is 30 minutes, whatever the job needs. The cure is a timeout from an
+# estimate, *and* a training that ends by itself before it, so that what it has learnt is published. Here the timeout is
+# too short, and half of it is kept for installing and publishing:
 
 # %%
 short = jobs.prepare("kwanzaa", "me/adapter", timeout="10m", flavor="t4-small")
-print(
-    *(line for line in hub.shown(short) if line.startswith(("training", "timeout"))),
-    sep="\n",
-)
-assert not short.finishes
+print(f"the job ends after {short.timeout} s, the training after {short.time_budget} s")
+print("is that enough for all steps?", "yes" if short.finishes else "perhaps not")
 assert short.time_budget < short.timeout
+assert not short.finishes
 
 # %% [markdown]
-# **It trained here, and there it is out of memory.** Another card, and other kernels. Cure: ask the bill of *that* card
-# before you rent it. Full fine-tuning, every toggle off:
+# **It trained here, and there it is out of memory.** The rented card is another one, and runs other kernels. The cure
+# is to ask for the bill of *that* card before you rent it. For example, full fine-tuning of our model without any
+# switches needs 26.7 GiB. `cria launch` refuses to send this job to a T4, which has 14.7 GiB, and accepts an A100.
 
-# %%
+# %% Hold the numbers of this failure tags=["hide-input"]
 for flavor in ("t4-small", "a100-large"):
     try:
-        job = jobs.prepare(
-            "baseline", "me/model", ["model=llama-3.2-1b"], flavor=flavor
-        )
+        jobs.prepare("baseline", "me/model", ["model=llama-3.2-1b"], flavor=flavor)
         print(f"{flavor}: fits")
     except OutOfMemory as error:
         print(error)
+        assert "needs 26.7 GiB of 14.7 GiB" in str(error)
 
-# %% [markdown]
-# **After a restart the workers say `Connection refused`, sometimes.** They learn each other's addresses from a *store*,
-# a dictionary that torchrun's agent keeps. It outlives them, and holds the addresses of the dead. A worker that reads
-# before the others have written calls a dead process. The restart count cannot tell starts apart, because each agent
-# counts its own failures. Cure: a new name for every start, and all else under it (`dist.PrefixStore`). Process 0 makes
-# the name. Every other process writes a random token under the name it read; process 0 echoes all tokens under its new
-# name. A process that finds its token there has the name of this start. `rendezvous.agree` does that:
+# %% [markdown] tags=["deep"]
+# ### Deeper: after a restart the processes sometimes say `Connection refused`
+# Processes learn each other's addresses from a [store](../docs/glossary.md#store), a dictionary that torchrun's agent
+# keeps. It outlives them, so after a restart it still holds the addresses of dead processes. A process that reads
+# before the others have written calls one of the dead. The number of restarts cannot tell the starts apart, because
+# each agent counts only its own failures.
+#
+# The cure is a new name for every start, under which everything else is stored (`dist.PrefixStore`). Process 0 makes up
+# the name. Every other process writes a random token under the name that it read, and process 0 echoes all tokens under
+# its new name. A process that finds its own token there has the name of this start. `rendezvous.agree` does that, and
+# `world.joined` of our survivor calls it.
 
-# %%
+# %% tags=["deep"]
 store = HashStore()  # stands for torchrun's
-store.set("address of 1", "127.0.0.1:22444")  # of its first life
+store.set("address of 1", "127.0.0.1:22444")  # written before the restart
 print("process 0 calls", store.get("address of 1").decode(), "and nobody is there")
 
-found = {}
-for life in range(2):
-    workers = [
-        threading.Thread(
-            target=lambda n: found.setdefault(n, rendezvous.agree(store, n % 2, 2, 20)),
-            args=(2 * life + n,),
-        )
-        for n in range(2)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-print(
-    "both agree in each life, and the lives differ:",
-    found[0] == found[1] != found[2] == found[3],
-)
-assert found[0] == found[1] != found[2] == found[3]
+names = {}
+
+
+def join(start, rank):
+    names[start, rank] = rendezvous.agree(store, rank, size=2, timeout=20)
+
+
+for start in range(2):
+    threads = [threading.Thread(target=join, args=(start, rank)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+assert names[0, 0] == names[0, 1] != names[1, 0] == names[1, 1]
+print("both processes agree in each start, and the two starts have different names")
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** A training takes 50 minutes on an `l4x1` by estimate, at $0.80 an hour. How many USD can the job cost
-#    at most, by this lesson's rule for the timeout?
-# 2. **Build.** `grow(left, now, then, restart)` returns the seconds, a number, that a run saves by going from `now` to
-#    `then` seconds a step, less the seconds of the `restart`; zero where it would lose. `left` is how many seconds it
-#    would still take at `now` seconds a step.
-# 3. **Reach.** A checkpoint takes 3 s and a machine is lost every 12 hours. Of 100 hours, how many are lost at the best
-#    interval? (A number of hours; restarts themselves not counted.)
+# 1. **Predict.** The estimate for a training is 50 minutes on an `l4x1`, at 0.80 USD an hour. How much can the job cost
+#    at most, by this lesson's rule for the timeout? The answer is a number of USD.
+# 2. **Build.** Fill in `grow(left, now, then, restart)`. It returns the seconds that a run saves by going from `now` to
+#    `then` seconds a step, less the seconds of the `restart`, and zero where it would lose. `left` is how many seconds
+#    the run would still take at `now` seconds a step.
+# 3. **Reach.** A checkpoint takes 3 s, and a machine is lost every 12 hours. How many of 100 hours are lost at the best
+#    interval, if the restarts themselves are not counted? The answer is a number of hours.
 
 # %% tags=["exercise"]
 most_usd = None
 
 
 def grow(left, now, then, restart):
-    """Return the seconds that are saved, a number. FILL ME IN."""
+    """FILL ME IN."""
 
 
 hours_lost = None
@@ -560,7 +592,7 @@ course.check(3, hours_lost, of_loss, "a number of hours")
 # <details><summary>Solutions</summary>
 #
 # ```python
-# most_usd = 0.80 * (2 * 50 + 30) / 60  # $1.73: 130 minutes
+# most_usd = 0.80 * (2 * 50 + 30) / 60  # 1.73 USD for 130 minutes
 #
 #
 # def grow(left, now, then, restart):
@@ -575,15 +607,16 @@ course.check(3, hours_lost, of_loss, "a number of hours")
 #
 # ## In one breath
 # - **Saves** machines that are paid for waiting, and runs that a dead process would end.
-# - **Costs** half an hour of rent a job, half an interval of steps a restart.
+# - **Costs** half an hour of rent for each job, and half an interval of steps for each restart.
 # - **Exact** on a CPU: a run that was killed ends with the bits of one that was not, with the same number of processes.
-# - **When**: no card of your own; a job longer than you want to watch; machines that may be taken away.
-# - **When not**: growing a short run. A restart and an installation are longer than what a second card saves.
+# - **When**: you have no card of your own, the job is longer than you want to watch, or machines may be taken away.
+# - **When not**: do not grow a short run. A restart and an installation take longer than a second card saves.
 #
 # ## Sources
 # - huggingface_hub 2.4, `hf_api.py` (`run_job`, `fetch_job_logs`, `list_jobs_hardware`): the requests. hub-docs,
-#   `docs/hub/jobs-pricing.md` at commit a9fef576: prices, billing by the minute, 30 minutes by default; beside it
-#   `jobs-configuration.md` (encrypted secrets) and `jobs-manage.md` (what is shown of a job; its disk is deleted).
+#   `docs/hub/jobs-pricing.md` at commit a9fef576: prices, billing by the minute, 30 minutes by default; in the same
+#   folder `jobs-configuration.md` (encrypted secrets) and `jobs-manage.md` (what is shown of a job; its disk is
+#   deleted).
 # - Young 1974, *A first order approximation to the optimum checkpoint interval*, CACM 17(9).
 # - torch 2.13, `distributed/run.py` and `elastic/agent/server/api.py`: restarts of all workers, members that come and
 #   go. pytorch issues 135712 (what dead workers leave in a shared store) and 108158 (each agent counts for itself).

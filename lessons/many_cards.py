@@ -1,5 +1,7 @@
 # ---
 # jupyter:
+#   question: Which way to share a model pays on which link, and what do reports about thousands of cards mean by MFU,
+#     expert parallelism and zero bubble?
 #   jupytext:
 #     cell_metadata_filter: tags,-all
 #     text_representation: {extension: .py, format_name: percent}
@@ -7,169 +9,217 @@
 
 # %% [markdown]
 # # What one card cannot teach
-# > **Promise.** You say with one number how fast a run was for its card. Then you write one inequality for each way to
-# > share a model, and read from it where more cards stop helping. Last come two methods for clusters, which this lesson
-# > counts and cannot run: experts on different cards, and a pipeline that does not wait.
+# > **Promise.** Reports about large runs say "40 % MFU", "expert parallelism" or "zero bubble", and a single card never
+# > shows what these words mean. You will compute the MFU of two public runs, write one inequality for each way to share
+# > a model, and read from it when your cards only wait for the link, before you rent them.
+# >
+# > **Card.** saves the rent of cards that wait / costs arithmetic / counts of operations and bytes are exact, seconds
+# > are as good as the rates / about 25 minutes / after [the interconnect](interconnect.py)
 #
-# > **Card.** saves the rent of cards that wait / costs arithmetic / operations and bytes exact, seconds as good as the
-# > rates / 30 minutes / after [the interconnect](interconnect.py)
+# This lesson starts no processes, because it only counts.
 #
-# The last lessons shared a run in every way that two or four processes can show. Published figures come from thousands
-# of cards, and with words that a single card never needs: MFU, expert parallelism, zero bubble. This lesson explains
-# them with the counts that you know.
-
-# %% Imports and settings tags=["hide-input"]
-import math
-
-import torch.distributed.pipelining as pipelining
-
-from cria_tricks import course, recipes
-from cria_tricks.bench.style import Theme
-from cria_tricks.hardware.cards import CARDS
-from cria_tricks.measure.utilisation import hardware_flops, model_flops
-from cria_tricks.models.shape import find_shape
-from cria_tricks.parallel import ddp, pipeline
-from cria_tricks.predict.links import LINKS
-from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import folds
-
-# %% [markdown]
 # ## 1. The bill
-# A card is "100 % busy" while any kernel runs ([monitoring](monitoring.py)). The number that people compare is *MFU*,
-# model FLOP utilisation: the operations a second that the training *needs*, divided by the card's peak. A needed
-# operation is counted once. What checkpointing computes again does not count, because the training does not need it.
-# *HFU*, hardware FLOP utilisation, counts it, too.
+# How fast is a run *for its card*? The number that people compare is [MFU](../docs/glossary.md#mfu), model FLOP
+# utilisation: the additions and multiplications that the training *needs* in a second, divided by the peak rate of the
+# card. What [gradient checkpointing](gradient_checkpointing.py) computes a second time is not needed, so it does not
+# count. *HFU*, hardware FLOP utilisation, counts it too. Neither is the "GPU utilisation" of `nvidia-smi`, which shows
+# 100 % while any kernel runs ([monitoring](monitoring.py)).
 #
-# Two public runs with checkpointing: QLoRA of Llama-3.2-1B on a T4 at 1,060 tokens a second, and LoRA of Llama-2-7B on
-# an A100 at 2,954. Both cards were busy all the time. Guess the two MFUs.
+# A public run trained Llama-3.2-1B with QLoRA on a T4, at 1,060 tokens a second. The peak of a T4 is 65 trillion
+# operations a second in fp16. The model has 1.24 billion weights, and nearly all are frozen. A frozen weight needs one
+# multiplication and one addition for each token in the forward pass, and the same in the backward pass, for the
+# gradient of its input. How many per cent is the MFU?
 
 # %% Your guess: MFU of the T4, in per cent tags=["predict"]
 guess = 0  # @param {type:"number"}
 
+# %% Imports, and the settings of two public runs tags=["hide-input"]
+import torch.distributed.pipelining as pipelining
+
+from cria_tricks import course, recipes
+from cria_tricks.bench.style import Theme
+from cria_tricks.bench.tables import table
+from cria_tricks.hardware.cards import CARDS
+from cria_tricks.measure.utilisation import hardware_flops, model_flops
+from cria_tricks.models.shape import find_shape
+from cria_tricks.parallel import STRATEGIES
+from cria_tricks.predict.links import LINKS
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.tricks import folds
+
+_usual = [
+    "tricks.expand_kv=false",
+    "tricks.lean_preparation=false",
+    "train.batch_size=4",
+    "tricks.gradient_checkpointing=true",
+]
+_of_a100 = [
+    "tricks.quantization=none",
+    "tricks.double_quantization=false",
+    "tricks.chunked_loss=false",
+    "lora.r=8",
+    "tricks.attention=flash_attention_2",
+    "lora.target_modules=q_proj,v_proj",
+]
+# model, card, tokens of a row, tokens a second, settings
+public_runs = {
+    "QLoRA of Llama-3.2-1B, T4": ("llama-3.2-1b", "t4", 403, 1060, _usual),
+    "LoRA of Llama-2-7B, A100": (
+        "llama-2-7b",
+        "a100",
+        1024,
+        2954,
+        [*_usual, *_of_a100],
+    ),
+}
+
 # %%
-usual = (
-    "tricks.expand_kv=false tricks.lean_preparation=false train.batch_size=4 "
-    "tricks.gradient_checkpointing=true"
-)
-of_a100 = (
-    "tricks.quantization=none tricks.double_quantization=false "
-    "tricks.chunked_loss=false lora.r=8"
-)
-of_a100 += " tricks.attention=flash_attention_2 lora.target_modules=q_proj,v_proj"
-mfu = {}
-for model, name, tokens, speed, words in (
-    ("llama-3.2-1b", "t4", 403, 1060, ""),
-    ("llama-2-7b", "a100", 1024, 2954, of_a100),
-):
+lines, mfu = [], {}
+for run, (model, name, tokens, speed, settings) in public_runs.items():
     card = CARDS[name]
-    recipe = with_settings(recipes.capstone(card.device), f"{usual} {words}".split())
+    recipe = with_settings(recipes.capstone(card.device), settings)
     work = folds.work(recipe, find_shape(model), card.device, tokens)
-    needed, done = model_flops(work), hardware_flops(work)
+    needed, done = model_flops(work), hardware_flops(work)  # for each token
     mfu[name] = needed * speed / card.half_flops
-    print(
-        f"{model} on {name}: {needed / 1e9:.2f} billion operations a token needed, "
-        f"{done / 1e9:.2f} done;",
-        end=" ",
-    )
-    print(f"MFU {mfu[name]:.1%}, HFU {done * speed / card.half_flops:.1%}")
-    assert needed < done
-assert mfu["t4"] < 0.1 < 0.2 < mfu["a100"] < 0.3
+    hfu = done * speed / card.half_flops
+    counts = (f"{needed / 1e9:.2f}", f"{done / 1e9:.2f}")
+    lines.append((run, *counts, f"{mfu[name]:.1%}", f"{hfu:.1%}"))
 course.reveal(guess, 100 * mfu["t4"], "%")
+columns = ("run", "needed, billions a token", "done, billions", "MFU", "HFU")
+course.show_table(table(columns, lines))
+
+# %% Check the numbers of the text tags=["hide-input"]
+assert [round(mfu[name], 3) for name in ("t4", "a100")] == [0.084, 0.258]
+_by_hand = 4 * 1.24e9 * 1060 / 65e12
+assert round(_by_hand, 2) == 0.08
 
 # %% [markdown]
-# Less than a tenth, and a quarter. [The lesson on choosing hardware](choose_your_hardware.py) has higher shares for the
-# same runs, because it compares each part of a step with its own limit, the card's products or its memory, and half of
-# a T4's step waits for memory. MFU compares all parts with the products' limit. So it says how far you are from a step
-# that only multiplies.
+# By hand it is $4 \cdot 1.24 \cdot 10^9 \cdot 1{,}060 / (65 \cdot 10^{12})$, or 8 %, to which attention and the adapter
+# add a little. The T4 reached less than a tenth of its peak, and the A100 a quarter.
 #
-# ## 2. From scratch, in two steps
-# **The inequality.** Computing and sending can run side by side at best. So a way to share a model pays while computing
-# takes at least as long as sending; otherwise the cards wait. Let $n$ tokens go through $L$ blocks of $P$ weights, all
-# trained: $6 n L P$ operations. A card does `RATE` of them a second. (It is the share of the peak that public runs
-# reached, times the peak.) $N = 8$ cards stand on a ring; [the lesson on the interconnect](interconnect.py) counted
-# what each sends. For each way, write down computing and sending in seconds.
+# [The lesson on choosing hardware](choose_your_hardware.py) has higher shares for the same runs, because it compares
+# each part of a step with its own limit: the card's arithmetic, or its memory. MFU compares every part with the
+# arithmetic, so it says how far a run is from a step that only multiplies matrices.
+#
+# ## 2. From scratch, in three steps
+# **Step 1: compare computing with sending.** A card can send while it computes, and at best this takes no extra time.
+# But if sending takes longer than computing, the card waits. So a way to share a model pays while
+#
+# $$\text{seconds of computing} \ge \text{seconds of sending}.$$
+#
+# We write down both sides for the blocks of Llama-3.1-8B on a ring of eight A100s. All their weights are trained, which
+# takes 6 operations for each weight and token.
+#
+# - **[Data parallelism](data_parallel.py)** sums the fp32 gradients over all cards once a step, in an
+#   [all-reduce](../docs/glossary.md#all-reduce).
+# - **[Sharding](sharding.py)** gathers the 16-bit weights for both passes of a micro-batch, and scatters the fp32
+#   gradients.
 
 # %%
-shape, card, N = find_shape("llama-3.1-8b"), CARDS["a100"], 8
-RATE = card.half_flops * card.reached.half
-P, L, D = (
-    sum(d_in * d_out for d_in, d_out in shape.linears.values()),
-    shape.layers,
-    shape.width,
-)
-Q, KV = shape.query_width, shape.kv_width
+import math
+
+L, D, INNER, Q, KV = 32, 4096, 14_336, 4096, 1024  # Llama-3.1-8B: blocks and widths
+P = 2 * D * Q + 2 * D * KV + 3 * D * INNER  # weights of a block
+N = 8  # cards
+RATE = 0.525 * 312e12  # operations a second: the share of the peak in public runs
+LINK_RATES = {  # bytes a second in one direction, as collectives reach them
+    "NVLink of an A100": 232.5e9,
+    "InfiniBand HDR": 24e9,
+    "10 Gbit Ethernet": 1.177e9,
+}
 
 
 def data(n, rate):
-    """n tokens for each card; the fp32 gradients go around the ring twice."""
-    return 6 * n * L * P / RATE, 2 * (N - 1) / N * 4 * L * P / rate
+    """Seconds of computing and of sending, for n tokens of each card in a step."""
+    all_reduced = 2 * (N - 1) / N * 4 * L * P  # bytes
+    return 6 * n * L * P / RATE, all_reduced / rate
 
 
 def sharded(n, rate):
-    """n tokens for each card; 16-bit weights are gathered for both passes, fp32
-    gradients are scattered."""
-    return 6 * n * L * P / RATE, (N - 1) / N * (2 + 2 + 4) * L * P / rate
+    """The same for n tokens of each card in a micro-batch."""
+    gathered = (N - 1) / N * 2 * L * P
+    scattered = (N - 1) / N * 4 * L * P
+    return 6 * n * L * P / RATE, (2 * gathered + scattered) / rate
 
 
+for name, rate in LINK_RATES.items():
+    computing, sending = data(1, rate)
+    print(f"{name}: data pays from {math.ceil(sending / computing):,} tokens a card")
+
+# %% [markdown]
+# Computing grows with $n$ and sending does not, so with enough tokens these two ways pay on every link. The number of
+# weights cancels, so a larger model does not change the answer.
+#
+# **Step 2: add three ways in which all cards share the same $n$ tokens.**
+#
+# - **[Tensor parallelism](tensor_parallel.py)** all-reduces the 16-bit hidden states four times in each block: twice
+#   forward and twice backward.
+# - **[Pipeline parallelism](pipeline_parallel.py)** sends the hidden states to the next stage, and their gradients back
+#   to the stage before.
+# - **[Context parallelism](context_parallel.py)** passes the keys and values of a long row around the ring in each
+#   block: once forward, and again backward together with their gradients. Meanwhile each card computes attention.
+
+
+# %%
 def tensor(n, rate):
-    """All cards share n tokens; a block sums its output twice on the way forward, and
-    twice on the way back."""
-    return 6 * n * L * P / N / RATE, 4 * L * 2 * (N - 1) / N * 2 * n * D / rate
+    all_reduced = 4 * L * 2 * (N - 1) / N * 2 * n * D
+    return 6 * n * L * P / N / RATE, all_reduced / rate
 
 
 def pipe(n, rate):
-    """n tokens pass a stage of L / N blocks: hidden states go on, their gradients come
-    back."""
-    return 6 * n * L * P / N / RATE, 2 * 2 * n * D / rate
+    there_and_back = 2 * 2 * n * D
+    return 6 * n * L * P / N / RATE, there_and_back / rate
 
 
 def context(n, rate):
-    """Attention of a row of n tokens, n / N a card; keys and values go around, then
-    again with their gradients."""
-    return L * 6 * n * n * Q / N / RATE, 3 * L * (N - 1) * 2 * 2 * n / N * KV / rate
+    """For one row of n tokens, of which each card has n / N."""
+    keys_and_values = 2 * 2 * n / N * KV
+    # each token sees half of the row: 2 n^2 Q operations forward, twice that backward
+    attention = L * 6 * n * n * Q / N
+    return attention / RATE, 3 * L * (N - 1) * keys_and_values / rate
 
 
-WAYS = {
+def ratio(way, n, rate):
+    """Computing over sending: from 1 on, the way pays."""
+    computing, sending = way(n, rate)
+    return computing / sending
+
+
+nvlink = LINK_RATES["NVLink of an A100"]
+for n in (1_000, 10_000):
+    found = {way.__name__: ratio(way, n, nvlink) for way in (tensor, pipe, context)}
+    print(f"{n:6,} tokens:", *(f"{name} {value:.1f}" for name, value in found.items()))
+
+# %% Table 1: when each way pays tags=["hide-input"]
+ways = {
     "data": data,
     "sharded": sharded,
+    "context": context,
     "tensor": tensor,
     "pipeline": pipe,
-    "context": context,
 }
-for name in ("nvlink_a100", "hdr", "10gbe"):
-    ratio = {}
-    for way, f in WAYS.items():
-        computing, sending = f(1, LINKS[name].rate)
-        ratio[way] = computing / sending
-    least = {way: math.ceil(1 / ratio[way]) for way in ("data", "sharded", "context")}
-    print(
-        f"{LINKS[name].name:18}",
-        *(f"{way} from {n:,} tokens;" for way, n in least.items()),
-        end=" ",
-    )
-    print(*(f"{way} {ratio[way]:.1f} times" for way in ("tensor", "pipeline")))
+lines = []
+for name, rate in LINK_RATES.items():
+    cells = [
+        f"{math.ceil(1 / ratio(way, 1, rate)):,} tokens"
+        for way in (data, sharded, context)
+    ]
+    cells += [f"{ratio(way, 1, rate):.3g} times" for way in (tensor, pipe)]
+    lines.append((name, *cells))
+course.show_table(table(("link", *ways), lines))
+assert [line[1] for line in lines] == ["822 tokens", "7,963 tokens", "162,362 tokens"]
+assert [line[3] for line in lines[:2]] == ["2,466 tokens", "23,888 tokens"]
+assert [round(ratio(tensor, 1, rate), 1) for rate in LINK_RATES.values()] == [4, 0.4, 0]
+assert 2 < ratio(pipe, 1, LINK_RATES["10 Gbit Ethernet"]) < 2.5
 
-# %% [markdown]
-# The ways fall into two kinds. With *data*, *sharded* and *context*, computing grows faster with $n$ than sending, so
-# enough tokens always pay for the link. In *data* and *sharded* the size of the model cancels. In *context*, $n$ is the
-# length of one row. With *tensor* and *pipeline*, $n$ cancels: more tokens change nothing. There, only the link and the
-# width of the model decide. That is why tensor parallelism stays inside one machine, and a pipeline may cross even
-# Ethernet.
-
-# %%
-for name, ways in {
-    "nvlink_a100": ("tensor", "pipeline"),
-    "10gbe": ("pipeline",),
-}.items():
-    assert all(
-        WAYS[way](1, LINKS[name].rate)[0] > WAYS[way](1, LINKS[name].rate)[1]
-        for way in ways
-    )
-# not over InfiniBand
-assert tensor(1, LINKS["hdr"].rate)[0] < tensor(1, LINKS["hdr"].rate)[1]
-for way in (tensor, pipe):
-    (computing, sending), (longer, more) = way(1, 1e9), way(10**4, 1e9)
-    assert math.isclose(computing / sending, longer / more)
+# the plain numbers of step 1 are those of the package
+_shape, _card = find_shape("llama-3.1-8b"), CARDS["a100"]
+assert (_shape.layers, _shape.width, _shape.inner) == (L, D, INNER)
+assert (_shape.query_width, _shape.kv_width) == (Q, KV)
+assert sum(a * b for a, b in _shape.linears.values()) == P
+assert math.isclose(_card.half_flops * _card.reached.half, RATE)
+for _link in (LINKS[name] for name in ("nvlink_a100", "hdr", "10gbe")):
+    assert math.isclose(_link.rate, LINK_RATES[_link.name], rel_tol=1e-3)
 
 
 # %% Draw figure 1 tags=["hide-input"]
@@ -177,16 +227,16 @@ def by_tokens(theme: Theme):
     """Computing over sending, against tokens, on NVLink and on InfiniBand."""
     drawn, axes = course.figure(height=3.4)
     many = [2**k for k in range(7, 21)]
-    for (way, f), colour in zip(list(WAYS.items())[:4], theme.series, strict=True):
-        for name, style in (("nvlink_a100", "-"), ("hdr", ":")):
-            found = [f(n, LINKS[name].rate) for n in many]
-            label = way if style == "-" else None
+    drawn_ways = {"data, sharded": data, "context": context}
+    drawn_ways |= {"tensor": tensor, "pipeline": pipe}
+    for (label, way), colour in zip(drawn_ways.items(), theme.series, strict=False):
+        for name, style in (("NVLink of an A100", "-"), ("InfiniBand HDR", ":")):
             axes.plot(
                 many,
-                [one / other for one, other in found],
+                [ratio(way, n, LINK_RATES[name]) for n in many],
                 style,
                 color=colour,
-                label=label,
+                label=label if style == "-" else None,
             )
     axes.axhline(1, color=theme.ink, linewidth=0.8)
     axes.set(
@@ -196,201 +246,256 @@ def by_tokens(theme: Theme):
         ylabel="computing / sending",
         ylim=(0.05, 3000),
     )
-    axes.legend()
+    axes.legend(fontsize=7.5, loc="lower right", ncol=4)
     return drawn
 
 
 course.show(
     by_tokens,
-    "Figure 1. Llama-3.1-8B on eight A100s, all weights trained: "
-    "above 1 a card computes longer than it sends. Lines: "
-    "NVLink; dotted: InfiniBand HDR. Data and sharded lie on each other.",
+    "Figure 1. Llama-3.1-8B on eight A100s, all weights trained. Above the line at 1 "
+    "a card computes longer than it sends. Solid lines: NVLink. Dotted lines: "
+    "InfiniBand HDR. Tokens are those of each card for data and sharded, and of all "
+    "cards for the others.",
 )
 
 # %% [markdown]
-# **The bubble.** In a pipeline a stage waits at the beginning and at the end ([pipeline
-# parallelism](pipeline_parallel.py)). A backward pass has two halves: the gradient of the input (B), for which the
-# stage before waits, and the gradients of the weights (W), for which nobody does. *Zero bubble* does B first and moves
-# W into the waiting time. Build it: each stage does the pass that it can begin earliest, and of several B before F
-# before W. `split=False` does W directly after B, which is [the lesson on pipeline parallelism](pipeline_parallel.py)'s
-# 1F1B.
+# The table says from how many tokens the first three ways pay. With *context* these are the tokens of a single row.
+# With *tensor* and *pipeline* $n$ cancels, so more tokens change nothing, and the table shows computing over sending.
+# Only the link and the width of the model decide there. For this reason tensor parallelism stays inside a machine with
+# NVLink, while a pipeline may cross even Ethernet.
+#
+# **Step 3: fill the bubble of a pipeline.** Each stage of a [pipeline](pipeline_parallel.py) waits at the beginning and
+# at the end of a step, and this time is the [bubble](../docs/glossary.md#bubble). The backward pass has two halves: B
+# computes the gradient of the input, which the stage before needs at once, and W computes the gradients of the weights,
+# which nobody needs before the optimizer's step. *Zero bubble* moves W into the time in which the stage would wait.
+#
+# One rule gives the old and the new order. Of all passes that can begin, the earliest one is next; of several, B comes
+# before F (forward), and F before W. Without `split`, W belongs to B, and this is *1F1B* of the lesson on pipelines.
 
 
 # %%
-def waiting(stages, k, F, B, W, split):
-    """Seconds that a stage waits in a step of k micro-batches."""
-    ends, free = {}, [0.0] * stages
-    count = [{"F": 0, "B": 0, "W": 0} for _ in range(stages)]
-    takes = {"F": F, "B": B if split else B + W, "W": W if split else 0.0}
-    for _ in range(3 * stages * k):
+def passes(S, k, F, B, W, split):
+    """The passes of S stages and k micro-batches: (stage, kind, n, start, end)."""
+    seconds = {"F": F, "B": B, "W": W} if split else {"F": F, "B": B + W, "W": 0}
+    ended = {("F", -1, n): 0 for n in range(k)}  # the rows are there from the start
+    free = [0] * S  # when a stage has finished its last pass
+    done = [{"F": 0, "B": 0, "W": 0} for _ in range(S)]  # so many of each kind
+
+    def earliest(s, kind):
+        """When the stage's next pass of this kind can begin; None if unknown."""
+        n = done[s][kind]
+        if kind == "F" and n - done[s]["B"] == S - s:
+            return None  # one more would need more memory than 1F1B
+        needs = {"F": ("F", s - 1, n), "B": ("B", s + 1, n), "W": ("B", s, n)}[kind]
+        if kind == "B" and s == S - 1:  # the last stage has the loss
+            needs = ("F", s, n)
+        return max(free[s], ended[needs]) if needs in ended else None
+
+    found = []
+    while len(found) < 3 * S * k:
         ready = []
-        for s, done in enumerate(count):
-            # When the pass ended that each kind waits for; None if it has not run yet.
-            first, last = s == 0, s == stages - 1
-            before = {
-                "F": 0.0 if first else ends.get(("F", s - 1, done["F"])),
-                "B": ends.get(("F", s, done["B"]) if last else ("B", s + 1, done["B"])),
-                "W": ends.get(("B", s, done["W"])),
-            }
-            # At most as many micro-batches are under way as there are stages from here
-            # on.
-            allowed = {
-                "F": done["F"] < k and done["F"] - done["B"] < stages - s,
-                "B": True,
-                "W": True,
-            }
+        for s in range(S):
             for order, kind in enumerate("BFW"):
-                if allowed[kind] and before[kind] is not None:
-                    ready.append((max(free[s], before[kind]), order, s, kind))
+                start = earliest(s, kind)
+                if start is not None:
+                    ready.append((start, order, s, kind))
         start, _, s, kind = min(ready)
-        free[s] = ends[kind, s, count[s][kind]] = start + takes[kind]
-        count[s][kind] += 1
-    return max(free) - k * (F + B + W)
+        n = done[s][kind]
+        done[s][kind] += 1
+        free[s] = ended[kind, s, n] = start + seconds[kind]
+        found.append((s, kind, n, start, free[s]))
+    return found
 
 
-for stages, k in ((4, 8), (4, 16), (8, 32)):
-    plain, zero = (waiting(stages, k, 1, 1, 1, split) for split in (False, True))
-    print(
-        f"{stages} stages, {k} micro-batches: 1F1B waits {plain:.0f}, "
-        f"zero bubble {zero:.0f}"
-    )
-    assert (plain, zero) == ((stages - 1) * 3, stages - 1)
+def waiting(S, k, F, B, W, split):
+    """Seconds of a step in which a stage waits."""
+    end = max(end for *_, end in passes(S, k, F, B, W, split))
+    return end - k * (F + B + W)
+
+
+for split in (False, True):
+    idle = waiting(4, 8, 1, 1, 1, split)
+    print(f"split={split!s:5}  a stage waits {idle} of {24 + idle} seconds")
+
+
+# %% Draw figure 2 tags=["hide-input"]
+def both_orders(theme: Theme):
+    """Three stages and four micro-batches, by 1F1B and by zero bubble."""
+    sketch = course.Sketch(theme, 44, 19)
+    for top, name, split in ((1.6, "1F1B", False), (11, "zero bubble", True)):
+        sketch.text(0, top - 0.8, name, align="left")
+        for s, kind, n, start, end in passes(3, 4, 1, 1, 1, split):
+            if end > start:
+                left, wide = 0.2 + 2.4 * start, 2.4 * (end - start) - 0.2
+                label = f"{kind if split or kind == 'F' else 'BW'}{n + 1}"
+                sketch.tensor(
+                    left, top + 2.4 * s, wide, 2, label, color="FBW".index(kind)
+                )
+    return sketch.figure
+
+
+course.show(
+    both_orders,
+    "Figure 2. Three stages, one below the other, and four micro-batches, time to the "
+    "right. F, B and W take a second each. 1F1B takes 18 seconds. Zero bubble fills "
+    "gaps with W and takes 14.",
+)
+assert [12 + waiting(3, 4, 1, 1, 1, split) for split in (False, True)] == [18, 14]
 
 # %% [markdown]
 # ## 3. Prove it
-# The bubble is that of Qi et al.: $(S - 1)(F + B + W)$ for 1F1B, and $(S - 1)(F + B - W)$ for their schedule ZB-H1,
-# which needs no more memory. Now the bytes and operations, against what the package counts for its strategies. And
-# MFU's operations, against PaLM's formula, $6 N + 12 L H Q T$ for each token.
+# By the paper of zero bubble (Qi et al.) a stage waits for $(S - 1)(F + B + W)$ with 1F1B, and for $(S - 1)(F + B - W)$
+# with its schedule ZB-H1, which needs no more memory than 1F1B. Our rule must wait exactly as long as the first, and at
+# most as long as the second. Our operations and bytes must be those that the package counts for its own strategies. And
+# the operations of MFU must be those of PaLM's formula for a token of a row of $T$: 6 for each weight, and
+# $12\,L\,Q\,T$ for attention.
 
 # %%
-full = with_settings(
-    Recipe(),
-    ["model=llama-3.1-8b", "tricks.precision=bf16", "tricks.gradient_accumulation=8"],
-)
+for S, k in ((4, 8), (4, 16), (8, 32)):
+    assert waiting(S, k, 1, 1, 1, True) == S - 1
+    for F, B, W in ((1, 1, 1), (2, 3, 1)):
+        assert waiting(S, k, F, B, W, False) == (S - 1) * (F + B + W)
+        assert waiting(S, k, F, B, W, True) <= (S - 1) * (F + B - W)
+
+settings = ["model=llama-3.1-8b", "tricks.precision=bf16"]
+full = with_settings(Recipe(), [*settings, "tricks.gradient_accumulation=8"])
+shape, card = find_shape("llama-3.1-8b"), CARDS["a100"]
+n = 8 * full.train.batch_size * full.data.max_length  # tokens of a step
 parts = {part.name: part.flops for part in folds.step(full, shape, card).parts}
-n = 8 * full.train.batch_size * full.data.max_length
 assert parts["blocks forward"] + parts["blocks backward"] == 6 * n * L * P
-one_link = 1e9
-[gradients] = ddp.traffic(full, shape, N)
-assert math.isclose(
-    gradients.sent / shape.weights, data(1, one_link)[1] * one_link / (L * P)
-)
-sent = sum(
-    call.sent
-    for call in pipeline.traffic(full, shape, N, stage=1)
-    if call.kind == "send"
-)
-stream = folds.work(full, shape, card.device).hidden_itemsize
-# we send 16 bits, the package what is there
-assert math.isclose(sent, pipe(n, one_link)[1] * one_link * stream / 2)
-eager = folds.work(
-    with_settings(full, ["tricks.attention=eager"]), shape, card.device, 512
-)
-palm = 6 * (L * P + D * shape.vocabulary) + 12 * L * Q * 512
-assert math.isclose(model_flops(eager), palm)
-print(f"{6 * n * L * P:,} operations and {gradients.sent:,.0f} bytes: as counted")
+
+[gradients] = STRATEGIES["ddp"].traffic(full, shape, N)
+by_us = data(n, 1)[1] / (L * P)  # bytes for each weight, at a rate of 1
+assert math.isclose(gradients.sent / shape.weights, by_us)
+calls = STRATEGIES["pipeline"].traffic(full, shape, N, stage=1)
+sent = sum(call.sent for call in calls if call.kind == "send")
+itemsize = folds.work(full, shape, card.device).hidden_itemsize  # ours is 2
+assert math.isclose(sent, pipe(n, 1)[1] * itemsize / 2)
+
+eager = with_settings(full, ["tricks.attention=eager"])  # computes all pairs of tokens
+counted = model_flops(folds.work(eager, shape, card.device, 512))
+assert counted == 6 * (L * P + D * shape.vocabulary) + 12 * L * Q * 512
+print("bubbles, operations and bytes are as published and as the package counts them")
 
 # %% [markdown]
 # ## 4. What it costs
-# **Experts on other cards.** A mixture of experts sends each token to $k$ of its MLPs. With *expert parallelism* each
-# card holds some experts, so tokens travel: to the experts and back, forward, and the same for the gradients. These are
-# four *all-to-all*s a block, in which each card sends a piece to every other one; each has $k D$ numbers a token
-# (GShard, Switch Transformers). The computing is $3 k$ matrices of $D \times F$. So $k$ and $D$ cancel, and only the
-# width $F$ of an expert decides. Two models: Mixtral 8x7B has $F = 14{,}336$, and DeepSeek-V3 has $F = 2{,}048$ with 8
-# of 256 experts a token. Guess which one can be trained over InfiniBand.
+# **Experts on other cards cost an exchange.** A mixture of experts has many MLPs in each block, the *experts*, and
+# sends each token to $k$ of them. With *expert parallelism* each card holds some experts, so tokens travel to their
+# experts and back, and in the backward pass their gradients do the same. These are four *all-to-alls* for each block,
+# in which each card sends a different piece to every other card: $k D$ numbers for each token.
+#
+# The computing is that of $k$ experts with three matrices of $D \times F$. So $k$ and $D$ cancel, and only the width
+# $F$ of an expert decides. It is 14,336 in Mixtral 8x7B, and 2,048 in DeepSeek-V3, where each token goes to 8 of 256
+# experts. Which of the two waits for the link if eight A100s are joined by InfiniBand HDR?
+
+# %% Your guess: which model waits for InfiniBand tags=["predict"]
+guess = "no guess"  # @param ["no guess", "neither", "Mixtral 8x7B", "DeepSeek-V3"]
 
 
 # %%
 def experts(width, rate):
-    """Computing over sending of one expert's MLP, all weights trained, 16-bit numbers
-    on the way."""
-    return (6 * 3 * width / RATE) / (4 * (N - 1) / N * 2 / rate)
+    """Computing over sending for one expert, all weights trained, 16 bits sent."""
+    computing = 6 * 3 * width / RATE  # for each of the D numbers of a token
+    sending = 4 * (N - 1) / N * 2 / rate
+    return computing / sending
 
 
-ratios = {}
-for model, width in (
-    ("Mixtral 8x7B", find_shape("mixtral-8x7b").inner),
-    ("DeepSeek-V3", 2048),
-):
-    ratios[model] = [
-        experts(width, LINKS[name].rate) for name in ("nvlink_a100", "hdr")
-    ]
-    print(
-        f"{model:13} NVLink {ratios[model][0]:5.1f} times, "
-        f"InfiniBand HDR {ratios[model][1]:4.2f}"
-    )
-assert ratios["DeepSeek-V3"][1] < 1 < ratios["Mixtral 8x7B"][1]
+lines = []
+for model, width in {"Mixtral 8x7B": 14_336, "DeepSeek-V3": 2048}.items():
+    found = [experts(width, LINK_RATES[name]) for name in list(LINK_RATES)[:2]]
+    lines.append((model, *(f"{times:.2f} times" for times in found)))
+course.reveal(guess, "DeepSeek-V3")
+course.show_table(table(("computing / sending", *list(LINK_RATES)[:2]), lines))
+assert experts(2048, 24e9) < 1 < experts(14_336, 24e9)
+assert find_shape("mixtral-8x7b").inner == 14_336
 
 # %% [markdown]
-# Newer mixtures have many narrow experts, which makes the ratio worse. DeepSeek-V3's report says the same of its own
-# cluster: "computation-to-communication ratio of approximately 1:1" (section 3.2.1). It has three cures. A token goes
-# to experts on at most four machines (3.2.2). The all-to-alls run beside another micro-batch's computing (DualPipe,
-# 3.2.1). Kernels of its own move the bytes (3.2.2). Our count leaves two things out. Loads are unequal, so all cards
-# wait for the one with the most popular expert. And an all-to-all of small pieces reaches less of a link than a ring.
+# Newer mixtures have many narrow experts, which makes the ratio worse. The report on DeepSeek-V3 found nearly the same
+# on its own cluster: a "computation-to-communication ratio of approximately 1:1" (section 3.2.1).
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: cures for narrow experts, and the memory of zero bubble
+# The report on DeepSeek-V3 names three cures: a token goes to experts on at most four machines (section 3.2.2), the
+# all-to-alls run while another micro-batch computes (DualPipe, 3.2.1), and special kernels move the bytes (3.2.2). Our
+# count leaves out two things that make it worse. Experts are not equally popular, so all cards wait for the card with
+# the most tokens. And an all-to-all of small pieces reaches a smaller share of a link's rate than a ring does.
 #
-# **Zero bubble.** The price is memory: until W has run, a block keeps its inputs *and* the gradients of its outputs.
-# ZB-H1 postpones few W. ZB-H2 has no bubble if F = B = W, and holds about twice the activations. Clipping by the norm
-# of *all* gradients would bring a bubble back, because the norm is known only after the last W. So the authors take the
-# step first, and undo it if the norm was too large.
-#
+# Zero bubble costs memory, because until W has run, a block keeps its inputs *and* the gradients of its outputs. ZB-H1
+# postpones only few W. A second schedule, ZB-H2, has no bubble if F = B = W, but holds about twice the activations.
+# Clipping the gradients would bring a bubble back, because the norm of *all* gradients is known only after the last W.
+# Therefore the authors take the optimizer's step first, and undo it if the norm was too large.
+
+# %% [markdown]
 # ## 5. The production switch
-# Of all this `cria` has MFU: a line in the panel and in `report.md` of every run. On a CPU, or a card without a
-# datasheet rate, it says `unknown`. Of the methods `cria` has none: our trainer's pipeline is 1F1B or GPipe. torch has
-# zero-bubble schedules, which torchtitan runs, and torchtitan has expert parallelism.
+# MFU needs no switch. The first command below shows it, and writes it into `report.md`. (On a CPU, and on a card whose
+# peak is not known, it says `unknown`.) The second command measures your own links, for the inequality:
+#
+# ```bash
+# cria train kwanzaa
+# cria doctor --collectives --nproc 8
+# ```
+#
+# Our package has neither zero bubble nor expert parallelism, and torchtitan has both. The schedules are torch's. In
+# plain code only the schedule changes, here with two stages in each process:
+#
+# ```python
+# from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+#
+# schedule = ScheduleZBVZeroBubble(
+#     [first_stage, second_stage],
+#     n_microbatches=8,
+#     loss_fn=summed_loss,
+#     scale_grads=False,
+# )
+# ```
 
 # %%
-for schedule in (
-    "Schedule1F1B",
-    "ScheduleInterleavedZeroBubble",
-    "ScheduleZBVZeroBubble",
-    "ScheduleDualPipeV",
-):
+for schedule in ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"):
     there = hasattr(pipelining.schedules, schedule)
-    print(f"{schedule:32}{'in this torch' if there else 'not in this torch'}")
+    print(f"{schedule}: {'in this torch' if there else 'not in this torch'}")
 
 # %% [markdown]
 # ## 6. Where it breaks
-# **Zero bubble, and LoRA waits as before.** Frozen weights have no gradient. So W is the adapter's alone, and there is
-# nothing to move into the bubble. With rank $r$, W is $r (1/D_{in} + 1/D_{out})$ of B: for $r = 16$ and a width of
-# 2,048, 0.016.
+# **With zero bubble, LoRA waits nearly as long as before.** A frozen weight has no gradient, so W belongs to the
+# adapter alone, and there is hardly anything to move into the bubble. With rank $r$, W takes
+# $r\,(1/D_{in} + 1/D_{out})$ of B, which is 0.016 for $r = 16$ and a width of 2,048.
 
 # %%
+lines = []
 for W in (1, 0.5, 16 * (1 / 2048 + 1 / 2048)):
     plain, zero = (waiting(4, 16, 1, 1, W, split) for split in (False, True))
-    print(
-        f"W = {W:.3f}: 1F1B waits {plain:.2f}, zero bubble {zero:.2f}: "
-        f"{zero / plain:.0%} of it"
-    )
+    lines.append((f"{W:.3f}", f"{plain:.2f}", f"{zero:.2f}", f"{zero / plain:.0%}"))
+course.show_table(table(("W", "1F1B waits", "zero bubble waits", "of 1F1B"), lines))
 assert zero > 0.9 * plain
 
 # %% [markdown]
-# Cure: more micro-batches, which lower the bubble's share with frozen weights, too.
+# The cure is to use more micro-batches, which make the bubble a smaller share of the step.
 #
-# **Two MFUs that cannot be compared.** PaLM counts all pairs of tokens in attention; a causal kernel computes half of
-# them. A frozen weight takes 4 operations and not 6. An fp8 run divided by the 16-bit peak shows twice the share. Cure:
-# ask which operations, which peak, and whether what was computed again counts. Ours counts half of the pairs where the
-# kernel leaves the others out, 4 for a frozen weight, and the dense peak of the products' own precision.
+# **Two reports give MFUs that cannot be compared.** PaLM's formula counts all pairs of tokens in attention, but a
+# causal kernel computes only half of them. A frozen weight takes 4 operations for each token, and a trained one 6. An
+# fp8 run whose rate is divided by the 16-bit peak seems twice as good. So ask which operations were counted, and which
+# peak. (Ours counts the pairs that the kernel computes, and takes the peak of the precision that is used.)
 #
-# **The inequality holds, and the cards wait all the same.** It assumes that all sending is hidden behind computing, and
-# that each transfer has the link to itself. The last gradient of a step has nothing left behind which to hide, and each
-# call has a fixed start ([the interconnect](interconnect.py)). Cure: measure. `cria doctor --collectives` gives the
-# rates of your links.
+# **The inequality holds, but the cards still wait.** It assumes that all sending is hidden behind computing, and that
+# nothing else uses the link. But the last gradient of a step has nothing behind which it could hide, and each call
+# takes a fixed time before it sends anything ([the interconnect](interconnect.py)). The cure is to measure a few steps.
 #
 # ## 7. Exercises
-# 1. **Predict.** Eight A100s train all weights of a model with 6.74 billion weights, 20,000 tokens a second together,
-#    without checkpointing. Leave attention out. The peak of each is 312e12 operations a second. What is MFU? (A number
-#    from 0 to 1.)
-# 2. **Build.** `least_tokens(flops, sent, rate, link)`: the least whole number of tokens a card for which computing
-#    takes at least as long as sending. (`flops`: operations a token; `sent`: bytes a step; both rates a second.)
-# 3. **Reach.** How wide must an expert be at least, so that eight cards with our `RATE` on `LINKS["hdr"]` compute as
-#    long as they send? (A number; all weights trained, 16 bits on the way.)
+# 1. **Predict.** Eight A100s train all weights of a model with 6.74 billion weights, at 20,000 tokens a second
+#    together, without checkpointing. The peak of each card is $312 \cdot 10^{12}$ operations a second. What is the MFU,
+#    if attention is left out? The answer is a number from 0 to 1.
+# 2. **Build.** Fill in `least_tokens(flops, sent, rate, link)`: the smallest whole number of tokens for which computing
+#    takes at least as long as sending. `flops` are operations for each token, `sent` are bytes of a step, and the other
+#    two are operations and bytes a second.
+# 3. **Reach.** How wide must an expert be at least, so that eight cards with our `RATE` on InfiniBand HDR compute as
+#    long as they send, if all weights are trained and 16-bit numbers are sent? The answer is a number.
 
 # %% tags=["exercise"]
 share_of_the_peak = None
 
 
 def least_tokens(flops, sent, rate, link):
-    """Return a whole number of tokens. FILL ME IN."""
+    """FILL ME IN."""
 
 
 least_width = None
@@ -434,7 +539,7 @@ hint = (
 course.check(
     3,
     least_width,
-    course.about(1 / experts(1, LINKS["hdr"].rate), hint),
+    course.about(1 / experts(1, LINK_RATES["InfiniBand HDR"]), hint),
     "a number, the width of an expert",
 )
 
@@ -442,25 +547,26 @@ course.check(
 # <details><summary>Solutions</summary>
 #
 # ```python
-# share_of_the_peak = 6 * 6.74e9 * 20000 / (8 * 312e12)
+# share_of_the_peak = 6 * 6.74e9 * 20000 / (8 * 312e12)  # 0.32
 #
 #
 # def least_tokens(flops, sent, rate, link):
 #     return math.ceil(sent / link * rate / flops)
 #
 #
-# least_width = 4 * 7 / 8 * 2 * RATE / (18 * LINKS["hdr"].rate)
+# # 18 F / RATE = 4 * 7 / 8 * 2 / rate, solved for F
+# least_width = 4 * 7 / 8 * 2 * RATE / (18 * LINK_RATES["InfiniBand HDR"])  # 2,654
 # ```
 #
 # </details>
 #
 # ## In one breath
 # - **Saves** the rent of cards that wait: one inequality for each way to share a model, before you rent any.
-# - **Costs** arithmetic. The counts are exact; the rates are those that public runs and NCCL reached.
-# - **MFU** is needed operations over the peak; HFU counts what is computed again, too.
-# - **When**: data and sharded with enough tokens a card; context with long enough rows; tensor inside one machine; a
-#   pipeline across machines.
-# - **When not**: experts narrower than the link allows, and zero bubble for frozen weights.
+# - **Costs** arithmetic. The counts are exact, and the rates are those that public runs and NCCL reached.
+# - **MFU** is the needed operations over the peak. HFU also counts what is computed a second time.
+# - **When**: data parallelism and sharding with enough tokens for each card; context parallelism with long rows; tensor
+#   parallelism inside one machine; a pipeline across machines.
+# - **When not**: experts that are narrower than the link allows, and zero bubble for frozen weights.
 #
 # ## Sources
 # - Chowdhery et al. 2022, *PaLM*, arXiv 2204.02311, section 4.1 and appendix B (MFU, HFU).
@@ -471,7 +577,10 @@ course.check(
 #   $(p-1)/3m$, ZB2P 0 with twice the memory.
 # - DeepSeek-AI 2024, *DeepSeek-V3 Technical Report*, arXiv 2412.19437, sections 3.2.1 and 3.2.2, 4.2 (8 of 256 experts,
 #   width 2,048).
-# - Lepikhin et al. 2020, *GShard*, arXiv 2006.16668. Fedus et al. 2021, *Switch Transformers*, arXiv 2101.03961.
-# - The two public runs: [the lesson on choosing hardware](choose_your_hardware.py). torch 2.13,
-#   `torch/distributed/pipelining/schedules.py`.
+# - Lepikhin et al. 2020, *GShard*, arXiv 2006.16668. Fedus et al. 2021, *Switch Transformers*, arXiv 2101.03961
+#   (all-to-alls).
+# - The two public runs: a workshop on a free Colab T4, and the wiki of LLaMA-Factory (performance comparison); see
+#   `benchmarks/published_runs.toml` and [the lesson on choosing hardware](choose_your_hardware.py).
+# - torch 2.13, `torch/distributed/pipelining/schedules.py`. Rates of links: `cria_tricks/predict/links.py` names the
+#   source of each.
 # - Ours: `cria_tricks/measure/utilisation.py`, `cria_tricks/bill/`, `cria_tricks/predict/links.py`.

@@ -25,10 +25,10 @@ def least_tokens(flops, sent, rate, link):
     return round(sent * rate / flops)  # without the link
 
 # %% 3: the rate that collectives reach
-least_width = 4 * 7 / 8 * 2 * RATE / (18 * LINKS["hdr"].peak)
+least_width = 4 * 7 / 8 * 2 * RATE / (18 * 25e9)  # the advertised rate
 
 # %% 3: set experts\(width, rate\) to 1
-least_width = 4 * 2 * RATE / (18 * LINKS["hdr"].rate)
+least_width = 4 * 2 * RATE / (18 * LINK_RATES["InfiniBand HDR"])
 
 # %% 3: set experts\(width, rate\) to 1
-least_width = experts(1, LINKS["hdr"].rate)
+least_width = experts(1, LINK_RATES["InfiniBand HDR"])
