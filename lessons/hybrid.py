@@ -10,8 +10,8 @@
 # %% [markdown]
 # # Hybrid: a grid of processes
 # > **Promise.** A model with 70 billion weights does not fit one card, so several cards must share one copy of it.
-# > Eight cards can do that in ten ways. A bad choice takes twice as long, and a small mistake trains a wrong model
-# > without an error. You will write one training loop for all ways, prove it right, and predict which way is fastest.
+# > Eight cards can divide the work in ten ways. A bad choice takes twice as long, and a small mistake trains a wrong
+# > model without an error. You will write one training loop for all ways, prove it right, and predict which way is fastest.
 # >
 # > **Card.** saves memory where cards share blocks and matrices, and time where they share rows / costs what each way
 # > sends, over the link that it gets / exact within rounding / about 25 minutes / after
@@ -263,7 +263,7 @@ course.show(
 # %% [markdown]
 # **Step 2: let torch make the groups.** torch calls such a grid a [device mesh](../docs/glossary.md#mesh). For each
 # dimension it makes a [process group](../docs/glossary.md#process-group). An all-reduce with `group=` adds up tensors
-# of that group only. We start four processes and compare torch's groups with ours, for all six grids of four.
+# of that group only. With four processes, we compare torch's groups with ours for all six grids.
 
 # %%
 # data and stage of each grid of four; tensor is what remains
@@ -339,13 +339,12 @@ def run_blocks(x, weights, group):
 
 
 # %% [markdown]
-# The three tasks do not depend on each other, so in the training loop each is a few lines. (`mistake` is for section
-# 6.)
+# The three tasks do not depend on each other, so in the training loop each is a few lines:
 
 
 # %%
 def train_on(sizes, windows, mistake=None):
-    """Train on a grid of processes, and return the loss of each step."""
+    """Return the loss of each step on a grid. The mistakes are for section 6."""
     at, groups = coordinates(dist.get_rank(), sizes), new_groups(sizes)
     stages = group_of(dist.get_rank(), "stage", sizes)  # ranks of this pipeline
     s, last = at["stage"], at["stage"] == sizes["stage"] - 1
@@ -390,7 +389,7 @@ def train_on(sizes, windows, mistake=None):
 # ## 3. Prove it
 # The claim is *exact within rounding*, for every grid. So we train five steps of four
 # [micro-batches](../docs/glossary.md#micro-batch) on each of the six grids. We compare with `alone`: the same model in
-# one process, with whole matrices, all rows at once, and no groups.
+# one process, with whole matrices and no groups.
 
 
 # %% Helpers: train in one process, and compare tags=["hide-input"]
@@ -449,18 +448,20 @@ assert all(ranks.run(both_ways))
 
 # %% [markdown]
 # ## 4. What it costs
+# The dimensions cost different things:
+#
 # - *tensor* sends in every block.
 # - *stage* sends little, but stages are idle at the beginning and the end of a step (the
 #   [bubble](../docs/glossary.md#bubble)).
 # - *data* sends gradients once a step, and of LoRA these are few.
 #
 # Rank $r$ runs in machine $\lfloor r / 4 \rfloor$, so a dimension uses the slow link if one of its groups has ranks of
-# both machines. With $k = 8 / N$ micro-batches in each pipeline we predict a step as
+# both machines. Each of $N$ groups takes $k = 8 / N$ of the eight micro-batches. We predict the time of a step:
 #
 # $$t = (t_\text{compute} + t_\text{tensor}) \cdot \frac{k + S - 1}{k} + t_\text{stage} + t_\text{data}$$
 #
-# The fraction is the bubble. Computing is estimated as in
-# [the lesson on choosing hardware](choose_your_hardware.py), and calls take the rates that NCCL reaches. Which grid is
+# The fraction stands for the bubble. Computing is estimated as in
+# [the lesson on choosing hardware](choose_your_hardware.py), and calls run at rates that NCCL reaches. Which grid is
 # fastest for the 70B model?
 
 # %% Your guess: the fastest grid of the 70B model tags=["predict"]
@@ -533,9 +534,9 @@ course.reveal(guess, name(best))
 # - Take as large a *data* dimension as memory allows, and let it cross between machines, because it sends once a step.
 # - Keep *tensor* inside a machine, because in 1 x 1 x 8 it crosses, and this grid is slowest by far.
 # - If one more dimension must cross, take *stage*. It sends little, but its bubble grows: with 8 stages and 8
-#   micro-batches, stages are idle for 7 of 15 slots.
+#   micro-batches, a stage is idle for 7 of 15 turns.
 #
-# (2 x 2 x 2 leaves less than 1 GiB of each card for the buffers of NCCL, which our bill does not count.)
+# (2 x 2 x 2 leaves less than 1 GiB for NCCL's buffers, which our bill does not count.)
 #
 # **The order of the dimensions matters, too.** Take 2 x 2 x 2 again, with *tensor* as the first dimension and *data* as
 # the last. Now ranks 0 and 4 share matrices, without an error, and with the same memory and losses. How many times as
@@ -624,7 +625,8 @@ two_by_two = with_settings(ours, both)
 print(diff(resolve(ours, A100), resolve(two_by_two, A100, processes=4)))
 
 # %% [markdown]
-# The trainer runs data x tensor (on cards with bf16) and data x stage. These are the complete commands for four cards:
+# Each group takes four of the eight micro-batches. The trainer runs data x tensor (on cards with bf16) and data x
+# stage. These are the complete commands for four cards:
 #
 # ```bash
 # cria launch kwanzaa --on torchrun --nproc 4 \
@@ -636,8 +638,7 @@ print(diff(resolve(ours, A100), resolve(two_by_two, A100, processes=4)))
 # ```
 #
 # No strategy has all three dimensions, but a function of this course runs them (`course.hybrid_demo.over_the_cube`).
-# What is a second dimension worth, for Llama-2-13B on four A100s in
-# one machine?
+# What is a second dimension worth, for Llama-2-13B on four A100s of one machine?
 
 # %% Compare five grids of four, and hold the numbers of the text tags=["hide-input"]
 medium = with_settings(ours, ["model=llama-2-13b"])
@@ -802,10 +803,10 @@ except BadInput as refusal:
 #    across)`. `inside` is the group of the processes in the same machine. `across` is the group of those that have the
 #    same place in the other machines. Between machines each process sends only its own piece. Return the sum over all
 #    processes, a tensor of the same shape. (Five lines: a new piece, `dist.reduce_scatter_tensor`, `dist.all_reduce`,
-#    `dist.all_gather_into_tensor`. The length of the tensor divides evenly.)
-# 3. **Reach.** The recipe `ours` trains Llama-2-13B (`llama-2-13b`) on two machines with four L4s (`l4`) each. Inside
-#    there is PCIe 4.0 (`pcie4`), and between them 10 Gbit Ethernet (`10gbe`). Which grid fits and is the fastest? The
-#    answer is $(N, S, M)$, three numbers in brackets. (`bill` and `seconds` take a card, and `seconds` takes links.)
+#    `dist.all_gather_into_tensor`. The length divides evenly.)
+# 3. **Reach.** Llama-2-13B (the recipe `medium`) trains on two machines with four L4s (`l4`) each. Inside there is PCIe
+#    4.0 (`pcie4`), and between them 10 Gbit Ethernet (`10gbe`). Which of `GRIDS` fits and is the fastest? The answer is
+#    $(N, S, M)$, three numbers in brackets. (`bill` and `seconds` take a card, and `seconds` takes links.)
 
 # %% tags=["exercise"]
 data_group_of_27 = None
@@ -852,11 +853,10 @@ def of_two_levels(answer):
         )
 
 
-smaller = with_settings(ours, ["model=llama-2-13b"])
 on_l4 = {
-    tuple(g.values()): seconds(smaller, g, "l4", "pcie4", "10gbe")
+    tuple(g.values()): seconds(medium, g, "l4", "pcie4", "10gbe")
     for g in GRIDS
-    if bill(smaller, g, "l4").fits
+    if bill(medium, g, "l4").fits
 }
 of_group = course.equal(
     [11, 27, 43, 59],
