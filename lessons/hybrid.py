@@ -11,7 +11,8 @@
 # # Hybrid: a grid of processes
 # > **Promise.** A model with 70 billion weights does not fit one card, so several cards must share one copy of it.
 # > Eight cards can divide the work in ten ways. A bad choice takes twice as long, and a small mistake trains a wrong
-# > model without an error. You will write one training loop for all ways, prove it right, and predict which way is fastest.
+# > model without an error. You will write one training loop for all ways, prove it right, and predict which way is
+# > fastest.
 # >
 # > **Card.** saves memory where cards share blocks and matrices, and time where they share rows / costs what each way
 # > sends, over the link that it gets / exact within rounding / about 25 minutes / after
@@ -638,7 +639,7 @@ print(diff(resolve(ours, A100), resolve(two_by_two, A100, processes=4)))
 # ```
 #
 # No strategy has all three dimensions, but a function of this course runs them (`course.hybrid_demo.over_the_cube`).
-# What is a second dimension worth, for Llama-2-13B on four A100s of one machine?
+# What is a second dimension worth for Llama-2-13B, on four A100s?
 
 # %% Compare five grids of four, and hold the numbers of the text tags=["hide-input"]
 medium = with_settings(ours, ["model=llama-2-13b"])
@@ -806,7 +807,7 @@ except BadInput as refusal:
 #    `dist.all_gather_into_tensor`. The length divides evenly.)
 # 3. **Reach.** Llama-2-13B (the recipe `medium`) trains on two machines with four L4s (`l4`) each. Inside there is PCIe
 #    4.0 (`pcie4`), and between them 10 Gbit Ethernet (`10gbe`). Which of `GRIDS` fits and is the fastest? The answer is
-#    $(N, S, M)$, three numbers in brackets. (`bill` and `seconds` take a card, and `seconds` takes links.)
+#    $(N, S, M)$, in brackets. (`bill` and `seconds` take a card, and `seconds` takes links.)
 
 # %% tags=["exercise"]
 data_group_of_27 = None
