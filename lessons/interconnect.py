@@ -1,5 +1,6 @@
 # ---
 # jupyter:
+#   question: How long do cards take to exchange their tensors, and when does one more card stop making training faster?
 #   jupytext:
 #     cell_metadata_filter: tags,-all
 #     text_representation: {extension: .py, format_name: percent}
@@ -7,25 +8,30 @@
 
 # %% [markdown]
 # # Interconnect: when more cards stop helping
-# > **Promise.** You build the ring that adds gradients up, describe a link by two numbers, and predict the time of a
-# > call that you have not measured. Then you say for three strategies and four links when another card stops helping,
-# > before you rent it.
+# > **Promise.** Two cards are rarely twice as fast as one, and over a slow link eight can be slower than one, because
+# > they wait for each other's bytes. You will build the ring all-reduce in plain PyTorch, describe a link by two
+# > numbers, and predict for three strategies and four links when another card stops helping, before you rent it.
+# >
+# > **Card.** saves the rent of cards that wait / costs seconds of measuring, or a data sheet / bytes exact, seconds
+# > within a range / about 25 minutes / after [hybrid parallelism](hybrid.py)
 #
-# > **Card.** saves the rent of cards that wait / costs some arithmetic / bytes as counted; seconds of a step as a
-# > range, as in [the lesson on choosing hardware](choose_your_hardware.py) / 35 minutes / after [hybrid
-# > parallelism](hybrid.py)
+# ## 1. The bill
+# The last lessons counted the bytes that processes send. This lesson asks how many seconds these bytes take. Our job is
+# QLoRA of Llama-3.2-1B, with eight [rows](../docs/glossary.md#row) a step.
 #
-# The job: QLoRA of Llama-3.2-1B on 107 training rows, eight rows a step. The last lessons shared the step in every way,
-# and counted what processes send. Here we ask how long a byte takes, and how long a *call*, a collective, takes even
-# with few bytes.
+# Take two A100s that are connected by NVLink. Its data sheet says 300 GB a second in each direction. In one step,
+# [data parallelism](data_parallel.py) sends 45 MB, and [tensor parallelism](tensor_parallel.py) 119 times as much. If
+# we divide these bytes by the rate, we get 0.15 ms and 17.9 ms. How many times as long as its 17.9 ms does tensor
+# parallelism really need, by this lesson's prediction?
 
-# %% Imports and settings tags=["hide-input"]
+# %% Your guess: times as long as by division tags=["predict"]
+guess = 0  # @param {type:"number"}
+
+# %% Imports, settings, and the bill tags=["hide-input"]
 import logging
 import os
-import statistics
 import subprocess
 import sys
-import time
 import warnings
 from functools import partial
 from unittest import mock
@@ -33,13 +39,11 @@ from unittest import mock
 warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
 # on some CPUs it tells of a package that is not needed
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-import torch
-import torch.distributed as dist
 
 from cria_tricks import course, recipes
 from cria_tricks.bench.style import Theme
-from cria_tricks.bill.calls import Call, CountCollectives, ring_share
-from cria_tricks.course.processes import Ranks
+from cria_tricks.bench.tables import table
+from cria_tricks.bill.calls import Call
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import STRATEGIES, ring_collectives
@@ -53,80 +57,61 @@ from cria_tricks.predict.links import (
 )
 from cria_tricks.recipe import with_settings
 
-# four processes, joined by gloo as in data_parallel.py; they end with this notebook
-ranks = Ranks(4)
-ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
-# torch 2.13 has new names for two of the functions
-ranks.run(warnings.simplefilter, "ignore", FutureWarning)
-torch.manual_seed(0)
 MIB = 2**20
-
-
-def trial(all_reduce, dtype=torch.int64):
-    """Our sum and torch's of 1,024 numbers, and what this process sent: in bytes, in
-    calls."""
-    torch.manual_seed(dist.get_rank())
-    ours = (100 * torch.randn(1024)).to(dtype)
-    dist.all_reduce(theirs := ours.clone())
-    with CountCollectives() as count:
-        all_reduce(ours)
-    return ours, theirs, count.bytes["send"], count.calls["send"]
-
-
-def sent_by_each(all_reduce):
-    """Bytes over those of the tensor, rank by rank."""
-    found = ranks.run(trial, all_reduce)
-    assert all(torch.equal(ours, theirs) for ours, theirs, *_ in found)
-    return [size / (8 * 1024) for *_, size, _ in found]
-
-
-# %% [markdown]
-# ## 1. The bill
-# Two A100s have NVLink between them: 300 GB a second one way, says the data sheet. Data parallelism sends 45 MB a step,
-# tensor parallelism 119 times as much. Divide bytes by the rate, then compare with this lesson's estimate. For which of
-# the two is the division badly wrong?
-
-# %%
 A100, shape = CARDS["a100"], find_shape("llama-3.2-1b")
 job = recipes.capstone(A100.device)
-# sharding wants it
+# sharding needs an optimizer of torch, and tensor parallelism weights in 16 bits
 plain_adamw = with_settings(
     job, ["tricks.optimizer=adamw", "tricks.paged_optimizer=false"]
 )
-# as in the lesson on tensor parallelism
 bf16 = with_settings(
     plain_adamw, ["tricks.quantization=none", "tricks.double_quantization=false"]
 )
 RECIPES = {"ddp": job, "fsdp": plain_adamw, "tensor": bf16}
-nvlink, parts = LINKS["nvlink_a100"], {}
+NAMES = ("nvlink_a100", "pcie4", "hdr", "10gbe")
+nvlink = LINKS["nvlink_a100"]
+
+_lines, _found = [], {}
 for way in ("ddp", "tensor"):
     calls = STRATEGIES[way].traffic(RECIPES[way], shape, 2)
     number, sent = sum(call.times for call in calls), sum(call.sent for call in calls)
-    estimated = sum(map(nvlink.seconds, calls))
-    parts[way] = 1 - sent / nvlink.rate / estimated  # what is not spent on bytes
-    print(
-        f"{way:7}{sent / 1e6:6,.0f} MB, calls: {number:,}; "
-        f"{1000 * sent / nvlink.peak:.2f} ms by division",
-        end=", ",
-    )
-    print(f"{1000 * estimated:.2f} by estimate; latency is {parts[way]:.0%} of that")
-assert parts["ddp"] < 0.1 < 0.25 < parts["tensor"]
-assert number == 641
-
+    divided, predicted = sent / nvlink.peak, sum(map(nvlink.seconds, calls))
+    latency = 1 - sent / nvlink.rate / predicted
+    _found[way] = (number, sent, predicted / divided, latency)
+    took = f"{1000 * divided:.2f}", f"{1000 * predicted:.2f}", f"{latency:.0%}"
+    _lines.append((way, f"{number:,}", f"{sent / 1e6:,.0f}", *took))
+_columns = ("strategy", "calls", "MB sent", "ms by division", "ms predicted", "latency")
+course.show_table(table(_columns, _lines))
+course.reveal(guess, _found["tensor"][2], "times")
+assert _found["ddp"][0] == 1
+assert _found["tensor"][0] == 641
+assert round(_found["tensor"][1] / _found["ddp"][1]) == 119
+assert [round(100 * _found[way][3]) for way in _found] == [7, 30]
 
 # %% [markdown]
-# For tensor parallelism: the estimate is nearly twice the division. No link reaches its data sheet's rate. And each of
-# 641 calls takes some time however few bytes it has, its *latency*: three tenths of the whole.
+# It needs nearly twice as long, for two reasons. No link reaches the rate of its data sheet. In addition, each of 641
+# calls takes some time, however few bytes it has. This time is its *latency*, and here it is 30 % of the whole. (A call
+# is one [collective](../docs/glossary.md#collective), such as an all-reduce.)
 #
 # ## 2. From scratch, in four steps
-# A message takes $t = \alpha + s / \beta$: the latency $\alpha$, and its $s$ bytes at a rate $\beta$. An all-reduce is
-# made of messages. How many, and how large? That depends on how it is done.
+# A message of $s$ bytes takes $t = \alpha + s / \beta$, where $\alpha$ is the latency and $\beta$ is the rate. An
+# [all-reduce](../docs/glossary.md#all-reduce) consists of messages, whose number and size depend on the algorithm.
 #
-# **One adds up for all.** Everyone sends to process 0, which adds, and sends the sum back. (`sent_by_each` calls it in
-# four processes, compares the sum with torch's, and counts.)
-
+# **Step 1: let one process add up.** All processes send their tensors to process 0, which adds them up, and sends the
+# sum back. `sent_by_each` runs such an all-reduce in four processes. It compares the sum with torch's, and counts what
+# each process sends: 1 means as many bytes as the tensor has.
 
 # %%
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from cria_tricks.bill.calls import CountCollectives
+from cria_tricks.course.processes import Ranks
+
+
 def star(x):
     others = range(1, dist.get_world_size())
     if dist.get_rank() > 0:
@@ -134,28 +119,53 @@ def star(x):
         dist.recv(x, 0)
         return
     for other in others:
-        dist.recv(received := torch.empty_like(x), other)
+        received = torch.empty_like(x)
+        dist.recv(received, other)
         x += received
     for other in others:
         dist.send(x, other)
 
 
-print("of a tensor each process sends", sent := sent_by_each(star))
-assert sent == [3, 1, 1, 1]
+def trial(all_reduce, dtype=torch.int64):
+    """Our sum, torch's sum, bytes that this process sends, and its number of sends."""
+    torch.manual_seed(dist.get_rank())
+    ours = (100 * torch.randn(1024)).to(dtype)
+    theirs = ours.clone()
+    dist.all_reduce(theirs)
+    with CountCollectives() as count:
+        all_reduce(ours)
+    return ours, theirs, count.bytes["send"], count.calls["send"]
+
+
+def sent_by_each(all_reduce):
+    shares = []
+    for ours, theirs, sent, _ in ranks.run(trial, all_reduce):
+        assert torch.equal(ours, theirs)
+        shares.append(sent / ours.nbytes)
+    return shares
+
+
+ranks = Ranks(4)  # four processes on this computer, joined by gloo
+print("each process sends", sent_by_each(star))
+
+# %% Silence log messages in all processes tags=["hide-input"]
+ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
+# torch 2.13 has new names for two of the functions
+_ = ranks.run(warnings.simplefilter, "ignore", FutureWarning)
 
 # %% [markdown]
-# The sum is right. But process 0 sends $N - 1$ tensors and receives as many: with twice the processes it takes about
-# twice as long.
+# The sum is right, but process 0 sends $N - 1$ tensors and receives as many. So with twice as many processes it takes
+# about twice as long.
 #
-# **Only neighbours talk, and only in pieces.** Put the processes in a ring, and cut the tensor into $N$ pieces. In each
-# round everyone sends *one* piece to the right, and adds what comes from the left. So a sum goes round and grows. After
-# $N - 1$ rounds everyone has one complete piece: a *reduce-scatter*.
+# **Step 2: send pieces around a ring, and add.** Now each process talks only to its two neighbours, and the tensor is
+# cut into $N$ pieces. In each turn, every process sends *one* piece to the right, and adds the piece that comes from
+# the left to its own. After $N - 1$ turns, each process has one complete piece of the sum. Such a collective is called
+# a [reduce-scatter](../docs/glossary.md#all-reduce).
 
 
 # %%
 def exchange(sent, to, received, source):
-    """Send and receive at once. If all sent first, nobody would receive, and all would
-    wait forever."""
+    """Send and receive at once. If all sent first, all could wait forever."""
     both = [dist.P2POp(dist.isend, sent, to), dist.P2POp(dist.irecv, received, source)]
     for work in dist.batch_isend_irecv(both):
         work.wait()
@@ -165,18 +175,16 @@ def reduce_scatter(pieces):
     rank, N = dist.get_rank(), dist.get_world_size()
     for turn in range(N - 1):
         growing = pieces[(rank - turn - 1) % N]
-        exchange(
-            pieces[(rank - turn) % N],
-            (rank + 1) % N,
-            received := torch.empty_like(growing),
-            (rank - 1) % N,
-        )
+        received = torch.empty_like(growing)
+        sent = pieces[(rank - turn) % N]
+        exchange(sent, (rank + 1) % N, received, (rank - 1) % N)
         growing += received
 
 
 # %% [markdown]
-# **Hand complete pieces on.** $N - 1$ more rounds, without adding: an *all-gather*. **Put both together.** How much of
-# the tensor does each of four processes send now? Count the rounds before you run.
+# **Step 3: send the complete pieces around the ring.** This takes $N - 1$ more turns, in which nothing is added: an
+# *all-gather*. Step 2 and step 3 together are the ring all-reduce. How many times the bytes of the tensor does each of
+# four processes send now?
 
 # %% Your guess: times the tensor that each sends tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -186,35 +194,31 @@ guess = 0  # @param {type:"number"}
 def all_gather(pieces):
     rank, N = dist.get_rank(), dist.get_world_size()
     for turn in range(N - 1):
-        exchange(
-            pieces[(rank + 1 - turn) % N],
-            (rank + 1) % N,
-            pieces[(rank - turn) % N],
-            (rank - 1) % N,
-        )
+        sent, received = pieces[(rank + 1 - turn) % N], pieces[(rank - turn) % N]
+        exchange(sent, (rank + 1) % N, received, (rank - 1) % N)
 
 
 def ring(x):
-    # views: what happens to them happens to x
-    pieces = x.tensor_split(dist.get_world_size())
+    pieces = x.tensor_split(dist.get_world_size())  # views: they change x
     reduce_scatter(pieces)
     all_gather(pieces)
 
 
-print("of a tensor each process sends", sent := sent_by_each(ring))
-assert sent == [1.5] * 4
-course.reveal(guess, sent[0], "times")
+print("each process sends", sent_by_each(ring))
 
 
 # %% Draw figure 1 tags=["hide-input"]
-def rounds(theme: Theme):
-    """How many processes' numbers are in each piece, round by round, as the code above
+course.reveal(guess, sent_by_each(ring)[0], "times")
+
+
+def turns(theme: Theme):
+    """How many processes' numbers are in each piece, turn by turn, as the code above
     moves them."""
     sketch = course.Sketch(theme, 46, 13.4)
     inside = [[1] * 4 for _ in range(4)]
     for turn in range(7):
         left = 4.6 + 6 * turn
-        head = "at first" if turn == 0 else f"round {turn}"
+        head = "at first" if turn == 0 else f"turn {turn}"
         sketch.text(left + 2.6, 0.6, head)
         for rank in range(4):
             if turn == 0:
@@ -237,167 +241,124 @@ def rounds(theme: Theme):
 
 
 course.show(
-    rounds,
-    "Figure 1. Four processes, four pieces, and how many processes' numbers are in "
-    "each. After three rounds every "
-    "process has one complete piece, after six all of them.",
+    turns,
+    "Figure 1. Four processes with four pieces each. The number says how many "
+    "processes have been added up in a piece. After three turns every process has one "
+    "complete piece, and after six turns all of them.",
 )
 
 # %% [markdown]
-# Six rounds of a quarter; in general $2 (N - 1)$ rounds of $1 / N$, always less than twice the tensor. So with $N$ the
-# bytes hardly grow, but the number of messages does:
+# It is 1.5 times: six turns with a quarter of the tensor each. In general a process sends $1 / N$ of the tensor in
+# $2 (N - 1)$ turns, always less than twice the tensor. So with more processes the bytes hardly grow, but the number of
+# messages does:
 #
 # $$t = 2 (N - 1)\,\alpha + \frac{2 (N - 1)}{N} \cdot \frac{s}{\beta}$$
 #
-# ## 3. Prove it
-# Sums of whole numbers were equal to torch's, to the bit. Floats are added in another order: *exact within rounding*.
-# But all processes must hold the same bits, or replicas drift apart. And the package's ring and ours must send what the
-# formula says.
-
-# %%
-for name, all_reduce in (("ours", ring), ("package", ring_collectives.ring_all_reduce)):
-    found = ranks.run(trial, all_reduce, torch.float32)
-    ours, theirs, sent, calls = found[0]
-    print(
-        f"{name:8} off by {(ours - theirs).norm() / theirs.norm():.0e}; "
-        f"{sent:,} bytes sent in {calls} calls"
-    )
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-4)
-    assert all(torch.equal(ours, other) for other, *_ in found)
-    assert (sent, calls) == (4 * 1024 * ring_share("all_reduce", 4), 2 * 3)
-
-# %% [markdown]
-# **Two numbers from measurements.** Seconds against bytes sent lie on a line. Its height at zero bytes is the latency
-# of a call, and its slope is $1 / \beta$. We want the smallest *relative* errors, or the largest size would decide
-# alone. So we divide by the measured seconds. Timings that we made up must give their line back.
+# **Step 4: get the two numbers from measurements.** If we measure calls of several sizes, the seconds lie on a line
+# over the bytes that a process sends. At zero bytes the line shows the latency of a call, and its slope is $1 / \beta$.
+# A usual fit would let the largest size decide alone, because its error in seconds is largest. Therefore we minimise
+# the *relative* error: predicted seconds divided by measured seconds should be near to 1.
 
 
 # %%
-def line_through(timings):
-    """Latency and rate: least squares of latency / t + (sent / t) / rate = 1."""
-    A = torch.tensor(
-        [[1 / one.seconds, one.sent / one.seconds] for one in timings],
-        dtype=torch.float64,
-    )
-    latency, slope = (
-        torch.linalg.lstsq(A, torch.ones(len(A), 1, dtype=torch.float64))
-        .solution[:, 0]
-        .tolist()
-    )
+def line_through(points):
+    """Latency and rate, from pairs of bytes sent and seconds."""
+    sent, seconds = torch.tensor(points, dtype=torch.float64).T
+    A = torch.stack([1 / seconds, sent / seconds], dim=1)
+    ones = torch.ones(len(A), 1, dtype=torch.float64)
+    latency, slope = torch.linalg.lstsq(A, ones).solution.flatten().tolist()
     return latency, 1 / slope
 
 
-made_up = [
-    Timing("all_reduce", size, 4, 3e-4 + 1.5 * size / 2e9)
-    for size in (10**3, 10**5, 10**7)
+made_up = [(size, 3e-4 + size / 2e9) for size in (1e3, 1e5, 1e7)]
+latency, rate = line_through(made_up)
+print(f"latency {latency:.1e} s, rate {rate:.1e} bytes a second")
+
+# %% [markdown]
+# These are the two numbers that we put into the made-up measurements.
+#
+# ## 3. Prove it
+# For whole numbers, our sum was equal to torch's. Floating-point numbers are added in another order, so there the claim
+# is *exact within rounding*. But all processes must hold the same bits, because otherwise their copies of the model
+# drift apart. We also count bytes and messages, for our ring and for the package's.
+
+# %%
+for name, way in (("ours", ring), ("package", ring_collectives.ring_all_reduce)):
+    found = ranks.run(trial, way, torch.float32)
+    ours, theirs, sent, sends = found[0]
+    error = (ours - theirs).norm() / theirs.norm()
+    print(f"{name:8} off by {error:.0e}; {sent:,} bytes in {sends} messages")
+    assert error < 1e-6
+    assert all(torch.equal(ours, other) for other, *_ in found)
+    assert sent == 2 * 3 / 4 * ours.nbytes
+    assert sends == 2 * 3
+
+# %% Compare the line with the package's tags=["hide-input"]
+_timings = [
+    Timing("all_reduce", size, 4, 3e-4 + 1.5 * size / 2e9) for size in (1e3, 1e5, 1e7)
 ]
-for found in (line_through(made_up), links.fit_line(made_up)):
-    assert all(
-        abs(one / right - 1) < 1e-6
-        for one, right in zip(found, (3e-4, 2e9), strict=True)
-    )
+_ours = line_through([(one.sent, one.seconds) for one in _timings])
+for _line in (_ours, links.fit_line(_timings), line_through(made_up)):
+    for _one, _right in zip(_line, (3e-4, 2e9), strict=True):
+        assert abs(_one / _right - 1) < 1e-6
 
 # %% [markdown]
 # ## 4. What it costs
-# **Measured here.** Three collectives of torch between two processes of this machine, over gloo, in five sizes.
-# NVIDIA's nccl-tests name two bandwidths. The *algorithm bandwidth* is the tensor's bytes over the seconds. The *bus
-# bandwidth* is what each process *sends* over the seconds, so it can be compared with a link's rate. An all-gather
-# sends half of what an all-reduce does. Which of its two should be near the all-reduce's? (The all-reduce's two are
-# equal for two processes.)
+# **Measure your link.** nccl-tests, NVIDIA's benchmark, reports two bandwidths. The *algorithm bandwidth* is the size
+# of the tensor, divided by the seconds. The [bus bandwidth](../docs/glossary.md#bus-bandwidth) is what each process
+# *sends*, divided by the seconds. Only the bus bandwidth can be compared with the rate of a link, because a link takes
+# time for what is sent. (For an all-reduce between two processes the two are equal.)
+#
+# We measure torch's all-reduce between two processes of this machine in five sizes, and fit the line. Then we predict a
+# sixth size, 8 MiB, and measure it too:
 
 
 # %%
 def measure(sizes):
-    """Medians of ten calls in our first two processes; the others sit still."""
-    pair, found = dist.new_group([0, 1]), []
-    for size in sizes if dist.get_rank() < 2 else ():
-        whole, piece = torch.zeros(size // 4), torch.zeros(size // 8)
-        calls = {
-            "all_reduce": partial(dist.all_reduce, whole, group=pair),
-            "all_gather": partial(
-                dist.all_gather_into_tensor, whole, piece, group=pair
-            ),
-            "reduce_scatter": partial(
-                dist.reduce_scatter_tensor, piece, whole, group=pair
-            ),
-        }
-        took = {kind: [] for kind in calls}
-        # by turns: what slows one down slows all
-        for kind, call in 11 * list(calls.items()):
+    """Pairs of bytes sent and seconds, for all-reduces between ranks 0 and 1."""
+    pair, points = dist.new_group([0, 1]), []
+    if dist.get_rank() > 1:
+        return points  # the others have nothing to do
+    for size in sizes:
+        x, took = torch.zeros(size // 4), []
+        for _ in range(11):
             start = time.perf_counter()
-            call()
-            took[kind].append(time.perf_counter() - start)
-        found += [
-            Timing(kind, size, 2, statistics.median(seconds[1:]))
-            for kind, seconds in took.items()
-        ]
-    return found
+            dist.all_reduce(x, group=pair)
+            took.append(time.perf_counter() - start)
+        points.append((size, statistics.median(took[1:])))  # the first one connects
+    return points
 
 
-SIZES, KINDS = (
-    [2**power for power in (12, 15, 18, 21, 24)],
-    ("all_reduce", "all_gather", "reduce_scatter"),
-)
-timings = ranks.run(measure, SIZES)[0]
-for kind, last in zip(KINDS, timings[-3:], strict=True):
-    print(
-        f"{kind:15}",
-        *(f"{1000 * one.seconds:7.2f}" for one in timings if one.kind == kind),
-        "ms;",
-        end=" ",
-    )
-    print(
-        f"at 16 MiB {last.bytes / last.seconds / 1e9:.2f} GB/s algorithm, "
-        f"{last.sent / last.seconds / 1e9:.2f} bus"
-    )
-
-# %% [markdown]
-# The bus bandwidth, because a link takes time for what is sent. But here the all-gather's is lower: torch lets gloo
-# gather into another tensor, and copies all of it. A reduce-scatter's is lower still: gloo has none, so torch runs an
-# all-reduce.
-#
-# Now the lines, and a prediction of a sixth size: 8 MiB.
-
-# %%
-lines = {
-    kind: line_through([one for one in timings if one.kind == kind]) for kind in KINDS
-}
-for found in ranks.run(measure, [8 * MIB])[0]:
-    latency, rate = lines[found.kind]
-    predicted, took = 1000 * (latency + found.sent / rate), 1000 * found.seconds
-    print(
-        f"{found.kind:15}{1000 * latency:6.2f} ms + sent / {rate / 1e9:.2f} GB/s: "
-        "predicted",
-        end=" ",
-    )
-    print(
-        f"{predicted:.1f} ms, measured {took:.1f}, off by {predicted / took - 1:+.0%}"
-    )
+points = ranks.run(measure, [2**power for power in (12, 15, 18, 21, 24)])[0]
+latency, rate = line_through(points)
+print(f"{1000 * latency:.2f} ms + bytes sent / {rate / 1e9:.2f} GB a second")
+((size, took),) = ranks.run(measure, [2**23])[0]
+predicted = latency + size / rate
+print(f"8 MiB: predicted {1000 * predicted:.1f} ms, measured {1000 * took:.1f} ms")
 
 
 # %% Draw figure 2 tags=["hide-input"]
-def measured_lines(theme: Theme):
-    """Seconds against bytes: what was measured, and the lines."""
-    drawn, axes = course.figure(height=3.2)
+def measured_line(theme: Theme):
+    """Seconds against bytes: what was measured, and the line."""
+    drawn, axes = course.figure(height=2.9)
     grid = [2 ** (power / 4) for power in range(48, 98)]
-    for (kind, (latency, rate)), colour, marker in zip(
-        lines.items(), theme.series, "osD", strict=False
-    ):
-        own = [one for one in timings if one.kind == kind]
-        times = [1000 * (latency + size * ring_share(kind, 2) / rate) for size in grid]
-        axes.plot(grid, times, color=colour, linewidth=1)
-        label = kind.replace("_", "-")
-        axes.scatter(
-            [t.bytes for t in own],
-            [1000 * t.seconds for t in own],
-            color=colour,
-            marker=marker,
-            label=label,
-        )
+    axes.plot(
+        grid,
+        [1000 * (latency + size / rate) for size in grid],
+        color=theme.series[0],
+        linewidth=1,
+        label="the line",
+    )
+    axes.scatter(
+        [size for size, _ in points],
+        [1000 * seconds for _, seconds in points],
+        color=theme.series[1],
+        label="measured",
+    )
     axes.set(
         xscale="log",
         yscale="log",
-        xlabel="bytes of the tensor",
+        xlabel="bytes that a process sends",
         ylabel="milliseconds of a call",
     )
     axes.grid()
@@ -406,70 +367,87 @@ def measured_lines(theme: Theme):
 
 
 course.show(
-    measured_lines,
-    "Figure 2. Measured when this page was built, two processes and gloo. "
-    "Left, calls of any size take the same time; "
-    "right, twice the bytes take twice as long.",
+    measured_line,
+    "Figure 2. An all-reduce between two processes of the machine that built this "
+    "page, over gloo. On the left, calls of any size take the same time. On the right, "
+    "twice the bytes take twice as long.",
 )
 
 # %% [markdown]
-# An error of tens of per cent is usual, and good enough to choose by.
+# Errors of tens of per cent are usual, and good enough to choose by.
 #
-# **Links, by data sheet.** `LINKS` has for each link the rate that it is sold at and the part that collectives reach.
-# Latency comes in two parts there: a *start* for each call, and a *hop* for each round. NVLink has 300 GB/s, of which
-# 232.5 are reached, 8.4 µs and 3.4 µs. At which size do bytes take half of an all-reduce's time, between two cards?
+# **Without the cards, use their data sheet.** `LINKS` of the package has the rate of each link, and the part of it that
+# collectives reach, with sources. The latency has two parts there: a *start* for each call, and a *hop* for each turn
+# of the ring. For an all-reduce between two cards, at which size do the bytes take half of the time?
 
 
 # %%
-def seconds(call, link):
-    rounds = (2 if call.kind == "all_reduce" else 1) * (call.processes - 1)
-    return call.times * (link.start + rounds * link.hop) + call.sent / link.rate
+def call_seconds(link, size, N):
+    """The predicted time of a ring all-reduce."""
+    turns = 2 * (N - 1)
+    return link.start + turns * link.hop + turns / N * size / link.rate
 
 
-NAMES = ("nvlink_a100", "pcie4", "hdr", "10gbe")
+# %% Compare four links tags=["hide-input"]
+lines = []
+(gradients,) = STRATEGIES["ddp"].traffic(job, shape, 2)
 for name in NAMES:
-    link, (gradients,) = LINKS[name], STRATEGIES["ddp"].traffic(job, shape, 2)
-    assert abs(seconds(gradients, link) / link.seconds(gradients) - 1) < 1e-9
-    # between two cards, which send as much as the tensor has
-    half_way = (link.start + 2 * link.hop) * link.rate
-    print(
-        f"{link.name:18}{link.rate / 1e9:7.2f} of {link.peak / 1e9:.2f} GB/s;", end=" "
-    )
-    print(
-        f"gradients {1000 * seconds(gradients, link):5.2f} ms; "
-        f"half of the time is bytes at {half_way / 1e6:.2f} MB"
-    )
+    link = LINKS[name]
+    latency_of_two = link.start + 2 * link.hop
+    took = call_seconds(link, gradients.bytes, 2)
+    assert abs(took / link.seconds(gradients) - 1) < 1e-9
+    rates = f"{link.rate / 1e9:.2f} of {link.peak / 1e9:.2f}"
+    half = f"{latency_of_two * link.rate / 1e6:.2f}"
+    times = f"{1e6 * latency_of_two:.1f}", f"{1000 * took:.2f}"
+    lines.append((link.name, rates, times[0], half, times[1]))
+columns = ("link", "GB/s reached", "latency, µs", "half is bytes at, MB")
+columns += ("gradients of our job, ms",)
+course.show_table(table(columns, lines))
+assert lines[0][3] == "3.53"
 
 # %% [markdown]
-# The faster the link and the longer its hops, the larger that size. Below 3.5 MB NVLink waits more than it sends.
-# Tensor parallelism's sums have 8 MiB each. A sum at each of LoRA's whole matrices would have 64 KiB (2,048 tokens,
-# rank 16), so our switch makes none: it adds up their gradients once a step.
+# Below 3.5 MB, NVLink needs more time for latency than for bytes. On a slower link the bytes are the larger part much
+# earlier.
 #
-# **When do more cards stop helping?** A step takes [the lesson on choosing hardware](choose_your_hardware.py)'s
-# computing, divided among $N$ cards, and its calls, of which none is hidden here. We double $N$ as long as the step
-# becomes 1.5 times as fast. Three strategies, four links: which pairs stop at one card?
+# **When do more cards stop helping your training?** With $N$ cards a step takes the computing time of one card's share,
+# as in [the lesson on choosing hardware](choose_your_hardware.py), and then the time of its calls. (We assume that
+# nothing overlaps.) We double $N$ as long as a doubling makes the step at least 1.5 times as fast. There are three
+# strategies ([sharding](sharding.py) is one) and four links. How many of these 12 cases stop at one card?
+
+# %% Your guess: cases of 12 that stop at one card tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %%
-fixed = {}
+stops, lines = {}, []
 for way, recipe in RECIPES.items():
     for name in NAMES:
-        found = when_it_stops(
-            recipe, shape, A100, LINKS[name], way, STRATEGIES[way].traffic
-        )
-        fixed[way, name] = found
+        traffic = STRATEGIES[way].traffic
+        found = when_it_stops(recipe, shape, A100, LINKS[name], way, traffic)
+        stops[way, name] = found.stops
         last = found.points[-1]
-        said = (
-            f"stops at {found.stops}; "
-            f"{last.processes} are {last.speedup:.2f} times as fast"
-        )
-        print(f"{way:7}{LINKS[name].name:18}{said}")
-assert {found.stops for (way, _), found in fixed.items() if way == "ddp"} == {8}
-assert {found.stops for (way, _), found in fixed.items() if way == "tensor"} == {1}
-assert 1.4 < fixed["tensor", "nvlink_a100"].points[-1].speedup < 1.5
-assert [fixed["fsdp", name].stops for name in NAMES] == [8, 8, 8, 1]
+        speed = f"{last.processes} cards: {last.speedup:.2f} times"
+        lines.append((way, LINKS[name].name, str(found.stops), speed))
+columns = ("strategy", "link", "stops at", "as fast as one card")
+course.show_table(table(columns, lines))
+course.reveal(guess, sum(number == 1 for number in stops.values()), "cases")
+
+# %% Draw figure 3, and hold the numbers of the text tags=["hide-input"]
+assert {number for (way, _), number in stops.items() if way == "ddp"} == {8}
+assert {number for (way, _), number in stops.items() if way == "tensor"} == {1}
+assert [stops["fsdp", name] for name in NAMES] == [8, 8, 8, 1]
+_speeds = {(way, link): speed for way, link, _, speed in lines}
+assert _speeds["tensor", nvlink.name] == "2 cards: 1.44 times"
+_slow_ddp, _fast_tensor = (
+    when_it_stops(
+        RECIPES[way], shape, A100, LINKS[name], way, STRATEGIES[way].traffic, gain=0
+    ).points
+    for way, name in (("ddp", "10gbe"), ("tensor", "nvlink_a100"))
+)
+for _one, _other in zip(_slow_ddp[1:4], _fast_tensor[1:4], strict=True):
+    assert _one.processes == _other.processes
+    assert _one.speedup > _other.speedup
 
 
-# %% Draw figure 3 tags=["hide-input"]
 def of_speed(theme: Theme):
     """Times as fast as one card, by strategy and link."""
     drawn, axes = course.figure(height=3.4)
@@ -503,7 +481,7 @@ def of_speed(theme: Theme):
         xscale="log",
         yscale="log",
         xlabel="A100 cards",
-        ylabel="times as fast as one, estimated",
+        ylabel="times as fast as one, predicted",
     )
     axes.set_xticks((1, 2, 4, 8), list("1248"))
     axes.set_yticks((0.25, 0.5, 1, 2, 4, 8), ["1/4", "1/2", *"1248"])
@@ -516,104 +494,174 @@ def of_speed(theme: Theme):
 
 course.show(
     of_speed,
-    "Figure 3. Eight rows a step on one to eight A100s; "
-    "on the thin line N cards are N times as fast. Data parallelism "
-    "stays nearest to it, over any link. "
-    "Over Ethernet, two cards of either other strategy are slower than one.",
+    "Figure 3. Eight rows a step on one to eight A100s. On the thin line, N cards are "
+    "N times as fast. Data parallelism stays nearest to it over any link. Over "
+    "Ethernet, two cards of either other strategy are slower than one.",
 )
 
 # %% [markdown]
-# Five: tensor parallelism over any link, and sharding over Ethernet. Over NVLink tensor parallelism just misses our
-# limit of 1.5. For `ddp` not the link is the limit, but the *rows*: there are eight. If the window grows with the
-# cards, each has as much to compute as before. Then over Ethernet 256 cards are 244 times as fast. But they take 2,048
-# rows a step, and we have 107: with 14 cards an epoch is one step. That is another training.
+# Five cases stop at one card: tensor parallelism over every link, and sharding over Ethernet. Over NVLink, tensor
+# parallelism just misses our limit, because two cards are 1.44 times as fast. (All of this is predicted.)
+#
+# The other seven cases stop at eight cards for another reason: a step has only eight rows. Compare the lines of one
+# strategy to see what a better link is worth, and the lines of one link to see what another strategy is worth. For our
+# job the strategy matters more: from two to eight cards, data parallelism over Ethernet gains more than tensor
+# parallelism over NVLink.
 
-# %%
+# %% [markdown] tags=["deep"]
+# ### Deeper: all-gather and reduce-scatter
+# These two send half as many bytes as an all-reduce, so over an ideal link they take half as long, at the same bus
+# bandwidth. With gloo they reach less bandwidth. For an all-gather into one tensor, torch lets gloo gather into another
+# tensor and then copies it. gloo has no reduce-scatter, so torch runs an all-reduce instead.
+
+
+# %% tags=["deep"]
+def measure_all(sizes):
+    """Medians of ten calls of three collectives, between ranks 0 and 1."""
+    pair, found = dist.new_group([0, 1]), []
+    for size in sizes if dist.get_rank() < 2 else ():
+        whole, piece = torch.zeros(size // 4), torch.zeros(size // 8)
+        calls = {
+            "all_reduce": partial(dist.all_reduce, whole, group=pair),
+            "all_gather": partial(
+                dist.all_gather_into_tensor, whole, piece, group=pair
+            ),
+            "reduce_scatter": partial(
+                dist.reduce_scatter_tensor, piece, whole, group=pair
+            ),
+        }
+        took = {kind: [] for kind in calls}
+        # by turns: what slows one down slows all
+        for kind, call in 11 * list(calls.items()):
+            start = time.perf_counter()
+            call()
+            took[kind].append(time.perf_counter() - start)
+        for kind, seconds in took.items():
+            found.append(Timing(kind, size, 2, statistics.median(seconds[1:])))
+    return found
+
+
+timings = ranks.run(measure_all, [2**power for power in (12, 15, 18, 21, 24)])[0]
+lines = []
+for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+    own = [one for one in timings if one.kind == kind]
+    its_latency, its_rate = line_through([(one.sent, one.seconds) for one in own])
+    speeds = [f"{speed / 1e9:.2f}" for speed in own[-1].rates.values()]
+    line = f"{1000 * its_latency:.2f} ms + sent / {its_rate / 1e9:.2f} GB/s"
+    lines.append((kind.replace("_", "-"), *speeds, line))
+columns = ("16 MiB", "algorithm GB/s", "bus GB/s", "the line")
+course.show_table(table(columns, lines))
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: more rows for more cards, and Amdahl's law
+# **A window that grows.** If each new card brings eight more rows, every card computes as much as before. Then over
+# Ethernet 256 cards are 244 times as fast. But a step has 2,048 rows, and we have 107: already with 14 cards an epoch
+# is one step. Such a run is another training, with other results.
+#
+# **Amdahl's law** is about the part of a step that does not become shorter. If this part is a share $a$ of a step on
+# one card, $N$ cards are $1 / (a + (1 - a) / N)$ times as fast, and never more than $1 / a$. Full fine-tuning with data
+# parallelism has such a part, because each card's optimizer updates *all* weights. We find $a$ from one and eight
+# cards, and check it with two and four. Then we add what is sent: with many cards, twice the gradients. Over Ethernet
+# any number of cards is slower than one.
+
+# %% tags=["deep"]
 growing = when_it_stops(
     job, shape, A100, LINKS["10gbe"], "ddp", STRATEGIES["ddp"].traffic, growing=True
 )
-print(
-    f"{growing.points[-1].processes} cards are {growing.points[-1].speedup:.0f} "
-    f"times as fast; {growing.why}"
-)
+_last = growing.points[-1]
+print(f"{_last.processes} cards are {_last.speedup:.0f} times as fast; {growing.why}")
 assert growing.stops is None
-assert round(growing.points[-1].speedup) == 244
+assert (_last.processes, round(_last.speedup)) == (256, 244)
 
-# %% [markdown]
-# **Amdahl's law** is about the part of a step that does not shrink. If that is a share $a$ of one card's step, $N$
-# cards are $1 / (a + (1 - a) / N)$ times as fast, and never more than $1 / a$. Full fine-tuning under `ddp` has such a
-# share before any byte is sent: every card's optimizer updates *all* weights. Find $a$ from one card and eight, and
-# predict two and four. Then add what is sent: with many cards, twice the gradients.
-
-# %%
 full = with_settings(bf16, ["tricks.peft=none", "tricks.lean_preparation=false"])
 computing = {N: compute_seconds(full, shape, A100, "ddp", N) for N in (1, 2, 4, 8)}
 stays = (8 * computing[8] - computing[1]) / 7  # computing[N] is stays + shrinks / N
 a = stays / computing[1]
 for N in (2, 4):
     assert abs(computing[1] / computing[N] * (a + (1 - a) / N) - 1) < 1e-3
-print(
-    f"{a:.1%} of the step stays: at most {1 / a:.1f} times as fast, "
-    "if sending took no time;",
-    end=" ",
-)
-most = {
-    name: computing[1] / (stays + 2 * 4 * shape.weights / LINKS[name].rate)
-    for name in NAMES
-}
-print(", ".join(f"{LINKS[name].name} {times:.1f}" for name, times in most.items()))
+print(f"{a:.1%} of the step stays: at most {1 / a:.1f} times as fast", end=" ")
+print("if sending took no time")
+most = {}
+for name in NAMES:
+    sending = 2 * 4 * shape.weights / LINKS[name].rate
+    most[name] = computing[1] / (stays + sending)
+    print(f"over {LINKS[name].name}: at most {most[name]:.1f} times as fast")
 assert most["10gbe"] < 1 < most["pcie4"] < most["nvlink_a100"] < 1 / a
 
-# %% [markdown]
-# On Ethernet, any number of cards is slower than one.
+# %% [markdown] tags=["deep"]
+# ### Deeper: how many buckets hide the exchange
+# With [buckets](data_parallel.py), gradients travel while the backward pass goes on. Here each of eight cards has one
+# row. With checkpointing, which runs blocks forward again, the backward pass is two thirds of the computing. The last
+# bucket cannot be hidden, because when it is full, nothing is left to compute. Smaller buckets make it shorter, but
+# each bucket is a call with its own latency. On Ethernet 128 buckets wait least, and 1,024 wait longer than one.
 #
-# **Hide it.** Gradients travel while the backward pass goes on ([data parallelism](data_parallel.py)). Each of eight
-# cards has one row. With checkpointing, which runs blocks forward again, its backward pass is two thirds of our
-# computing. The last bucket cannot hide: when it is full, nothing is left to compute. So take small buckets? But each
-# is a call. Which number is best on Ethernet: 1, 2, 16, 128 or 1,024?
+# For the same reason tensor parallelism sends large tensors, 8 MiB in each of its sums. An all-reduce for each
+# of LoRA's whole matrices would have only 64 KiB (2,048 tokens, rank 16). Our switch makes none of these: it adds up
+# their gradients once a step.
 
-# %%
+# %% tags=["deep"]
 backward = 2 / 3 * compute_seconds(job, shape, A100, "ddp", 8)
 waits = {}
 for buckets in (1, 2, 16, 128, 1024):
-    one = LINKS["10gbe"].seconds(
-        Call("all_reduce", 45_088_768 // buckets, 1, 8, "a bucket")
-    )
+    size = 45_088_768 // buckets
+    one = LINKS["10gbe"].seconds(Call("all_reduce", size, 1, 8, "a bucket"))
     # the first is full after one part
     waits[buckets] = max(one, backward / buckets + buckets * one - backward)
-    print(
-        f"{buckets:5} buckets of {45_088_768 / buckets / MIB:5.2f} MiB: "
-        f"{1000 * waits[buckets]:6.1f} ms of waiting"
-    )
+    print(f"{buckets:5} buckets of {size / MIB:5.2f} MiB:", end=" ")
+    print(f"{1000 * waits[buckets]:6.1f} ms of waiting")
 assert min(waits, key=waits.get) == 128
 assert waits[1024] > waits[1]
 
 # %% [markdown]
 # ## 5. The production switch
-# There is nothing to switch on. But measure before you believe a data sheet. The command starts a process for each
-# card, or two on a CPU. We show its lines.
+# There is nothing to switch on, but you should measure your link before you believe a data sheet. In plain PyTorch it
+# takes a few lines for two GPUs (we have run them on CPUs only):
+#
+# ```python
+# # torchrun --nproc-per-node 2 link.py
+# import time
+# import torch
+# import torch.distributed as dist
+#
+# dist.init_process_group("nccl")
+# torch.cuda.set_device(dist.get_rank())
+# x = torch.zeros(2**22, device="cuda")  # 16 MiB
+# for _ in range(11):
+#     torch.cuda.synchronize()
+#     start = time.perf_counter()
+#     dist.all_reduce(x)
+#     torch.cuda.synchronize()  # the call itself returns at once
+#     print(dist.get_rank(), time.perf_counter() - start)
+# dist.destroy_process_group()
+# ```
+#
+# This command measures three collectives and fits the lines. It starts a process for each card, or two on a CPU:
 
 # %%
 command = [sys.executable, "-m", "cria_tricks", "doctor", "--collectives"]
 print("$ cria doctor --collectives")
-done = subprocess.run(
-    command, capture_output=True, encoding="utf-8", env=os.environ | {"COLUMNS": "120"}
-)
+wide = os.environ | {"COLUMNS": "120"}
+done = subprocess.run(command, capture_output=True, encoding="utf-8", env=wide)
 print(*(line for line in done.stdout.splitlines() if "sent" in line), sep="\n")
 assert done.returncode == 0, done.stderr
 
+
 # %% [markdown]
 # ## 6. Where it breaks
-# **The link is hardly used, but the step waits for it.** Many small calls: one for each matrix, or for each number that
-# somebody logs. Predict the time of 1 MiB in 1,024 calls by the line above. Cure: buckets; log once a step, all numbers
-# in one tensor.
+# **The link is hardly used, but the step waits for it.** The reason is many small calls, for example one for each
+# matrix, or for each number that is logged. The next cell sends 1 MiB in one call and in 1,024 calls, and predicts both
+# from the line above. The cure: send buckets, and log once a step, with all numbers in one tensor.
+#
+# **`all_reduce` takes a third of the step, on a link that should need a hundredth.** The reason is that all processes
+# wait for the slowest one. A profiler counts this waiting as communication, in every process but the slow one. So look
+# for the rank that waits *least*, and ask what it does before the call. In the last lines it is rank 2.
 
 
 # %%
 def in_pieces(calls):
     pair, pieces = dist.new_group([0, 1]), torch.zeros(2**18).chunk(calls)
     if dist.get_rank() > 1:
-        return 0.0
+        return 0
     dist.all_reduce(torch.zeros(1), group=pair)  # connects
     start = time.perf_counter()
     for piece in pieces:
@@ -621,24 +669,6 @@ def in_pieces(calls):
     return time.perf_counter() - start
 
 
-latency, rate = lines["all_reduce"]
-for calls in (1, 1024):
-    predicted, took = (
-        calls * latency + MIB / rate,
-        min(ranks.run(in_pieces, calls)[0] for _ in range(2)),
-    )
-    print(
-        f"{calls:5} calls: predicted {1000 * predicted:6.1f} ms, "
-        f"measured {1000 * took:6.1f}"
-    )
-
-# %% [markdown]
-# **`all_reduce` takes a third of the step, on a link that should need a hundredth.** All wait for the slowest process.
-# A profiler counts their waiting as communication, in every process but the slow one. Cure: look for the rank that
-# waits *least*, and ask what it does before the call. Here it is rank 2:
-
-
-# %%
 def waiting(slow):
     dist.barrier()
     if dist.get_rank() == slow:
@@ -648,43 +678,46 @@ def waiting(slow):
     return time.perf_counter() - start
 
 
-print(
-    "seconds in an all-reduce of 4 KiB:",
-    *(f"{found:.3f}" for found in ranks.run(waiting, 2)),
-)
+for calls in (1, 1024):
+    predicted = calls * latency + MIB / rate
+    took = min(ranks.run(in_pieces, calls)[0] for _ in range(3))
+    print(f"{calls:5} calls: predicted {1000 * predicted:.1f} ms,", end=" ")
+    print(f"measured {1000 * took:.1f} ms")
+for rank, took in enumerate(ranks.run(waiting, 2)):
+    print(f"rank {rank} is in the all-reduce for {took:.3f} s")
 
-# %% [markdown]
-# **Eight cards are slower than four, and all of them are 100 % busy.** Tensor parallelism crosses between machines. A
-# ring is as fast as its slowest link, and every block waits for this one. `nvidia-smi` counts a kernel that waits as
-# work, but the card draws less power. Cure: keep *tensor* inside a machine, and let *data* cross ([hybrid
-# parallelism](hybrid.py)).
+# %% [markdown] tags=["deep"]
+# ### Deeper: eight cards are slower than four, and all of them are 100 % busy
+# The reason is tensor parallelism between machines. A ring is as fast as its slowest link, and every block waits for
+# this link. `nvidia-smi` counts a kernel that waits as work, but the card draws less power. The cure is to keep
+# *tensor* inside a machine, and let *data* cross ([hybrid parallelism](hybrid.py)).
 
-# %%
+# %% tags=["deep"]
 times = {"1 card": compute_seconds(bf16, shape, A100, "tensor", 1)}
 crossing = (
+    ("4 in a machine", 4, nvlink),
     ("8 in two, InfiniBand", 8, LINKS["hdr"]),
     ("8 in two, Ethernet", 8, LINKS["10gbe"]),
 )
-for name, N, link in (("4 in a machine", 4, nvlink), *crossing):
+for name, N, link in crossing:
     calls = STRATEGIES["tensor"].traffic(bf16, shape, N)
-    times[name] = step_seconds(
-        compute_seconds(bf16, shape, A100, "tensor", N), calls, link
-    ).seconds
+    computes = compute_seconds(bf16, shape, A100, "tensor", N)
+    times[name] = step_seconds(computes, calls, link).seconds
 print(", ".join(f"{name}: {took:.2f} s" for name, took in times.items()))
 assert times["8 in two, Ethernet"] > 5 * times["1 card"]
 assert times["1 card"] > times["8 in two, InfiniBand"] > 1.3 * times["4 in a machine"]
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** Eight cards: an all-reduce of 1 GiB takes 5.1 ms. What is its bus bandwidth, in bytes a second?
-#    (Which of `LINKS` is it?)
+# 1. **Predict.** With eight cards, an all-reduce of 1 GiB takes 5.1 ms. What is its bus bandwidth? The answer is a
+#    number of bytes a second. (Which link of `LINKS` is it?)
 # 2. **Build.** An all-reduce for *small* tensors. Swap whole tensors with the process whose rank differs in the lowest
-#    bit, and add; then in the next bit, until all bits are done: $\log_2 N$ rounds. Fill in `doubling(x)`; it returns
-#    the sum, a tensor shaped like `x`. (Six lines with `exchange`; $N$ is any power of two. `rank ^ 2` differs from
-#    `rank` in the second bit.)
-# 3. **Reach.** Doubling sends whole tensors, so for large ones the ring is faster. From which size of the tensor on, in
-#    bytes, for 64 processes over InfiniBand HDR? Both start once, and each round costs a hop.
-#    (`LINKS["hdr"].hop` is in seconds, `.rate` in bytes a second.)
+#    bit, and add. Then do the same with the next bit, until all bits are done: $\log_2 N$ turns. Fill in `doubling(x)`,
+#    which returns the sum, a tensor shaped like `x`. (Six lines with `exchange`; $N$ is any power of two. `rank ^ 2`
+#    differs from `rank` in the second bit.)
+# 3. **Reach.** Doubling sends whole tensors, so for large tensors the ring is faster. From which size on, for 64
+#    processes over InfiniBand HDR? The answer is a number of bytes. (Both start once, and each turn costs a hop.
+#    `LINKS["hdr"].hop` is in seconds, and `.rate` in bytes a second.)
 
 # %% tags=["exercise"]
 bus_bandwidth = None
@@ -734,7 +767,7 @@ def of_doubling(answer):
             assert same, f"not the sum over all {N}, in every process: {hint}"
             assert set(sizes) <= {"send"}, "use nothing but exchange"
             assert made == needed, (
-                f"{made} rounds; {N} processes need {needed}, a round for each bit"
+                f"{made} turns; {N} processes need {needed}, a turn for each bit"
             )
 
 
@@ -747,7 +780,7 @@ of_bandwidth = course.about(
 )
 of_break_even = course.about(
     break_even,
-    "write down the seconds of both, rounds times a hop plus bytes sent over the "
+    "write down the seconds of both, turns times a hop plus bytes sent over the "
     "rate, and set them equal",
 )
 course.check(1, bus_bandwidth, of_bandwidth, "a number of bytes a second")
@@ -783,12 +816,11 @@ course.check(3, break_even_bytes, of_break_even, "a number of bytes")
 # </details>
 #
 # ## In one breath
-# - **Saves** cards that would only wait.
-# - **Costs** ten seconds of measuring, or a data sheet. A call takes its latency, plus the bytes sent over the rate.
-# - **As good as** its two numbers: tens of per cent on gloo, a range for a step.
-# - **When**: before you rent a second card. Few large calls go over any link; many small ones need NVLink.
-# - **When not**: with LoRA and `ddp` on cards of one machine. There you run out of rows first, and the link does not
-#   matter.
+# - **Saves** the rent of cards that would only wait.
+# - **Costs** seconds of measuring, or a data sheet. A call takes its latency, plus the bytes sent divided by the rate.
+# - **As good as** its two numbers: within tens of per cent on gloo, and within a range for a step.
+# - **When**: before you rent a second card. A few large calls go over any link, and many calls need NVLink.
+# - **When not**: with LoRA and `ddp` on cards of one machine. There you run out of rows before the link matters.
 #
 # ## Sources
 # - Patarasuk and Yuan 2009, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, section 3 (the

@@ -1,19 +1,19 @@
 # Wrong answers to the exercises of lessons/hybrid.py. A cell is one answer: "# %% EXERCISE: words of the hint it must get".
 
-# %% 1: outermost axis
-data_line_of_27 = [24, 25, 26, 27]  # the tensor line
+# %% 1: first dimension
+data_group_of_27 = [24, 25, 26, 27]  # the tensor group
 
 # %% 1: how many ranks further
-data_line_of_27 = [19, 23, 27, 31]  # the stage line
+data_group_of_27 = [19, 23, 27, 31]  # the stage group
 
-# %% 1: begins at place 0
-data_line_of_27 = [27, 43, 59, 75]
+# %% 1: begins at coordinate 0
+data_group_of_27 = [27, 43, 59, 75]
 
 # %% 1: holds 27
-data_line_of_27 = [11, 43, 59]
+data_group_of_27 = [11, 43, 59]
 
 # %% 1: a list of four ranks
-data_line_of_27 = 16
+data_group_of_27 = 16
 
 # %% 2: only pieces go
 def two_levels(tensor, inside, across):

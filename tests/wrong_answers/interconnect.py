@@ -15,7 +15,7 @@ bus_bandwidth = 2 * 7 / 8 * 2**30 / 5.1e-3 / 1e9
 # %% 1: a GiB has 2\^30
 bus_bandwidth = 2 * 7 / 8 * 1e9 / 5.1e-3
 
-# %% 2: a round for each bit
+# %% 2: a turn for each bit
 def doubling(x):
     N, rank, mine = dist.get_world_size(), dist.get_rank(), x.clone()
     for _ in range(N - 1):  # round the ring, whole tensors
@@ -23,7 +23,7 @@ def doubling(x):
         mine, x = received, x + received
     return x
 
-# %% 2: (a round for each bit|4 processes need 2)
+# %% 2: (a turn for each bit|4 processes need 2)
 def doubling(x):
     ring(x)
     return x
@@ -59,7 +59,7 @@ def doubling(x):
 # %% 3: set them equal
 break_even_bytes = LINKS["hdr"].hop * LINKS["hdr"].rate
 
-# %% 3: rounds
+# %% 3: turns
 break_even_bytes = (63 - 6) * LINKS["hdr"].hop * LINKS["hdr"].rate / (6 - 63 / 64)  # one phase of the ring
 
 # %% 3: bytes sent over the rate
@@ -68,5 +68,5 @@ break_even_bytes = (126 - 6) * LINKS["hdr"].hop * LINKS["hdr"].rate / 6  # the r
 # %% 3: bytes sent
 break_even_bytes = (126 - 6) * LINKS["hdr"].hop * LINKS["hdr"].rate / (6 - 126)  # the ring sends whole tensors
 
-# %% 3: rounds times a hop
+# %% 3: turns times a hop
 break_even_bytes = 126 * LINKS["hdr"].hop * LINKS["hdr"].rate / (6 - 126 / 64)  # doubling's own hops forgotten
