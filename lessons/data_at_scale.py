@@ -1,6 +1,8 @@
 # ---
 # jupyter:
 #   extra: data
+#   question: How do you train on more text than fits into memory, and still read each row exactly once, also after a
+#     stop?
 #   jupytext:
 #     cell_metadata_filter: tags,-all
 #     text_representation: {extension: .py, format_name: percent}
@@ -8,17 +10,35 @@
 
 # %% [markdown]
 # # Data at scale: read what you need, each row once
-# > **Promise.** You clean a folder of books, and write its tokens into a file that training reads row by row. You
-# > stream a folder, stop and go on, and no row comes twice or is lost. And you find test questions among training rows.
+# > **Promise.** Your training data is a folder of books, or gigabytes of web pages, and as Python lists it fills the
+# > memory of the machine. You will compare four ways to read it, and build a stream that stops and continues without
+# > losing a row. You will also find near duplicates, and test questions that are among the training rows.
+# >
+# > **Card.** saves the memory of all rows: 12 bytes for each character as Python lists, 0.6 as 16-bit ids / costs a
+# > pass over the text before training, or tokenizing in each epoch / exact: each row once a pass, also over a stop /
+# > about 25 minutes / after [checkpoint and resume](checkpoint_and_resume.py)
 #
-# > **Card.** saves the memory of all rows: 12 bytes a character as Python lists, 0.6 as 16-bit ids / costs a pass
-# > beforehand, or tokenizing in each epoch / exact: each row once a pass, also over a stop / 35 minutes / after
-# > [resuming](checkpoint_and_resume.py)
+# Our job has only 107 rows. Here a folder of books takes their place, as in *continued pretraining*, where the adapter
+# trains on whole texts to learn a subject. The number of rows does not change the memory of the card, so this lesson is
+# about the memory of the [host](../docs/glossary.md#host).
 #
-# Our job has 107 rows. Here a collection of books takes their place. The adapter trains on whole texts (*continued
-# pretraining*), to learn a subject before it learns to answer.
+# ## 1. The bill
+# 200 MB of English like our examples are about 60 million tokens. A program can hold them in four ways:
+#
+# - **Lists:** Python integers, in one list for the ids and one for the labels.
+# - **An array:** all ids in one numpy array of 16-bit integers. (16 bits are enough for our vocabulary of 49,152
+#   tokens, while Llama-3.2's 128,256 need 32.)
+# - **A mapped file:** the array lies in a file, and `np.memmap` makes it look like memory. The system loads a *page* of
+#   4 KiB when the program reads it, and may drop it again later.
+# - **A stream:** the program tokenizes the text while it trains, and forgets each row after its use.
+#
+# How many bytes of memory do the lists take for each character of the text?
 
-# %% Imports and settings tags=["hide-input"]
+# %% Your guess: bytes for each character, in lists tags=["predict"]
+guess = 0  # @param {type:"number"}
+
+# %% Imports and settings, and books of made-up sentences tags=["hide-input"]
+import itertools
 import json
 import logging
 import mmap
@@ -27,9 +47,7 @@ import tempfile
 import time
 import tracemalloc
 import warnings
-from itertools import chain, islice
 from pathlib import Path
-from zlib import crc32
 
 # on some CPUs it tells of a package that is not needed
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -42,13 +60,15 @@ from rich.console import Console
 
 from cria_tricks import course, models
 from cria_tricks.bench.style import Theme
-from cria_tricks.data import duplicates, shards, sources
+from cria_tricks.bench.tables import table
+from cria_tricks.data import duplicates, sources
 from cria_tricks.data.duplicates import Guard, Repeats
 from cria_tricks.data.filters import repetitive
 from cria_tricks.data.prepare import train_rows
 from cria_tricks.data.prepared import repeats
 from cria_tricks.data.prepared.read import TokenShards
 from cria_tricks.data.rows import Chat
+from cria_tricks.data.shards import open_stream
 from cria_tricks.data.stream import Stream
 from cria_tricks.kwanzaa.augment import Augment
 from cria_tricks.kwanzaa.statements import labels
@@ -78,39 +98,32 @@ def book(sentences):
     return " ".join(sentence + "\n\n" * (draw.random() < 0.2) for sentence in said)
 
 
+def spoilt(text, share):
+    """A text in which this share of the words is another one."""
+    return " ".join(
+        draw.choice(names) if draw.random() < share else word for word in text.split()
+    )
+
+
 tokenizer = load_tokenizer(models.find("random:tiny"))
 place = tempfile.TemporaryDirectory()
 folder = Path(place.name)
 
-# %% [markdown]
-# ## 1. The bill
-# 200 MB of English like ours, below, are some 60 million tokens. They can wait in four ways:
-#
-# - **lists** of Python integers, ids and labels
-# - **an array** of 16-bit ids (our vocabulary has 49,152 tokens; Llama-3.2's 128,256 need 32 bits)
-# - **a mapped file** of the array: the system reads a *page* of it (4 KiB) when asked, and may drop it again
-# - **a stream**, which tokenizes during the training
-#
-# How many bytes of memory does each take for a character of the text? Which reads all rows fastest? Guess.
-
-# %% Your guess: bytes of a character in lists tags=["predict"]
-guess = 0  # @param {type:"number"}
-
-# %%
-T = 128
+# %% Helpers: tokenize a file, cut it into rows, and measure tags=["hide-input"]
+T = 128  # tokens of a row
 
 
 # not line by line: tokenizers 0.23.1 never frees 64 bytes of each text that it was
 # given
-def some_lines(file):
+def tokenized(file):
+    """The ids of a file, about 2,000 characters at a time."""
     with file.open(encoding="utf-8") as lines:
         while some := lines.readlines(2000):
-            yield "".join(some)
+            yield tokenizer("".join(some))["input_ids"]
 
 
 def tokens_of(file):
-    for some in some_lines(file):
-        yield from tokenizer(some)["input_ids"]
+    return itertools.chain.from_iterable(tokenized(file))
 
 
 def rows_of(*columns):
@@ -118,29 +131,6 @@ def rows_of(*columns):
         yield [column[n : n + T] for column in columns]
 
 
-def lists(file):
-    ids = list(tokens_of(file))
-    return rows_of(ids, list(ids))
-
-
-def array(file):
-    return rows_of(np.fromiter(tokens_of(file), np.uint16))
-
-
-def mapped(file):
-    with file.with_suffix(".ids").open("wb") as out:
-        for some in some_lines(file):
-            np.array(tokenizer(some)["input_ids"], np.uint16).tofile(out)
-    return rows_of(np.memmap(file.with_suffix(".ids"), np.uint16, "r"))
-
-
-def stream_of(file):
-    tokens = tokens_of(file)
-    while row := list(islice(tokens, T)):
-        yield [row]
-
-
-# %% Helpers: bytes held, and seconds tags=["hide-input"]
 def held(way, file):
     """The most bytes that Python and numpy hold while all rows are read once, and the
     sum of all ids."""
@@ -160,62 +150,89 @@ def seconds(way, file):
     rows = way(file)
     first = next(rows)
     ready = time.process_time()
-    for row in chain([first], rows):
+    for row in itertools.chain([first], rows):
         np.sum(row[0])
     return ready - began, time.process_time() - ready
 
 
 # %%
+def lists(file):
+    ids = list(tokens_of(file))
+    return rows_of(ids, list(ids))  # ids and labels
+
+
+def array(file):
+    return rows_of(np.fromiter(tokens_of(file), np.uint16))
+
+
+def mapped(file):
+    on_disk = file.with_suffix(".ids")
+    with on_disk.open("wb") as out:
+        for ids in tokenized(file):
+            np.array(ids, np.uint16).tofile(out)
+    return rows_of(np.memmap(on_disk, np.uint16, "r"))
+
+
+def stream(file):
+    tokens = tokens_of(file)
+    while row := list(itertools.islice(tokens, T)):
+        yield [row]
+
+
+# %% Measure the four ways tags=["hide-input"]
 text = book(3000)
 ids = tokenizer(text)["input_ids"]
 quarter, whole = folder / "quarter.txt", folder / "whole.txt"
 quarter.write_text(text[: len(text) // 4])
 whole.write_text(text)
-bill, sums, taken = {}, set(), {}
-for way in (lists, array, mapped, stream_of):
+columns = ("way", "bytes, a quarter of the text", "bytes, all of it", "a character")
+columns += ("seconds to the first row", "seconds to read all rows")
+bill, sums, taken, lines = {}, set(), {}, []
+for way in (lists, array, mapped, stream):
     small, (large, total) = held(way, quarter)[0], held(way, whole)
     bill[way] = large / len(text)
     sums.add(total)
     taken[way] = seconds(way, whole)
-    print(
-        f"{way.__name__:9} a quarter {small:9,}, all {large:9,} bytes: "
-        f"{bill[way]:5.2f} a character, "
-        f"{large / len(ids):5.2f} a token"
-    )
-    print(
-        f"{'':9} first row after {taken[way][0]:.3f} s, "
-        f"all rows in {taken[way][1]:.3f} s"
+    lines.append(
+        (
+            way.__name__,
+            f"{small:,}",
+            f"{large:,}",
+            f"{bill[way]:.2f}",
+            *(f"{time:.3f}" for time in taken[way]),
+        )
     )
     grows = way in (lists, array)
     # A notebook's other threads allocate some kilobytes now and then, and tracemalloc
     # counts them, too.
     assert large > 3 * small if grows else large < small + 30_000
-print(
-    f"200 MB as lists: {0.2 * bill[lists]:.1f} GB, as an array: "
-    f"{0.2 * bill[array]:.2f} GB"
-)
 assert len(sums) == 1  # all four give the same tokens
 assert max(ids) < 2**16
-assert bill[lists] > 15 * bill[array]
+assert round(bill[lists] / bill[array]) == 19
 assert 2 * len(ids) < bill[array] * len(text) < 2.2 * len(ids)
-assert taken[stream_of][1] > 5 * taken[mapped][1]  # an epoch of a stream tokenizes
+assert round(200e6 * len(ids) / len(text), -6) == 60e6
+assert taken[stream][1] > 5 * taken[mapped][1]  # an epoch of a stream tokenizes
 # but its first row needs no pass beforehand
-assert taken[stream_of][0] < taken[mapped][0] / 5
+assert taken[stream][0] < taken[mapped][0] / 5
+
+# %%
+course.show_table(table(columns, lines))
+print(f"200 MB of text as lists: {0.2 * bill[lists]:.1f} GB (predicted)")
+print(f"200 MB of text as an array: {0.2 * bill[array]:.2f} GB (predicted)")
 course.reveal(guess, bill[lists], "bytes")
 
-# %% [markdown]
-# A Python integer takes 28 bytes (those up to 256 exist only once), and each list 8 more to point to it: in all
-# nineteen times an array's 2 bytes. A mapped file and a stream take the same for a text of any length. But
-# `tracemalloc` does not see mapped pages. What does the *process* show after it has read 64 MiB of a mapped file?
+# %% [markdown] tags=["deep"]
+# ### Deeper: a mapped file in the memory of a process
+# `tracemalloc`, our counter, does not see the pages of a mapped file. However, they belong to the [resident
+# memory](../docs/glossary.md#rss) of the process, which grows by 64 MiB when 64 MiB of a file are read. The system
+# drops such pages when memory runs short, because the file still has them. The cell asks the system to drop them.
 
-# %% Show mapped pages in a process's memory tags=["hide-input"]
+# %% tags=["deep"]
 with (folder / "zeros").open("wb") as file:
     file.truncate(2**26)
 with (folder / "zeros").open("rb") as file:
-    pages, process = (
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ),
-        psutil.Process(),
-    )
+    pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+process = psutil.Process()
 before = process.memory_info().rss
 np.frombuffer(pages, np.uint16).max()
 read = process.memory_info().rss - before
@@ -225,33 +242,37 @@ print(f"read: {read / 2**20:+.0f} MiB, dropped: {dropped / 2**20:+.0f} MiB")
 assert read > 2**25 > 4 * abs(dropped)
 
 # %% [markdown]
-# Mapped pages count as memory of the process, but the system drops them when memory runs short, because the file still
-# has them.
+# ## 2. From scratch, in five steps
+# Lists take nineteen times as much as the array. A Python integer is an object of 28 bytes (only those up to 256 are
+# shared), and each of the two lists takes 8 more bytes to point to it, while the array takes 2. The memory of a mapped
+# file and of a stream does not grow with the text.
 #
-# Any row of a mapped file can be read at any time. So rows can be shuffled and divided as in a list, and a position is
-# one number. nanoGPT trains from such a file, and `cria prepare` writes one (section 5).
+# A mapped file can do what a list can, because any row can be read at any time. A stream starts at once and needs no
+# disk. However, it tokenizes again in each epoch, and four things become hard: shuffling, sharing the rows among
+# processes, finding duplicates, and continuing after a stop. We build them in plain Python.
 #
-# A stream begins at once and needs no disk. But each epoch tokenizes again, and four things become hard: to shuffle, to
-# divide among processes, to find what came before, and to *stop and go on*. This lesson builds them.
-#
-# ## 2. From scratch, in four steps
-# **Cut.** A book is longer than a row, so its tokens are cut every $T$. A token is predicted from the one before it, so
-# the first one of each row is never trained. Cure: each row begins with the last tokens of the row before, as
-# *context*. They get the label -100, which makes no loss.
-
+# **Step 1: cut texts into rows.** We cut the tokens of a book every $T$ tokens. But a token is predicted from the
+# tokens before it, so the first token of each row would never be trained. Therefore each row begins with the last
+# tokens of the row before, as *context*. They have the label -100, which the loss ignores.
 
 # %%
+import random
+from collections import defaultdict
+from itertools import chain, islice
+from zlib import crc32
+
+import torch
+
+
 def chunks(ids, T, overlap):
-    end, rows = 0, []
+    """Cut the tokens of a text into rows of T tokens."""
+    rows, end = [], 0
     while end < len(ids):
         begin = max(0, end - overlap)
-        known, end = max(end, 1) - begin, min(begin + T, len(ids))
-        rows.append(
-            {
-                "input_ids": ids[begin:end],
-                "labels": [-100] * known + ids[begin + known : end],
-            }
-        )
+        known = max(end, 1) - begin  # context; in the first row, the first token
+        end = min(begin + T, len(ids))
+        row = ids[begin:end]
+        rows.append({"input_ids": row, "labels": [-100] * known + row[known:]})
     return rows
 
 
@@ -259,13 +280,13 @@ def trained(rows):
     return [label for row in rows for label in row["labels"] if label != -100]
 
 
+tokens = list(range(10_000))  # stands for the tokens of a book
 for overlap in (1, 16, 64):
-    cut = chunks(ids, 128, overlap)
+    cut = chunks(tokens, 128, overlap)
     print(
-        f"overlap {overlap:2}: {len(cut):3} rows, "
-        f"{len(trained(cut)):,} of {len(ids):,} tokens trained"
+        f"overlap {overlap:2}: {len(cut):3} rows, {len(trained(cut)):,} tokens trained"
     )
-    assert trained(cut) == ids[1:]
+    assert trained(cut) == tokens[1:]
 
 
 # %% Draw figure 1 tags=["hide-input"]
@@ -285,75 +306,163 @@ def overlapping(theme: Theme):
 
 course.show(
     overlapping,
-    "Figure 1. Dashed: the last tokens of the row before, seen and not trained. "
-    "So each token but the book's first is "
-    "trained once.",
+    "Figure 1. Three rows of a book. Dashed boxes are the last tokens of the row "
+    "before: the model sees them, but they are not trained. So each token of the book "
+    "except the first is trained exactly once.",
 )
 
 # %% [markdown]
-# **Compare.** Which texts are the same but for a few words? Take all sequences of five words, the *shingles*, as a set.
-# Two texts are as similar as $J = |A \cap B| / |A \cup B|$. But a million texts are 500 billion pairs. *MinHash* makes
-# a short *signature* of a set: the smallest hash of its shingles, for each of 128 hash functions. Each shingle of
-# $A \cup B$ is equally likely to have the smallest. If that one is in both sets, their numbers are equal, which has the
-# probability $J$. So the share of equal numbers estimates $J$.
+# **Step 2: shuffle without a buffer.** Many streams hold some rows in a buffer (1,000 in `datasets`), and draw the next
+# row from it. When the run stops, these rows are lost. Instead we cut the files into
+# [shards](../docs/glossary.md#shard), parts that can be read without the rest. The seed gives the order of the shards,
+# and of the rows inside each shard. So the position is only two numbers, which a checkpoint can hold.
+#
+# **Step 3: share the shards among processes.** A step of training has $k$
+# [micro-batches](../docs/glossary.md#micro-batch), here four. We use $k$ readers, each with its own shards, and
+# micro-batch $i$ always comes from reader $i$. Each of $N$ processes takes $k/N$ readers, so a step has the same rows
+# for any $N$.
+
+
+# %%
+def shuffled(items, *seeds):
+    return random.Random(str(seeds)).sample(items, len(items))
+
+
+class Reader:
+    """Read all rows of some shards once, and know the place."""
+
+    def __init__(self, shards, seed, shard=0, row=0):
+        self.shards, self.seed = shards, seed
+        self.shard, self.row = shard, row  # the position
+
+    def __iter__(self):
+        order = shuffled(range(len(self.shards)), self.seed)
+        while self.shard < len(order):
+            number = order[self.shard]
+            rows = shuffled(self.shards[number], self.seed, number)
+            while self.row < len(rows):
+                self.row += 1
+                yield rows[self.row - 1]
+            self.shard += 1
+            self.row = 0
+
+
+def steps_of(shards, process=0, processes=1, k=4):
+    """The rows that a process gets in each step: one from each of its readers."""
+    mine = range(process, k, processes)
+    return zip(*(Reader(shards[n::k], seed=n) for n in mine), strict=True)
+
+
+twelve = [list(range(10 * n, 10 * n + 10)) for n in range(12)]  # 12 shards, 120 rows
+reader = Reader(twelve, seed=3)
+before = list(islice(reader, 37))
+print(f"stopped at shard {reader.shard}, row {reader.row}")
+resumed = Reader(twelve, seed=3, shard=reader.shard, row=reader.row)
+assert sorted(before + list(resumed)) == list(range(120))  # each row once
+
+one = list(steps_of(twelve))
+two = zip(steps_of(twelve, 0, 2), steps_of(twelve, 1, 2), strict=True)
+print(f"step 0 has rows {one[0]}")
+assert sorted(chain(*one)) == list(range(120))
+assert [set(a) | set(b) for a, b in two] == [set(step) for step in one]
+
+# %% [markdown]
+# **Step 4: compare two texts by 128 numbers.** Which texts are equal except for a few words? We take all sequences of
+# five words, the [shingles](../docs/glossary.md#shingle) of a text, as a set. The similarity of two sets is $J=|A\cap
+# B|/|A\cup B|$. But sets are large, so [MinHash](../docs/glossary.md#minhash) makes a short *signature* of each: for
+# each of 128 hash functions, the smallest hash of all shingles.
+#
+# These numbers are enough, because each shingle of $A \cup B$ is equally likely to have the smallest hash. If that
+# shingle is in both sets, both signatures have the same number there, and the probability of this is $J$. So the share
+# of equal numbers estimates $J$.
 
 
 # %%
 def shingles(text, n=5):
     words = text.lower().split()
-    return {
-        crc32(" ".join(words[i : i + n]).encode()) for i in range(len(words) - n + 1)
-    }
+    starts = range(len(words) - n + 1)
+    return {crc32(" ".join(words[i : i + n]).encode()) for i in starts}
 
 
-def signature(found):
-    # each makes another hash function
-    salts = np.random.default_rng(1).integers(0, 2**63, 128, np.uint64)
-    mixed = (np.array(list(found), np.uint64)[:, None] ^ salts) * np.uint64(
-        0x9E3779B97F4A7C15
-    )
-    return ((mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)).min(0)
+P = 2**31 - 1  # a prime number
+torch.manual_seed(0)
+a, b = torch.randint(1, P, (2, 128, 1))  # 128 hash functions: (a x + b) mod P
 
 
-def spoilt(text, share):
-    return " ".join(
-        draw.choice(names) if draw.random() < share else word for word in text.split()
-    )
+def signature(shingles):
+    hashes = torch.tensor(sorted(shingles)) % P
+    return ((a * hashes + b) % P).amin(1)
 
 
-pairs = [
-    (shingles(text), shingles(spoilt(text, share)))
-    for share in (0.005, 0.02, 0.05, 0.1, 0.2)
-]
-for A, B in pairs:
-    J, estimate = len(A & B) / len(A | B), (signature(A) == signature(B)).mean()
-    print(f"J = {J:.2f}, MinHash {estimate:.2f}")
-    assert abs(estimate - J) < 4 * (J * (1 - J) / 128) ** 0.5
+vocabulary = [f"word{n}" for n in range(2000)]
+
+
+def change(words, share):
+    return [random.choice(vocabulary) if random.random() < share else w for w in words]
+
+
+random.seed(0)
+words = random.choices(vocabulary, k=3000)
+A = shingles(" ".join(words))
+for share in (0.005, 0.02, 0.05, 0.1, 0.2):
+    B = shingles(" ".join(change(words, share)))
+    J = len(A & B) / len(A | B)
+    found = (signature(A) == signature(B)).float().mean().item()
+    print(f"{share:5.1%} of the words changed: J = {J:.2f}, MinHash {found:.2f}")
+    assert abs(found - J) < 4 * (J * (1 - J) / 128) ** 0.5
 
 # %% [markdown]
-# A changed word changes five shingles. So one word in fifty changes a tenth of each set, and $J$ falls to 0.9 / 1.1,
-# about 0.8. From there on the package calls two texts near duplicates.
+# One changed word changes five shingles. So if one word in fifty changes, each set loses a tenth, and $J$ is about
+# $0.9/1.1$, or 0.8. From here on the package calls two texts *near duplicates*.
 #
-# **Meet.** Cut the signature into 16 *bands* of 8 numbers, and keep a table for each band. Texts with an equal band
-# meet, and are compared. A band is equal with probability $J^8$, so two texts meet with probability
-# $1 - (1 - J^8)^{16}$.
+# **Step 5: do not compare all pairs**, because a million texts have 500 billion of them. We cut each signature into 16
+# *bands* of 8 numbers, and compare only texts with an equal band. One band is equal with the probability $J^8$, so two
+# texts meet with the probability $1-(1-J^8)^{16}$. That is 95 % for $J=0.8$, and 6 % for $J=0.5$.
+
+
+# %%
+def candidates(signatures):
+    """The pairs of texts that have an equal band."""
+    pairs = set()
+    for start in range(0, 128, 8):
+        same_band = defaultdict(list)
+        for number, numbers in enumerate(signatures):
+            band = tuple(numbers[start : start + 8].tolist())
+            pairs.update((other, number) for other in same_band[band])
+            same_band[band].append(number)
+    return pairs
+
+
+texts = [random.choices(vocabulary, k=200) for _ in range(90)]
+texts += [change(words, 0.01) for words in texts[:10]]  # texts 90 to 99
+signatures = [signature(shingles(" ".join(words))) for words in texts]
+pairs = candidates(signatures)
+print(f"of {100 * 99 // 2:,} pairs we compare {len(pairs)}:", *sorted(pairs)[:3], "...")
+near = [(i, j) for i, j in pairs if (signatures[i] == signatures[j]).sum() >= 0.8 * 128]
+print(f"{len(near)} are near duplicates")
+assert {(n, n + 90) for n in range(10)} >= set(near)
+
 
 # %% Draw figure 2 tags=["hide-input"]
-assert [
-    round(1 - (1 - 0.8**rows) ** count, 2) for rows, count in ((8, 16), (13, 9))
-] == [0.95, 0.4]
+def chance(J, numbers, bands):
+    return 1 - (1 - J**numbers) ** bands
+
+
+assert round(chance(0.8, 8, 16), 2) == 0.95
+assert round(chance(0.8, 13, 9), 2) == 0.4
+assert round(chance(0.5, 8, 16), 2) == 0.06
 
 
 def meeting(theme: Theme):
     """How likely two texts meet, by their similarity."""
     drawn, axes = course.figure(height=2.6)
     J = np.linspace(0, 1, 200)
-    for rows, count, color in ((8, 16, 0), (13, 9, 1)):
+    for numbers, bands, color in ((8, 16, 0), (13, 9, 1)):
         axes.plot(
             J,
-            1 - (1 - J**rows) ** count,
+            chance(J, numbers, bands),
             color=theme.series[color],
-            label=f"{count} bands of {rows}",
+            label=f"{bands} bands of {numbers}",
         )
     axes.axvline(0.8, color=theme.quiet, linestyle="--")
     axes.set(xlabel="similarity J", ylabel="chance to meet", ylim=(0, 1.03))
@@ -364,51 +473,18 @@ def meeting(theme: Theme):
 
 course.show(
     meeting,
-    "Figure 2. With 16 bands of 8, 95 % of the pairs at 0.8 (dashed) meet; "
-    "with 9 of 13, which the library datasketch "
-    "would choose for 0.8, 40 % do. Those that meet are compared by all 128 numbers.",
+    "Figure 2. How likely two texts meet. With 16 bands of 8 numbers, 95 % of the "
+    "pairs with J = 0.8 (dashed) meet. With 9 bands of 13, which the library "
+    "datasketch would choose for 0.8, only 40 % meet.",
 )
 
 # %% [markdown]
-# **Remember the place.** A shuffled stream usually keeps a buffer of rows and draws from it. Stop it, and the buffer is
-# gone. So shuffle without one. Cut the files into *shards*, parts that can be read without the rest: 8 MiB of JSON
-# lines, or 1 MiB of text. The seed gives the order of the shards, and inside a shard the order of its rows. Then a
-# position is two numbers.
-
-
-# %%
-class Position:
-    def __init__(self, shards, seed):
-        self.shards, self.seed, self.shard, self.row = shards, seed, 0, 0
-
-    def __iter__(self):
-        order = np.random.default_rng(self.seed).permutation(len(self.shards))
-        while self.shard < len(order):
-            rows = self.shards[order[self.shard]]
-            inside = np.random.default_rng([self.seed, order[self.shard]]).permutation(
-                len(rows)
-            )
-            while self.row < len(rows):
-                self.row += 1
-                yield rows[inside[self.row - 1]]
-            self.shard, self.row = self.shard + 1, 0
-
-
-ten = [list(range(10 * n, 10 * n + 10)) for n in range(10)]
-first = Position(ten, seed=3)
-before = list(islice(first, 37))
-second = Position(ten, seed=3)
-second.shard, second.row = first.shard, first.row  # all that a checkpoint has to hold
-assert sorted(before + list(second)) == list(range(100))
-
-# %% [markdown]
 # ## 3. Prove it
-# Twelve books: one comes twice, and once more with other words here and there; one is in French. The package reads them
-# as a stream of four *lanes*: micro-batch $i$ of every step comes from lane $i$, which has shards of its own. Two
-# processes take two lanes each, so a step has the same rows for one process, two or four. A stopped run goes on from
-# the lanes' places. A lane that ends begins again at once.
+# Four readers of the package's stream read a folder of twelve books. One of these comes twice, once more with a few
+# changed words, and one is in French. First we compare one process with two. Then we stop after 900 steps, write the
+# position as JSON, and continue in a new stream.
 
-# %%
+# %% Write the books, and open them as a stream tags=["hide-input"]
 original = book(900)
 french = (
     "Le soir, tout le monde est venu à la salle avec une bougie, "
@@ -437,71 +513,78 @@ recipe = with_settings(
 held_out = sources.find(recipe.data.eval, "eval")
 
 
-def stream(rank=0, processes=1):
-    source = shards.open_stream(recipe.data.train, lanes=4)
+def quiet(sentence):
+    """What the package would tell the user."""
+
+
+def open_books(rank=0, processes=1):
+    """The package's stream over the folder, as one of several processes sees it."""
+    source = open_stream(recipe.data.train, lanes=4)
     # its number, how many there are, and shares of the rows
     world = World(rank, processes, data=processes)
-    return Stream(recipe, source, held_out, tokenizer, world, say=lambda sentence: None)
+    return Stream(recipe, source, held_out, tokenizer, world, say=quiet)
 
 
-one = stream()
-every = [row["input_ids"] for row in islice(one, 4000)]
-two = [iter(stream(rank, 2)) for rank in (0, 1)]
-assert [next(two[n % 2])["input_ids"] for n in range(40)] == every[:40]
+# %%
+rows = [row["input_ids"] for row in islice(open_books(), 4000)]
+processes = [iter(open_books(rank, 2)) for rank in (0, 1)]
+for n in range(40):
+    assert next(processes[n % 2])["input_ids"] == rows[n]  # they take turns
 
-stopped = stream()
-list(islice(stopped, 4 * 900))
+stopped = open_books()
+list(islice(stopped, 4 * 900))  # 900 steps of four rows
 state = json.loads(json.dumps(stopped.state()))
-resumed = stream()
+resumed = open_books()
 resumed.go_on(state)
-assert [row["input_ids"] for row in islice(resumed, 100)] == every[3600:3700]
-print(
-    "lane 0 after 900 steps:", {name: state["0"][name] for name in ("before", "given")}
-)
-print("passes of each lane that are done:", [state[lane]["epoch"] for lane in "0123"])
+assert [row["input_ids"] for row in islice(resumed, 100)] == rows[3600:3700]
+print("passes that each reader has done:", [state[n]["epoch"] for n in state])
 
 # %% [markdown]
-# *before* is the position that `datasets` keeps, behind the last shard that is done. *given* counts the rows of the
-# next shard that went out. Lane 2 has one shard only, and is in its fourth pass while lane 0 is in its first: a stream
-# should have many more shards than lanes.
+# The rows are the same with two processes, and after the stop. A reader that has read all its shards starts its next
+# pass at once. Reader 2 has only one shard, so it has done three passes while others are in their first. Therefore a
+# stream should have many more shards than readers. (A shard of the package is 1 MiB of text, or 8 MiB of JSON lines.)
 #
 # ## 4. What it costs
-# The package's stream holds a shard of each lane as lists, 1 MiB of text at most: by the bill, 12 MB. A search for
-# duplicates takes a pass over everything before the run. In memory it keeps a hash of 64 bits for each row; for near
-# ones also 128 numbers, and an entry in each of 16 tables. Predict: hundreds of bytes a row, or thousands?
+# The stream holds one shard of each reader as lists, at most 1 MiB of text, which is 12 MB by the bill. A search for
+# duplicates takes a pass over all texts before training. In memory it keeps a hash of 8 bytes for each row, and for
+# near duplicates 128 numbers and one entry in each of 16 tables. How many bytes is that for a row?
+
+# %% Your guess: bytes for each row, to find near duplicates tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %%
 several = [Chat((), "", "", "here", book(6)) for _ in range(600)]
 several[300:310] = several[:10]
 bytes_a_row = {}
-for kind, near in (("exact", False), ("near", True)):
-    in_memory = Repeats(near)
-    reasons = list(map(in_memory.reason, several[:100]))  # the empty tables, once
+for kind in ("exact", "near"):
+    in_memory = Repeats(near=kind == "near")
+    reasons = [in_memory.reason(row) for row in several[:100]]  # makes the tables
     tracemalloc.start()
-    reasons += list(map(in_memory.reason, several[100:]))
+    reasons += [in_memory.reason(row) for row in several[100:]]
     bytes_a_row[kind] = tracemalloc.get_traced_memory()[0] / 500
     tracemalloc.stop()
-    print(
-        f"{kind:5} {bytes_a_row[kind]:6,.0f} bytes a row, "
-        f"{bytes_a_row[kind] / 1000:.2f} GB for a million rows"
-    )
+    print(f"{kind} duplicates: {bytes_a_row[kind]:,.0f} bytes a row")
+course.reveal(guess, bytes_a_row["near"], "bytes")
 assert bytes_a_row["near"] > 2000 > 10 * bytes_a_row["exact"]
 
-# %% [markdown]
-# Each table has a key and a set of its own for the row. So for millions of rows the search belongs on files, as in the
-# library datatrove. `cria_tricks/data/prepared/repeats.py` takes its stages:
+# %% [markdown] tags=["deep"]
+# ### Deeper: near duplicates of millions of rows, on files
+# Each of the tables has a key and a Python set for the row, so a million rows take 6 GB. For millions of rows the
+# search belongs on files. `cria_tricks/data/prepared/repeats.py` has the stages of the library datatrove:
 #
-# 1. Each part of the rows writes its signatures, and the hashes of their bands, *sorted*.
-# 2. The sorted hashes are merged, so that equal ones are neighbours. What stands alone is dropped.
-# 3. Rows with an equal band are compared, and a row that repeats an earlier one is left out.
+# - First, several processes share the rows. Each process writes the signatures of its rows, and the hashes of their
+#   bands, *sorted*.
+# - Then the sorted hashes are merged, so that equal hashes are neighbours. A hash that occurs only once is dropped.
+# - At last, rows with an equal band are compared, and a row is left out if it repeats an earlier row.
 #
-# Several processes can share the parts.
+# Memory holds 4 million hashes at a time, and the bands that rows share.
 
-# %%
+# %% tags=["deep"]
 parts = []
 for begin in range(0, 600, 200):
     part = repeats.Signatures(near=True)
-    list(map(part.add, several[begin : begin + 200]))
+    for row in several[begin : begin + 200]:
+        part.add(row)
     parts.append(folder / "signatures" / str(begin))
     part.write(parts[-1])
 on_disk = sum(file.stat().st_size for file in (folder / "signatures").iterdir()) / 600
@@ -509,10 +592,7 @@ tracemalloc.start()
 verdicts = repeats.find(parts)
 peak = tracemalloc.get_traced_memory()[1] / 600
 tracemalloc.stop()
-print(
-    f"on files: {on_disk:,.0f} bytes a row on the disk, "
-    f"{peak:,.0f} in memory at the most"
-)
+print(f"{on_disk:,.0f} bytes a row on the disk, at most {peak:,.0f} in memory")
 # the same rows as in memory
 assert [repeats.REASONS[verdict] for verdict in verdicts] == reasons
 # 128 x 4 of the signature; 17 x (8 + 4) of 16 bands and the whole text: hash and row
@@ -520,60 +600,70 @@ assert 716 <= on_disk < 730
 assert peak < bytes_a_row["near"] / 5
 
 # %% [markdown]
-# Memory holds 4 million hashes at a time, and the bands that rows share.
-#
 # ## 5. The production switch
-# Each step of the cleaning is a field of the recipe, and the report says what it left out. All are off but
-# `data.leakage`, which warns (section 6). They clean a stream as well as a list; here it is a list.
+# In plain Hugging Face code, `datasets` streams files, shares them among processes, and shuffles with a buffer:
+#
+# ```python
+# from datasets import load_dataset
+# from datasets.distributed import split_dataset_by_node
+#
+# rows = load_dataset("text", data_files="books/*.txt", split="train", streaming=True)
+# rows = split_dataset_by_node(rows, rank=0, world_size=2)
+# rows = rows.shuffle(seed=0, buffer_size=1000)
+# ```
+#
+# With this package it is one command, and each step of the cleaning is a setting:
+#
+# ```bash
+# cria train baseline --set data.train=books --set data.eval=held_out.txt \
+#   --set data.stream=true --set data.duplicates=near --set train.max_steps=1000
+# ```
+#
+# The steps of the cleaning are off by default, except `data.leakage`, which warns. Here is the report's count for our
+# folder, read as a list:
 
 # %%
-cleaned = [
-    "data.stream=false",
-    "data.duplicates=near",
-    "data.language=en",
-    "data.min_words=100",
-    "data.leakage=drop",
-]
-report = run.train(
-    with_settings(recipe, cleaned), folder / "run", console=Console(quiet=True)
-)
+cleaned = ["data.stream=false", "data.duplicates=near", "data.language=en"]
+cleaned += ["data.min_words=100", "data.leakage=drop"]
+as_list = with_settings(recipe, cleaned)
+report = run.train(as_list, folder / "run", console=Console(quiet=True))
 counts = report["data"]["train_steps"]
-for step, found in counts.items():
-    print(f"{step:30}{found['rows']:4} books {found['words']:8,} words")
-left_out = ("in another language", "duplicate", "near duplicate")
-assert [counts[step]["rows"] for step in left_out] == [1, 1, 1]
+lines = [(step, str(found["rows"])) for step, found in counts.items()]
+course.show_table(table(("what happened", "books"), lines))
+for step in ("in another language", "duplicate", "near duplicate"):
+    assert counts[step]["rows"] == 1
 
 # %% [markdown]
-# **Once, for all runs.** `cria prepare RECIPE --out shards` writes what is left as token shards, 16 bits a token. After
-# a kill the same command goes on. Then `cria train RECIPE --set data.train=shards` maps each row. Its rows are those of
-# the list, so the run is the same, bit for bit; `max_length`, `overlap` and the batch can still change.
+# **Prepare once, for all runs.** The first command writes token shards, with 2 bytes for each token (4 for a vocabulary
+# over 65,536), and continues after a kill. The second one trains from the mapped files. The settings of the cleaning
+# must be the same in both; `max_length`, `overlap` and the batch may change.
+#
+# ```bash
+# cria prepare baseline --out shards --set data.train=books --set data.eval=held_out.txt
+# cria train baseline --set data.train=shards --set data.eval=held_out.txt
+# ```
+#
+# The rows are those of the list, so the run is the same, bit for bit:
 
 # %%
-to_map = with_settings(recipe, cleaned)
-about = preparing.prepare(to_map, folder / "shards")
-listed = train_rows(
-    to_map,
-    sources.find(to_map.data.train, "train"),
-    held_out,
-    tokenizer,
-    lambda sentence: None,
-)
-mapped_rows = TokenShards(folder / "shards").rows(to_map.data, held_out, tokenizer)
+about = preparing.prepare(as_list, folder / "shards")
+books = sources.find(as_list.data.train, "train")
+listed = train_rows(as_list, books, held_out, tokenizer, quiet)
+from_file = TokenShards(folder / "shards").rows(as_list.data, held_out, tokenizer)
+assert list(from_file.rows) == listed.rows
+assert from_file.tally.to_dict() == counts
 size = sum(file.stat().st_size for file in (folder / "shards").glob("*.ds"))
-print(
-    f"{about['documents']} documents, {about['tokens']:,} tokens in {size:,} bytes: "
-    f"{len(mapped_rows.rows):,} rows"
-)
-assert list(mapped_rows.rows) == listed.rows
-assert mapped_rows.tally.to_dict() == counts
+print(f"{about['documents']} documents, {about['tokens']:,} tokens, {size:,} bytes")
 assert size == 2 * about["tokens"]
 
-# %% [markdown]
-# **Leave out what repeats itself.** Pages of the web hold menus and texts made by machines. `data.quality=gopher`
-# leaves out a text if too many of its lines, paragraphs or word sequences are repeated, by the limits of DeepMind's
-# Gopher. It is off by default, because a poem with a refrain breaks them. Does one of our made books?
+# %% [markdown] tags=["deep"]
+# ### Deeper: leave out texts that repeat themselves, and copy rows with a change
+# Pages of the web hold menus, and texts that machines wrote. `data.quality=gopher` leaves out a text if too many of its
+# lines, paragraphs or word sequences are repeated, by the limits of DeepMind's Gopher. The switch is off by default,
+# because a poem with a refrain breaks these limits. One of our made-up books breaks them, too, because it has only
+# three patterns of sentences.
 
-# %% Try the quality filter on four pages tags=["hide-input"]
+# %% tags=["deep"]
 pages = {
     "a docstring": duplicates.__doc__,
     "one of our books": book(40),
@@ -585,103 +675,107 @@ for name, rule in found.items():
     print(f"{name:16} {rule or 'stays'}")
 assert [bool(rule) for rule in found.values()] == [False, True, True, True]
 
-# %% [markdown]
-# Our books have only three patterns of sentences.
-#
-# **More rows of what you have.** Answers cite documents by number, and an adapter could learn that document 1 is always
-# right. `data.shuffle_documents=0.5` gives about half of the rows a copy with the documents, and the numbers in the
-# answer, in another order. `data.drop_cited` takes away what was cited and lets the copy refuse to answer:
+# %% [markdown] tags=["deep"]
+# **More rows from the rows that you have.** The answers of our job cite documents by number, and an adapter could learn
+# that document 1 is always right. Therefore `data.shuffle_documents=0.5` gives about half of the rows a copy. In the
+# copy the documents are in another order, and so are the numbers in the answer. `data.drop_cited` makes a copy without
+# the documents that the answer cites, and its answer is a refusal.
 
-# %%
+# %% tags=["deep"]
 chat = next(
     row
     for row in sources.find("nguzo_saba", "train").rows
     if "[2]" in row.messages[-1]["content"]
 )
-answers = {"as it is": chat} | dict(
-    Augment({"shuffle_documents": 1, "drop_cited": 1}, seed=0).copies(chat)
-)
-for kind, copy in answers.items():
+both = Augment({"shuffle_documents": 1, "drop_cited": 1}, seed=0)
+for kind, copy in {"as it is": chat, **dict(both.copies(chat))}.items():
     said = json.loads(copy.messages[-1]["content"])["answer"]["text"]
     print(f"{kind:18} {labels(said)!s:8} {said[:88]}")
 
-
 # %% [markdown]
 # ## 6. Where it breaks
-# **The evaluation loss is wonderful.** Test questions are in the training data, as they are or with another name. A
-# hash finds only the first kind. Cure: heed the warning, and set `data.leakage=drop`. The guard compares the words and
-# word pairs of what is *asked*, because all answers look alike. It reports a similarity of 0.5 or more.
+# **The evaluation loss is much too good.** Test questions are in the training data, unchanged or with another name
+# ([leakage](../docs/glossary.md#leakage)). A hash of the words finds only unchanged ones. The cure is
+# `data.leakage=drop`. The package's `Guard` compares the words and word pairs of the *question*, because all answers
+# look alike, and reports a similarity of 0.5 or more. We plant test questions with another name:
+
+# %% Helper: copies of the test questions with another name tags=["hide-input"]
+other_name = {"Ujima": "Imani", "Montgomery": "Mobile", "NAACP": "SNCC"}
+other_name |= {"mkeka": "kinara"}
+
+
+def renamed(row, old):
+    turns = []
+    for turn in row.messages:
+        content = turn["content"].replace(old, other_name[old])
+        turns.append({**turn, "content": content})
+    return Chat(tuple(turns), "", "", "planted")
+
+
+test = sources.find("nguzo_saba", "eval").rows
+planted = []
+for row in test:
+    question = row.messages[-2]["content"]
+    planted += [renamed(row, old) for old in other_name if old in question]
+
+
+def words_hash(row):
+    return duplicates.digest(row.content.split())
+
 
 # %%
-test = sources.find("nguzo_saba", "eval").rows
 guard = Guard(test)
-
-
-def asks(row, old, new):
-    turns = tuple(
-        {**turn, "content": turn["content"].replace(old, new)} for turn in row.messages
-    )
-    return Chat(turns, "", "", "planted")
-
-
-planted = [
-    asks(row, old, new)
-    for row in test
-    for old, new in (
-        ("Ujima", "Imani"),
-        ("Montgomery", "Mobile"),
-        ("NAACP", "SNCC"),
-        ("mkeka", "kinara"),
-    )
-    if old in row.messages[-2]["content"]
-]
-same = {duplicates.digest(row.content.split()) for row in test}
-print(
-    f"{len(planted)} test rows under another name: a hash finds "
-    f"{sum(duplicates.digest(row.content.split()) in same for row in planted)}, "
-    f"the guard {sum(guard.find(row) is not None for row in planted)}"
-)
-assert all(map(guard.find, planted))
+hashes = {words_hash(row) for row in test}
+by_hash = [row for row in planted if words_hash(row) in hashes]
+by_guard = [row for row in planted if guard.find(row)]
+print(f"{len(planted)} planted: hash {len(by_hash)}, guard {len(by_guard)}")
+assert len(by_guard) == len(planted)
 assert not any(map(guard.find, sources.find("nguzo_saba", "train").rows))
 
 # %% [markdown]
-# In the real data the guard finds 15 of 107 training rows. Two of the 27 test questions are in training word for word,
-# six more with another name or subject.
+# In the real Kwanzaa data the guard finds 15 of the 107 training rows. Two of the 27 test questions are in training
+# word for word, and six with another name or subject.
 #
-# **After a resume the loss is fine, and some rows were never seen.** The stream was shuffled by a buffer, and what was
-# in it is lost, as `datasets` documents. Cure: shuffle shards, and rows inside a shard. Here the buffer holds 20 rows:
+# **Each row comes twice in a run of two processes.** Each process opened the whole stream, so the loss falls as usual,
+# on half as many different rows. The cure is to share the readers, or `split_dataset_by_node`.
+#
+# **After a resume the loss is fine, and some rows were never seen.** The stream shuffled with a buffer, and a stop
+# loses the rows in it, as the documentation of `datasets` says. The cure is step 2.
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: the rows that a shuffle buffer loses
+# We stop a stream of `datasets` after 37 of 120 rows, and continue from its saved state. Its buffer holds 20 rows.
 
 
-# %% Show the rows that a buffer loses tags=["hide-input"]
+# %% tags=["deep"]
 def numbered(shards):
     for rows in shards:
         yield from ({"n": n} for n in rows)
 
 
 def buffered():
-    return IterableDataset.from_generator(numbered, gen_kwargs={"shards": ten}).shuffle(
-        seed=3, buffer_size=20
-    )
+    rows = IterableDataset.from_generator(numbered, gen_kwargs={"shards": twelve})
+    return rows.shuffle(seed=3, buffer_size=20)
 
 
-before, after = buffered(), buffered()
-seen = [row["n"] for row in islice(before, 37)]
-after.load_state_dict(before.state_dict())
-lost = set(range(100)) - {*seen, *(row["n"] for row in after)}
-print(f"{len(lost)} of 100 rows are lost")
+stopped, resumed = buffered(), buffered()
+seen = [row["n"] for row in islice(stopped, 37)]
+resumed.load_state_dict(stopped.state_dict())
+seen += [row["n"] for row in resumed]
+lost = set(range(120)) - set(seen)
+print(f"{len(lost)} of 120 rows are lost")
 assert lost
 
 # %% [markdown]
-# **Two processes, and each row comes twice.** Each opened the whole stream. The loss falls, on half as many different
-# rows. Cure: divide by lanes, as above, or with `split_dataset_by_node` of `datasets`.
-#
 # ## 7. Exercises
-# 1. **Predict.** A book of 100,500 tokens, rows of 2,048, overlap 256. How many rows (a whole number)?
-# 2. **Build.** Documents were put in another order: `order[k]` is the old number of what is now document k + 1. Write
-#    `renumber(text, order)`, which returns the text with the new numbers in labels such as `[2]`, `[1][3]` or `[12]`.
-#    With the order `[2, 3, 1]`, `[2]` becomes `[1]`. (Two `replace` in a row will not do.)
-# 3. **Reach.** 128 numbers in bands of $r$. What is the largest $r$, of 4, 8, 16 and 32, for which two texts of
-#    similarity 0.8 meet in at least nine cases of ten?
+# 1. **Predict.** How many rows does a book of 100,500 tokens make, with rows of 2,048 tokens and an overlap of 256? The
+#    answer is a whole number.
+# 2. **Build.** Answers cite documents by number, and a copy of a row has its documents in another order: `order[k]` is
+#    the old number of what is now document $k+1$. Fill in `renumber(text, order)`, which returns the text with new
+#    numbers in labels such as `[2]`, `[1][3]` or `[12]`. With the order `[2, 3, 1]`, the label `[2]` becomes `[1]`.
+#    (Two calls of `replace` in a row will not do.)
+# 3. **Reach.** A signature of 128 numbers is cut into bands of $r$ numbers. What is the largest $r$, of 4, 8, 16 and
+#    32, for which two texts with $J=0.8$ meet in at least nine cases of ten?
 
 # %% tags=["exercise"]
 rows_of_the_book = None
@@ -785,13 +879,14 @@ course.check(3, numbers_in_a_band, of_bands, "one of the numbers 4, 8, 16 and 32
 # </details>
 #
 # ## In one breath
-# - **Saves** the memory of all tokens: 12 bytes a character of text as Python lists, 0.6 as an array of 16 bits.
-# - **Costs** a pass beforehand and 2 bytes of disk a token, or as a stream tokenizing in each epoch; a pass where
-#   duplicates are to go, with 716 bytes of disk a row for near ones.
-# - **As good as** a list: each row once a pass, the same steps for any number of processes, also over a stop.
-# - **When**: map a file of tokens that stay as they are. Stream if they do not fit on the disk, or you do not want to
-#   wait until all of them are made.
-# - **When not**: with rows that fit. A list can be packed, and holds chats as well as texts.
+# - **Saves** the memory of all tokens: as Python lists they take 12 bytes for each character of the text, as an array
+#   of 16-bit ids 0.6, and as a mapped file or a stream nearly nothing.
+# - **Costs** a pass before training and 2 bytes of disk for each token. A stream costs tokenizing in each epoch. Near
+#   duplicates cost a pass, and 6 kB of memory or 0.7 kB of disk for each row.
+# - **Exact**: each row comes once a pass, and a step has the same rows for any number of processes, also after a stop.
+# - **When**: map a file if the same tokens are used again. Stream if they do not fit on the disk, or if you cannot wait
+#   for the preparation.
+# - **When not**: if the rows fit into memory. A list can be packed, and it takes chats as well as texts.
 #
 # ## Sources
 # - Broder 1997, *On the resemblance and containment of documents*, section 2 (shingles, MinHash). Leskovec, Rajaraman,
