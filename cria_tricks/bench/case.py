@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bitsandbytes.optim import GlobalOptimManager
 from transformers import AutoConfig, TrainerCallback
 
 from cria_tricks import models
@@ -289,6 +290,7 @@ def settings_of(words: str, device: Device | None = None) -> list[str]:
 
 def free_memory() -> None:
     """Free the memory that an earlier case has left."""
+    GlobalOptimManager.get_instance().initialize()  # an 8-bit optimizer's entries hold the embedding of each model
     gc.collect()  # the objects of a Trainer refer to each other in a circle, so only the collector frees them
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()  # else all cases would share torch.compile's limit of compiled versions

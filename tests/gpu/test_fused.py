@@ -1,5 +1,7 @@
 """Fused adapters and blocks on a CUDA card: the numbers of peft, fp32 gradients, fewer bytes. ``pytest -m gpu``."""
 
+import gc
+
 import pytest
 import torch
 
@@ -32,11 +34,15 @@ def test_a_run_follows_pefts(base, precision, tiny_model, rows, tmp_path):
     settings = [*LORA, f"tricks.quantization={base}", f"tricks.precision={precision}", "tricks.attention=sdpa"]
     losses, peaks = {}, {}
     for name, more in (("peft's", []), ("fused", FUSED)):
+        gc.collect()  # the model of the run before
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         run, _ = train(tiny_model, rows, tmp_path / name, *settings, *more)
         losses[name] = [entry["loss"] for entry in run.training]
-        peaks[name] = torch.cuda.max_memory_allocated()
+        peaks[name] = torch.cuda.max_memory_allocated() - before
     print(f"{this_device().name}, {base}, {precision}: {losses}, peaks {peaks} bytes")
     near = COMPILED_MODEL if precision == "fp32" else 2e-2  # a loss near 6 in fp16, after steps that round otherwise
+    if base == "int8":  # its products are of fp16 inputs whatever the precision, so a rounding moves a code
+        near = 2e-2
     assert losses["fused"] == pytest.approx(losses["peft's"], abs=near)
     assert peaks["fused"] <= peaks["peft's"]
