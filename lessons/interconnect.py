@@ -21,8 +21,8 @@
 #
 # Take two A100s that are connected by NVLink. Its data sheet says 300 GB a second in each direction. In one step,
 # [data parallelism](data_parallel.py) sends 45 MB, and [tensor parallelism](tensor_parallel.py) 119 times as much. If
-# we divide these bytes by the rate, we get 0.15 ms and 17.9 ms. How many times as long as its 17.9 ms does tensor
-# parallelism really need, by this lesson's prediction?
+# we divide these bytes by the rate, we get 0.15 ms and 17.9 ms. How many times these 17.9 ms will the calls of tensor
+# parallelism take, by this lesson's prediction?
 
 # %% Your guess: times as long as by division tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -89,7 +89,7 @@ assert round(_found["tensor"][1] / _found["ddp"][1]) == 119
 assert [round(100 * _found[way][3]) for way in _found] == [7, 30]
 
 # %% [markdown]
-# It needs nearly twice as long, for two reasons. No link reaches the rate of its data sheet. In addition, each of 641
+# They take nearly twice as long, for two reasons. No link reaches the rate of its data sheet. In addition, each of 641
 # calls takes some time, however few bytes it has. This time is its *latency*, and here it is 30 % of the whole. (A call
 # is one [collective](../docs/glossary.md#collective), such as an all-reduce.)
 #
@@ -264,6 +264,7 @@ course.show(
 def line_through(points):
     """Latency and rate, from pairs of bytes sent and seconds."""
     sent, seconds = torch.tensor(points, dtype=torch.float64).T
+    # least squares of (latency + slope * sent) / seconds = 1
     A = torch.stack([1 / seconds, sent / seconds], dim=1)
     ones = torch.ones(len(A), 1, dtype=torch.float64)
     latency, slope = torch.linalg.lstsq(A, ones).solution.flatten().tolist()
@@ -316,17 +317,18 @@ for _line in (_ours, links.fit_line(_timings), line_through(made_up)):
 # %%
 def measure(sizes):
     """Pairs of bytes sent and seconds, for all-reduces between ranks 0 and 1."""
-    pair, points = dist.new_group([0, 1]), []
+    pair = dist.new_group([0, 1])
     if dist.get_rank() > 1:
-        return points  # the others have nothing to do
-    for size in sizes:
-        x, took = torch.zeros(size // 4), []
-        for _ in range(11):
+        return []  # the others have nothing to do
+    took = {size: [] for size in sizes}
+    for _ in range(21):
+        for size in sizes:  # in turn, so that a busy moment meets all sizes
+            x = torch.zeros(size // 4)
             start = time.perf_counter()
             dist.all_reduce(x, group=pair)
-            took.append(time.perf_counter() - start)
-        points.append((size, statistics.median(took[1:])))  # the first one connects
-    return points
+            took[size].append(time.perf_counter() - start)
+    # without the first call, which connects
+    return [(size, statistics.median(took[size][1:])) for size in sizes]
 
 
 points = ranks.run(measure, [2**power for power in (12, 15, 18, 21, 24)])[0]
@@ -596,8 +598,8 @@ assert most["10gbe"] < 1 < most["pcie4"] < most["nvlink_a100"] < 1 / a
 # each bucket is a call with its own latency. On Ethernet 128 buckets wait least, and 1,024 wait longer than one.
 #
 # For the same reason tensor parallelism sends large tensors, 8 MiB in each of its sums. An all-reduce for each
-# of LoRA's whole matrices would have only 64 KiB (2,048 tokens, rank 16). Our switch makes none of these: it adds up
-# their gradients once a step.
+# of LoRA's whole matrices would have only 64 KiB (2,048 tokens, rank 16). The switch `parallel.strategy=tensor`
+# makes none of these, because it adds up their gradients once a step.
 
 # %% tags=["deep"]
 backward = 2 / 3 * compute_seconds(job, shape, A100, "ddp", 8)
@@ -615,7 +617,7 @@ assert waits[1024] > waits[1]
 # %% [markdown]
 # ## 5. The production switch
 # There is nothing to switch on, but you should measure your link before you believe a data sheet. In plain PyTorch it
-# takes a few lines for two GPUs (we have run them on CPUs only):
+# takes a few lines for two GPUs (we have run them only on CPUs, with gloo):
 #
 # ```python
 # # torchrun --nproc-per-node 2 link.py
@@ -650,7 +652,7 @@ assert done.returncode == 0, done.stderr
 # ## 6. Where it breaks
 # **The link is hardly used, but the step waits for it.** The reason is many small calls, for example one for each
 # matrix, or for each number that is logged. The next cell sends 1 MiB in one call and in 1,024 calls, and predicts both
-# from the line above. The cure: send buckets, and log once a step, with all numbers in one tensor.
+# roughly from the line above. The cure: send buckets, and log once a step, with all numbers in one tensor.
 #
 # **`all_reduce` takes a third of the step, on a link that should need a hundredth.** The reason is that all processes
 # wait for the slowest one. A profiler counts this waiting as communication, in every process but the slow one. So look
