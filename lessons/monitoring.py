@@ -1,5 +1,7 @@
 # ---
 # jupyter:
+#   question: If a card is 100 % busy and the run is slow, how do you look into the run, and which numbers can you
+#     believe?
 #   jupytext:
 #     cell_metadata_filter: tags,-all
 #     text_representation: {extension: .py, format_name: percent}
@@ -7,39 +9,42 @@
 
 # %% [markdown]
 # # Monitoring: a card that is 100 % busy and does nothing
-# > **Promise.** You build three instruments, a sampler, a trace and a snapshot, in some twenty lines each, find a stall
-# > and a leak with them, and see four numbers for one memory, all of them right.
+# > **Promise.** Your GPU is 100 % busy, and the run is slow. Or `nvidia-smi` shows 14 GiB, although the tensors of the
+# > run take 2. You will build three instruments, a sampler, a trace and a memory snapshot. With them you find a stall,
+# > a memory leak and a process that hangs. You will also know what each of four numbers for one memory counts.
+# >
+# > **Card.** saves hours of guessing / costs less than a thousandth of the run, and seconds where a trace is written /
+# > exact: no bit of the run changes / about 25 minutes / after [data at scale](data_at_scale.py)
 #
-# > **Card.** saves hours of guessing / costs less than a thousandth of the run, seconds where a trace is written /
-# > exact: no bit of a run changes / 30 minutes / after [resuming](checkpoint_and_resume.py)
+# The job is QLoRA of Llama-3.2-1B on 107 training rows, on a T4 with 14.74 GiB. So far we predicted what a step takes.
+# Now we look at a step while it runs.
 #
-# The job is QLoRA of Llama-3.2-1B on 107 training rows, on a T4 with 14.74 GiB. So far you predicted what a step takes.
-# This lesson looks at a step while it runs, and asks first of each number: who counted, and when?
+# ## 1. The bill
+# Four numbers are called "the memory of the run":
+#
+# - **Allocated** are the bytes of living tensors, `torch.cuda.memory_allocated()`. Our bill predicts this number.
+# - **[Reserved](../docs/glossary.md#reserved)** is what torch's allocator has taken from the driver. It includes freed
+#   pieces that the allocator keeps.
+# - **The card's memory** is what `nvidia-smi` shows: the reserved bytes and the CUDA context of every process.
+# - **The process's memory** is its [resident memory](../docs/glossary.md#rss) on the host. Tensors of a CPU are in it,
+#   next to Python and its libraries.
+#
+# Each of the first three contains the one before it. At the peak, the tensors of our job take 1.5 GiB, and we bill a
+# context with 400 MB ([the bill](the_bill.py)). How many MiB does `nvidia-smi` show at least?
+
+# %% Your guess: MiB that nvidia-smi shows tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %% Imports and settings tags=["hide-input"]
 import atexit
-import collections
-import contextlib
 import gzip
-import json
-import linecache
-import os
-import sys
 import tempfile
-import threading
-import time
-import weakref
-from pathlib import Path
 
-import psutil
-import torch
-import torch.nn.functional as F
 from rich.console import Console
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from cria_tricks import course
 from cria_tricks.bench.style import Theme, panels
+from cria_tricks.bench.tables import table
 from cria_tricks.bill.bill import CONTEXT
 from cria_tricks.common.errors import BadInput
 from cria_tricks.course import hang_demo
@@ -50,41 +55,19 @@ from cria_tricks.measure.monitor import Monitor, read, summarise
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run.run import train
 
-torch.manual_seed(0)
-torch.set_num_threads(1)
-MIB = 2**20
 disk = tempfile.TemporaryDirectory()
 atexit.register(disk.cleanup)
-place = Path(disk.name)
-
-# %% [markdown]
-# ## 1. The bill
-# Four numbers are called "the memory of the run":
-#
-# - **allocated**: bytes of living tensors, `torch.cuda.memory_allocated`. This is what our bill predicts
-# - **reserved**: what torch's allocator has taken from the driver, freed pieces that it keeps for later included
-# - **the card**: what `nvidia-smi` shows, reserved bytes and CUDA's own context, of every process
-# - **the process**: resident memory on the host, where tensors of a CPU live beside Python and its libraries
-#
-# Each of the first three contains the one before it. Our job's tensors take 1.5 GiB at the peak, and we bill a context
-# with 400 MB ([the bill](the_bill.py)). How many MiB will `nvidia-smi` show at the least? Guess, then run.
-
-# %% Your guess: MiB that nvidia-smi shows tags=["predict"]
-guess = 0  # @param {type:"number"}
 
 # %%
 bill = course.bill(course.so_far("monitoring"))
 at_least = bill.allocated_bytes + CONTEXT
-print(
-    f"allocated {bill.allocated_bytes / MIB:,.0f} MiB, "
-    f"the card shows {at_least / MIB:,.0f} MiB or more"
-)
-course.reveal(guess, at_least / MIB, "MiB")
+print(f"allocated {bill.allocated_bytes / 2**20:,.0f} MiB (predicted)")
+course.reveal(guess, at_least / 2**20, "MiB")
 
 
 # %% Draw figure 1 tags=["hide-input"]
 def of_the_numbers(theme: Theme):
-    """Who counts what."""
+    """What each of three numbers contains."""
     sketch = course.Sketch(theme, 45, 13)
     for number, (width, name, who) in enumerate(
         (
@@ -105,67 +88,97 @@ def of_the_numbers(theme: Theme):
 
 course.show(
     of_the_numbers,
-    "Figure 1. One memory on a card, counted three times: "
-    "each sees what the one above sees, and more.",
+    "Figure 1. The memory of one card has three numbers. Each contains the number "
+    "above it, and more.",
 )
 
 # %% [markdown]
 # ## 2. From scratch, in three instruments
-# **A sampler.** A thread that looks again and again, and writes down what it sees. That is all a monitor is.
+# **Instrument 1: a sampler.** It is a thread that reads a number again and again, and writes it down. Ours reads the
+# resident memory of its own process.
+#
+# We let it watch a tensor of 64 MiB. We create it with `torch.empty`, which writes nothing into it, then fill it, and
+# delete it. A tensor counter reports 64, 64 and 0 MiB. How many MiB larger is the *process* after `torch.empty`?
 
+# %% Your guess: MiB more in the process, after torch.empty tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %%
+import collections
+import contextlib
+import json
+import linecache
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+MIB = 2**20
+
+
+def resident_bytes():
+    try:  # Linux: the second number is pages in memory
+        pages = Path("/proc/self/statm").read_text().split()[1]
+        return int(pages) * mmap.PAGESIZE
+    except FileNotFoundError:  # macOS: KiB
+        command = ["ps", "-o", "rss=", "-p", str(os.getpid())]
+        return 1024 * int(subprocess.check_output(command))
+
+
 class Sampler(threading.Thread):
-    def __init__(self, seconds):
+    def __init__(self, read, seconds):
         super().__init__(daemon=True)  # it never keeps a process alive
-        self.seconds, self.ended, self.samples = seconds, threading.Event(), []
+        self.read, self.seconds = read, seconds
+        self.ended, self.samples = threading.Event(), []
 
     def run(self):
-        process = psutil.Process()
         while not self.ended.wait(self.seconds):
-            self.samples.append((time.perf_counter(), process.memory_info().rss))
+            self.samples.append(self.read())
 
-    def __enter__(self):
-        self.start()
-        return self
-
-    def __exit__(self, *error):
-        self.ended.set()
-        self.join()
+    def next(self):  # the second sample from now
+        seen = len(self.samples)
+        while len(self.samples) < seen + 2:
+            time.sleep(0.01)
+        return self.samples[-1]
 
 
-# %% [markdown]
-# Let it watch a tensor of 64 MiB: made but empty, then filled, then let go. A tensor counter reports 64, 64 and 0 MiB.
-# What does the *process* show each time? Guess.
+watch = Sampler(resident_bytes, 0.02)
+watch.start()
+before = watch.next()
+x = torch.empty(64 * MIB, dtype=torch.uint8)
+created = round((watch.next() - before) / MIB)
+x.fill_(1)
+filled = round((watch.next() - before) / MIB)
+del x
+deleted = round((watch.next() - before) / MIB)
+watch.ended.set()
+print(f"created {created:+} MiB, filled {filled:+} MiB, deleted {deleted:+} MiB")
 
-
-# %%
-def resident(watch):
-    seen = len(watch.samples)
-    while len(watch.samples) < seen + 2:  # two more looks
-        time.sleep(0.01)
-    return watch.samples[-1][1] / MIB
-
-
-with Sampler(0.02) as watch:
-    before = resident(watch)
-    x = torch.empty(64 * MIB, dtype=torch.uint8)
-    made = resident(watch) - before
-    x.fill_(1)
-    filled = resident(watch) - before
-    del x
-    gone = resident(watch) - before
-print(f"made {made:+.0f} MiB, filled {filled:+.0f} MiB, let go {gone:+.0f} MiB")
-assert max(abs(made), abs(gone)) < 16
+# %% Compare your guess tags=["hide-input"]
+course.reveal(guess, created, "MiB")
+assert max(abs(created), abs(deleted)) < 16
 assert 48 < filled < 80
+torch.manual_seed(0)
+torch.set_num_threads(1)
+place = Path(disk.name)
 
 # %% [markdown]
-# Memory that nobody wrote to is not there yet, because the system hands out a page at its first touch. So a process can
+# The process does not grow at first, because the system hands out a page of memory at its first use. So a process can
 # be smaller than its tensors, and be killed an hour later, when they are filled.
 #
-# **A trace.** A list of spans, each with a name, a beginning and a duration in microseconds. Written as JSON it is
-# Chrome's format, and the viewer Perfetto (ui.perfetto.dev) draws it. Here six training steps fetch their batches from
-# far away.
+# **Instrument 2: a [trace](../docs/glossary.md#trace).** It is a list of *spans* with a name, a start and a duration in
+# microseconds. Written as JSON, this is Chrome's trace format, which the viewer Perfetto (ui.perfetto.dev) draws. Here
+# we trace six training steps whose batches come from a slow drive.
 
 # %%
 events: list[dict] = []
@@ -175,12 +188,12 @@ events: list[dict] = []
 def span(name):
     begin = time.perf_counter()
     yield
-    microseconds = {"ts": 1e6 * begin, "dur": 1e6 * (time.perf_counter() - begin)}
-    events.append({"name": name, "ph": "X", "pid": 0, "tid": 0, **microseconds})
+    times = {"ts": 1e6 * begin, "dur": 1e6 * (time.perf_counter() - begin)}
+    events.append({"name": name, "ph": "X", "pid": 0, "tid": 0, **times})
 
 
 D, N = 256, 64  # width, rows of a batch
-up, down = torch.nn.Linear(D, 4 * D, bias=False), torch.nn.Linear(4 * D, D, bias=False)
+up, down = torch.nn.Linear(D, 4 * D), torch.nn.Linear(4 * D, D)
 optimizer = torch.optim.AdamW([*up.parameters(), *down.parameters()])
 
 
@@ -190,37 +203,27 @@ def loss_of(x):
     return y.square().mean()
 
 
-def fetch():
-    time.sleep(0.05)  # a network drive
-    return torch.randn(N, D)
-
-
 for number in range(6):
     with span("fetch"):
-        x = fetch()
+        time.sleep(0.05)  # a network drive
+        x = torch.randn(N, D)
     with span(f"step {number}"):
         loss_of(x).backward()
         optimizer.step()
         optimizer.zero_grad()
-(place / "trace.json").write_text(json.dumps({"traceEvents": events}))
+trace = Path(tempfile.mkdtemp()) / "trace.json"
+trace.write_text(json.dumps({"traceEvents": events}))  # drop it on ui.perfetto.dev
+fetching = sum(event["dur"] for event in events if event["name"] == "fetch")
+total = events[-1]["ts"] + events[-1]["dur"] - events[0]["ts"]
+print(f"fetching takes {fetching / total:.0%} of the time")
 
-
-def share(events, name):
-    """Of the time from the first span's beginning to the last one's end, what spans of
-    this name take."""
-    begin, end = min(e["ts"] for e in events), max(e["ts"] + e["dur"] for e in events)
-    return sum(e["dur"] for e in events if e["name"].startswith(name)) / (end - begin)
-
-
-print(
-    f"fetching takes {share(events, 'fetch'):.0%} of the time, "
-    f"the steps {share(events, 'step'):.0%}"
-)
+# %% Draw figure 2 tags=["hide-input"]
+trace.unlink()
+trace.parent.rmdir()
 assert [event["name"].split()[0] for event in events] == 6 * ["fetch", "step"]
 assert all(event["dur"] > 49_000 for event in events if event["name"] == "fetch")
 
 
-# %% Draw figure 2 tags=["hide-input"]
 def of_the_stall(theme: Theme):
     """The spans, as Perfetto draws them."""
     drawn, (axes,) = panels(1, 1.6)
@@ -237,40 +240,46 @@ def of_the_stall(theme: Theme):
             linewidth=0.4,
         )
     axes.set_yticks([])
-    axes.set(xlabel="milliseconds; a batch's way from the drive in red, steps in blue")
+    axes.set(xlabel="milliseconds; fetching a batch in red, training steps in blue")
     return drawn
 
 
 course.show(
     of_the_stall,
-    "Figure 2. The trace of six steps: before each the processor waits for a batch.",
+    "Figure 2. The trace of six steps. Before each step the processor waits for its "
+    "batch.",
 )
 
 # %% [markdown]
-# (The first step is longer: the optimizer makes its states.) Tokens a second would have told *that* it is slow; only
-# the trace tells *where*. Cure: tokenise before, or let a `DataLoader` fetch in other processes.
+# The run spends most of its time waiting. (The first step is longer, because the optimizer creates its states.) Tokens
+# a second show *that* a run is slow, and only the trace shows *where*. The cure is to tokenize before training, or to
+# let a `DataLoader` fetch batches in other processes.
 #
-# **A snapshot.** For every tensor that is alive: its bytes, and the line that made it. On a card `torch.cuda.memory`
-# writes one, with the whole stack of calls. On a CPU [the lesson on the bill](the_bill.py)'s dispatch mode sees every
-# operation's result, and `our_line` climbs from there to a line of this lesson.
+# **Instrument 3: a [snapshot](../docs/glossary.md#snapshot).** For every living tensor it has the bytes, and the line
+# of code that created it. On a card `torch.cuda.memory` writes one, with the whole stack of calls. On a CPU a *dispatch
+# mode* sees the result of every operation, as in [the bill](the_bill.py). `our_line` finds the line of this lesson in
+# the stack.
 
 
 # %%
 class Snapshot(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.alive = {}
+        self.alive = {}  # the line and the bytes of each storage
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
-            if (
-                isinstance(tensor, torch.Tensor)
-                and (key := tensor.untyped_storage()._cdata) not in self.alive
-            ):
-                self.alive[key] = our_line(), tensor.untyped_storage().nbytes()
-                weakref.finalize(tensor.untyped_storage(), self.alive.pop, key, None)
+            if isinstance(tensor, torch.Tensor):
+                self.add(tensor.untyped_storage())
         return out
+
+    def add(self, storage):
+        key = storage._cdata  # the same for all views
+        if key not in self.alive:
+            self.alive[key] = our_line(), storage.nbytes()
+            # when the storage is freed, forget it
+            weakref.finalize(storage, self.alive.pop, key, None)
 
     def by_line(self):
         sizes = collections.Counter()
@@ -280,15 +289,18 @@ class Snapshot(TorchDispatchMode):
 
 
 def our_line():
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     while frame.f_back and frame.f_globals is not globals():
         frame = frame.f_back
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
 
 
 # %% [markdown]
-# Now an evaluation that keeps one number a batch, an fp32 loss of 4 bytes. It looks like many. How many bytes really
-# stay for each? (`loss_of`, `N` and `D` are above.)
+# The evaluation below keeps one number for each batch, an fp32 loss of 4 bytes. How many bytes does each batch really
+# leave in memory? (`loss_of`, `N` and `D` are above.)
+
+# %% Your guess: bytes that each batch leaves in memory tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 # %%
 losses = []
@@ -301,43 +313,37 @@ def evaluate(batches):
 
 
 def growth():
-    """Bytes a batch that stay, by line."""
+    """The bytes that each batch leaves in memory, by line."""
     with Snapshot() as snapshot:
         evaluate(5)
         five = snapshot.by_line()
         evaluate(5)
-        return {
-            line: size / 5 for line, size in (snapshot.by_line() - five).most_common()
-        }
+        more = snapshot.by_line() - five
+    return {line: size / 5 for line, size in more.most_common()}
 
 
-kept = growth()
-print(*(f"{size:9,.0f} bytes a batch  {line}" for line, size in kept.items()), sep="\n")
-print(f"{sum(kept.values()):,.0f} bytes for each 4")
-assert sum(kept.values()) == 4 + 4 * (1 + 4 + 4 + 1) * N * D
-
-# %% [markdown]
-# Each loss holds its graph, and the graph holds every activation, because there is no `torch.no_grad()` and no backward
-# pass to free them. The snapshot names the lines. Divide what is free by the growth, and you know at which batch the
-# run will die.
-
-# %%
-losses.clear()
+left = growth()
+for line, size in left.items():
+    print(f"{size:9,.0f} bytes  {line}")
 with torch.no_grad():
-    print("with no_grad", growth())
-    assert sum(growth().values()) == 4
+    cured = growth()
+print("with no_grad:", cured)
+
+# %% Compare your guess, and hold the numbers of the text tags=["hide-input"]
+course.reveal(guess, sum(left.values()), "bytes")
+assert sum(left.values()) == 4 + 4 * (1 + 4 + 4 + 1) * N * D == 655_364
+assert sum(cured.values()) == 4
 
 # %% [markdown]
-# ## 3. Prove it
-# Looking changes nothing: two runs with dropout, one with the package's sampler and trace and one without, have the
-# same losses. (The snapshot needs a card.)
+# Each loss holds its graph, and the graph holds all activations, because no backward pass frees them. With
+# `torch.no_grad()` no graph exists, so only the 4 bytes remain. The snapshot names the lines that allocate the memory.
+# Divide the free memory by the growth, and you know at which batch the run will die.
 #
-# And the trace is right. Two steps pass, one warms the profiler up, and steps 4 to 6 are traced: each has two
-# micro-batches and an optimizer step. The trainer has a clock of its own. It starts after the step's span has begun,
-# and stops after that span and before the next one, `between steps`. So its seconds must lie between two lengths in the
-# trace, on a busy machine, too.
+# ## 3. Prove it
+# The claim is *exact*: no bit of a run changes. We train a toy with dropout twice, once with the package's sampler and
+# trace, and once without. (The snapshot needs a card.) Losses and weights must have equal bits.
 
-# %%
+# %% Helpers: a toy run tags=["hide-input"]
 rows = [
     {"prompt": f"Count to {n}.", "completion": " ".join(map(str, range(n)))}
     for n in range(10, 22)
@@ -354,7 +360,6 @@ settings += [
     f"data.eval={place / 'rows.jsonl'}",
     "train.max_steps=6",
 ]
-watched = ["train.monitor_seconds=0.1", "train.profile=true"]
 
 
 def run(name, *more):
@@ -365,28 +370,36 @@ def run(name, *more):
     )
 
 
-plain = run("plain", "train.monitor_seconds=0")
-report = run("watched", *watched)
-step_losses = [
-    [entry["loss"] for entry in one["history"] if "loss" in entry]
-    for one in (plain, report)
-]
-assert step_losses[0] == step_losses[1]
-weights = [
-    (Path(one["adapter"]) / "adapter_model.safetensors").read_bytes()
-    for one in (plain, report)
-]
-assert weights[0] == weights[1]
+def result(report):
+    """The loss of each step, and the bytes of the adapter."""
+    losses = [entry["loss"] for entry in report["history"] if "loss" in entry]
+    adapter = Path(report["adapter"]) / "adapter_model.safetensors"
+    return losses, adapter.read_bytes()
 
+
+# %%
+plain = run("plain", "train.monitor_seconds=0")
+report = run("watched", "train.monitor_seconds=0.1", "train.profile=true")
+assert result(plain) == result(report)
+print("the same losses and the same adapter, bit for bit")
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: the trace agrees with another clock
+# With `train.profile=true` two steps pass, one warms the profiler up, and steps 4 to 6 are traced. Each of them has two
+# micro-batches and an optimizer step. The trainer has a clock of its own. It starts when the span of a step has begun.
+# It stops after the end of this span and before the next one, `between steps`. So its seconds must lie between two
+# lengths in the trace, on a busy machine too.
+
+# %% tags=["deep"]
 with gzip.open(place / "watched" / "profile" / "trace.json.gz") as file:
     ours = ("step ", "micro-batch ", "optimizer step", "between steps")
-    trace = [
+    spans = [
         event
         for event in json.load(file)["traceEvents"]
         if event.get("name", "").startswith(ours)
     ]
-trace.sort(key=lambda event: (event["ts"], -event["dur"]))
-names = [event["name"] for event in trace]
+spans.sort(key=lambda event: (event["ts"], -event["dur"]))
+names = [event["name"] for event in spans]
 for number in (4, 5, 6):
     here = names.index(f"step {number}")
     assert names[here + 1 : here + 4] == [
@@ -400,7 +413,7 @@ clock = {
     if "loss" in entry
 }
 for number in (4, 5):
-    step, _, second, _, between, *_ = trace[names.index(f"step {number}") :]
+    step, _, second, _, between, *_ = spans[names.index(f"step {number}") :]
     ends = step["ts"] + step["dur"]
     least, most = (ends - second["ts"]) / 1e6, (between["ts"] - step["ts"]) / 1e6
     print(
@@ -409,12 +422,11 @@ for number in (4, 5):
     )
     # the two clocks differ by less than a millisecond
     assert least - 0.001 < clock[number] < most + 0.001
-print("the same losses and the same adapter, bit for bit")
 
 # %% [markdown]
 # ## 4. What it costs
-# One sample is a few files under `/proc`, and on a card five questions to the driver. Once a second. Guess the share of
-# a processor.
+# For a sample, the package's monitor reads a few files under `/proc`, and on a card it asks the driver five questions,
+# once a second. We take 200 samples:
 
 # %%
 with Monitor(place / "cost.jsonl", 0.05) as monitor:
@@ -424,10 +436,15 @@ for _ in range(200):
     monitor.sample()
 each = (time.thread_time() - began) / 200
 print(f"{1e6 * each:.0f} microseconds a sample: {each:.4%} of a core at one a second")
-assert each < 0.01
+assert each < 0.001  # a thousandth of the run
 
 
-# %% Draw figure 3 tags=["hide-input"]
+# %% Draw figure 3, and hold the report to the samples tags=["hide-input"]
+[_of_report] = report["monitor"]
+assert _of_report == summarise(read(place / "watched" / "monitor.jsonl"))
+assert _of_report["rss_bytes"]["peak"] > report["peak_bytes"]
+
+
 def of_the_run(theme: Theme):
     """What the monitor of section 3 saw."""
     samples = read(place / "watched" / "monitor.jsonl")
@@ -456,46 +473,78 @@ def of_the_run(theme: Theme):
 
 course.show(
     of_the_run,
-    "Figure 3. Section 3's run, sample by sample: loading and an evaluation, "
-    "six steps (dotted: one is done), then the "
-    "trace is written and all is evaluated again.",
+    "Figure 3. The samples of the watched run: it loads and evaluates, takes six steps "
+    "(a dotted line is the end of a step), writes the trace, and evaluates again.",
 )
 
 # %% [markdown]
-# In the midst of a run a sample takes more, some 250 microseconds: a hundred a second added 2.8 % to a step's seconds,
-# so one a second adds 0.03 % (`make bench-monitor`, 60 pairs of steps, two quiet AMD EPYC cores). What a card's
-# answers take has not been measured yet.
+# In the middle of a training step a sample takes more, about 250 microseconds. A hundred samples a second made steps
+# 2.8 % slower, so one sample a second costs about 0.03 % (`make bench-monitor`, 60 pairs of steps on two quiet AMD EPYC
+# cores). What the driver's answers cost on a card has not been measured yet.
 #
-# A trace is another matter. While it is taken every operator is written down, and afterwards all of it goes to the
-# disk. So it is three steps and not a run, and the seconds of those three steps are no benchmark.
+# A trace costs more, because torch records every operator. Therefore we trace only three steps, and their seconds are
+# no benchmark.
 #
 # ## 5. The production switch
-# `cria train smoke --set train.profile=true --set train.report_to=tensorboard,trackio` (the monitor is on by itself;
-# `pip install 'cria_tricks[monitor]'` brings the other two). All of it lies in the run's folder, and nothing is sent.
-# The report has the means and peaks, and the operators that took most. Section 3's report says:
+# In plain PyTorch, the profiler writes a trace, and the allocator writes a snapshot:
+#
+# ```python
+# from torch.profiler import profile, schedule
+#
+#
+# def save(profiler):
+#     profiler.export_chrome_trace("trace.json.gz")
+#
+#
+# three = schedule(wait=2, warmup=1, active=3)
+# with profile(schedule=three, on_trace_ready=save) as profiler:
+#     for batch in batches:
+#         train_step(batch)
+#         profiler.step()
+#
+# torch.cuda.memory._record_memory_history()  # needs a card
+# train_step(batch)
+# torch.cuda.memory._dump_snapshot("snapshot.pickle")  # for pytorch.org/memory_viz
+# ```
+#
+# With this package it is one command. The monitor is on by default, all files are in the run's folder, and nothing is
+# sent. (`pip install 'cria_tricks[monitor]'` brings TensorBoard and Trackio.)
+#
+# ```bash
+# cria train smoke --set train.profile=true --set train.report_to=tensorboard,trackio
+# ```
+#
+# The report of our watched run has the peaks of the samples, and the operators that took most time:
 
 # %%
 [found] = report["monitor"]
-assert found == summarise(read(place / "watched" / "monitor.jsonl"))
-print(
-    f"peaks: process {found['rss_bytes']['peak'] / MIB:,.0f} MiB, "
-    f"tensors {report['peak_bytes'] / MIB:,.0f} MiB"
-)
-for row in report["profile"]["operators"][:4]:
-    print(f"{row['share']:6.1%}  {row['calls']:5} calls  {row['name']}")
-assert found["rss_bytes"]["peak"] > report["peak_bytes"]
+print(f"peak of the process {found['rss_bytes']['peak'] / MIB:,.0f} MiB")
+print(f"peak of the tensors {report['peak_bytes'] / MIB:,.0f} MiB")
+operators = report["profile"]["operators"][:4]
+lines = [(row["name"], str(row["calls"]), f"{row['share']:.1%}") for row in operators]
+course.show_table(table(("operator", "calls", "share of the time"), lines))
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: an entry that is the trainer, and a curve on a server that you never chose
+# `PythonDispatchMode` in this table is the trainer itself. On a CPU it counts tensors as our snapshot did; on a card
+# the allocator counts them.
+#
+# Libraries that report have defaults. trackio (0.43) asks the Hugging Face hub for your name, and sends the curves to
+# the Space that the variable `TRACKIO_SPACE_ID` names. The cure is to read what `report_to` switches on, and to unset
+# that variable. Our tracker ignores it and writes files.
 
 # %% [markdown]
-# `PythonDispatchMode` is the trainer itself: on a CPU it counts tensors as [the lesson on the bill](the_bill.py) did,
-# on a card the allocator does.
-#
 # ## 6. Where it breaks
-# **The card is 100 % busy, and the run is slow.** A card is "busy" while any kernel runs, whatever it does; a core
-# while any instruction does. (Others on the machine take their share of the core.) One loop multiplies large matrices,
-# one adds to a single number. By which factor do their rates differ?
+# **The card is 100 % busy, and the run is slow.** A card counts as busy while any [kernel](../docs/glossary.md#kernel)
+# runs, whatever the kernel does ([utilisation](../docs/glossary.md#utilisation)). A core is busy in the same way, so we
+# keep it busy with two loops: one multiplies large matrices, and the other adds to a single number. How many times as
+# many operations a second does the first loop reach?
+
+# %% Your guess: times as many operations a second tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 
-# %%
+# %% Helper: measure the rate of a loop tags=["hide-input"]
 def rate(work, flops, seconds=0.4):
     """Work for a while: products and sums in a second of processor time, and the cores
     that were busy."""
@@ -507,100 +556,92 @@ def rate(work, flops, seconds=0.4):
     return times * flops / busy, busy / (time.perf_counter() - began)
 
 
+# %%
 A, one = torch.randn(512, 512), torch.zeros(1)
-rates = {
-    "large products": rate(lambda: A @ A, 2 * 512**3),
-    "one number": rate(lambda: one.add_(1), 1),
-}
-for name, (flops, cores) in rates.items():
-    print(f"{name:15} {cores:4.0%} busy  {flops:16,.0f} operations in a busy second")
-assert rates["large products"][0] > 1000 * rates["one number"][0]
+products, busy = rate(lambda: A @ A, 2 * 512**3)
+print(f"large matrices: {busy:4.0%} busy, {products:16,.0f} operations a second")
+sums, busy = rate(lambda: one.add_(1), 1)
+print(f"one number:     {busy:4.0%} busy, {sums:16,.0f} operations a second")
+course.reveal(guess, products / sums, "times")
+assert products > 1000 * sums
 
 # %% [markdown]
-# Cure: believe tokens a second, and the power draw: a T4 whose kernels only wait stays far below its 70 W. If the clock
-# falls while the temperature stays at its highest, the card is too hot.
+# The cure is to believe tokens a second, and the power in watts: a T4 whose kernels only wait stays far below its 70 W.
+# (If the clock falls while the temperature stays high, the card is too hot.)
 #
-# **The monitor shows 2 GiB, and the run dies of 3.** Samples see what is there when they look. A peak of milliseconds
-# lies between two of them. Which number finds it? (`LiveBytes` is [the lesson on the bill](the_bill.py)'s counter.)
+# **The monitor shows 2 GiB, and the run dies of 3.** A peak of some milliseconds can lie between two samples. We sample
+# before and after such a peak, and count with `LiveBytes`, the tensor counter of [the bill](the_bill.py):
 
 # %%
-process, sampled = psutil.Process(), []
 with LiveBytes() as live:
-    sampled.append(process.memory_info().rss)
+    samples = [resident_bytes()]
     spike = torch.ones(256 * MIB, dtype=torch.uint8)
     del spike
-    sampled.append(process.memory_info().rss)
-print(
-    f"sampled {(max(sampled) - sampled[0]) / MIB:.0f} MiB more, "
-    f"counted {live.peak / MIB:.0f} MiB"
-)
-assert live.peak >= 256 * MIB > 4 * (max(sampled) - sampled[0])
+    samples.append(resident_bytes())
+print(f"sampled {(max(samples) - samples[0]) / MIB:.0f} MiB more")
+print(f"counted {live.peak / MIB:.0f} MiB")
+assert live.peak >= 256 * MIB > 4 * (max(samples) - samples[0])
 
 # %% [markdown]
-# Cure: the allocator's own peak, `max_memory_allocated`, which the report holds beside the bill. Samples show trends.
+# The cure is the allocator's own peak, `torch.cuda.max_memory_allocated()`, which the report compares with the bill.
 #
-# **`nvidia-smi` shows 14 GiB for a job of 2, and another run does not fit.** The allocator keeps what was freed
-# ([allocated and reserved memory](a_full_card.py)). Cure: compare *reserved* with *allocated*. When they
-# are far apart, a peak has passed (`torch.cuda.empty_cache()` gives its segments back), or rows of many lengths have
-# cut memory into pieces too small for the next (set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` before the
-# start). A *leak* is when *allocated* itself rises from epoch to epoch.
+# **`nvidia-smi` shows 14 GiB for a job of 2, and another run does not fit.** The allocator keeps what was freed ([a
+# full card](a_full_card.py)). If *reserved* is far above *allocated*, either a peak has passed, and
+# `torch.cuda.empty_cache()` gives its memory back. Or rows of many lengths have cut the memory into pieces that are too
+# small. Then set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` before the start. It is a *leak* if *allocated*
+# itself rises from epoch to epoch.
 #
-# **A curve on a server that you never chose.** Libraries that report have defaults: trackio (0.43) asks the hub for
-# your name, and sends to the Space that `TRACKIO_SPACE_ID` names. Cure: read what `report_to` switches on, and unset
-# that variable; our tracker ignores it and writes files.
-#
-# **A run of several processes stands still, and prints nothing.** Each waits for the others in the next collective
-# ([data parallelism](data_parallel.py)), so one process that never comes there stops all. Below, two processes sum a
-# tensor once a step, and rank 1 waits for rows that nobody sends (`cria_tricks/course/hang_demo.py`). Two tools look
-# from outside. torch's *flight recorder* keeps the last collectives of each process; `TORCH_FR_BUFFER_SIZE=100`
-# switches it on. *py-spy* reads the stack of a running process, and `cria doctor --hang PID` asks it for every process
-# of a run. One will be in `all_reduce`. Is it the one that is wrong?
+# **A run of several processes stands still, and prints nothing.** Each process waits for the others in the next
+# collective ([data parallelism](data_parallel.py)), so one process that never arrives stops all of them. Below, two
+# processes sum a tensor once a step, and rank 1 waits for rows that nobody sends. Two tools help. torch's *flight
+# recorder* keeps the last collectives of each process, if you set `TORCH_FR_BUFFER_SIZE=100`. *py-spy* reads the stack
+# of a running process, and `cria doctor --hang PID` asks it about all processes of a run. One process will be in
+# `all_reduce`. Is it the one that is wrong?
 
-# %%
-with (
-    tempfile.TemporaryDirectory() as away,
-    hang_demo.hanging(Path(away), seconds=15) as processes,
-):
-    counts = [hang_demo.counts(one) for one in hang_demo.recorded(Path(away))]
-    print(
-        *(
-            f"rank {rank}: {begun} begun, {ended} ended"
-            for rank, (begun, ended) in enumerate(counts)
-        ),
-        sep="; ",
-    )
+
+# %% Helper: print the stacks that py-spy finds tags=["hide-input"]
+def print_stacks():
     try:
         stacks = hang.look(os.getpid())
-        print(
-            hang.verdict(stacks),
-            *(f"rank {one.rank}: {' < '.join(one.frames[:3])}" for one in stacks),
-            sep="\n",
-        )
     except BadInput as refused:
         # There is no py-spy, or this machine lets no process read another.
         print(refused)
+        return
+    print(hang.verdict(stacks))
+    for one in stacks:
+        print(f"rank {one.rank}: {' < '.join(one.frames[:3])}")
+
+
+away = place / "hang"
+away.mkdir()
+
+# %%
+with hang_demo.hanging(away, seconds=15) as processes:
+    counts = [hang_demo.counts(found) for found in hang_demo.recorded(away)]
+    for rank, (begun, ended) in enumerate(counts):
+        print(f"rank {rank}: {begun} collectives begun, {ended} ended")
+    print_stacks()  # as cria doctor --hang does
     code = processes[0].wait()
     print(f"rank 0, exit code {code}: {processes[0].stderr.read().strip()}")
 assert (counts, code) == ([(5, 4), (4, 4)], 1)
 
 # %% [markdown]
-# It is the other one. Rank 0 came to its fifth collective, and rank 1 did not (the barrier at the start is the first).
-# Without the tools you would read only the last line, printed by the process that waited. Cure: look at the rank that
-# is in no collective. (With NCCL a stack may not show the wait.) What ends a run that hangs is `parallel.timeout`, 10
-# minutes unless you set it; here it was 15 seconds. Our watchdog ends a process 20 s after another one has died; it
-# does not see one that lives and waits. [When it hangs](../docs/guide/when_it_hangs.md) has the rest.
+# It is the other one, because rank 0 began its fifth collective, and rank 1 did not. (The first is a barrier at the
+# start.) Without the tools you would read only the last line, which the *waiting* process printed. So look at the rank
+# that is in no collective. `parallel.timeout` ends a run that hangs, by default after 10 minutes, here after 15
+# seconds. [When it hangs](../docs/guide/when_it_hangs.md) says why NCCL's stacks tell less, and what our watchdog does.
 #
 # ## 7. Exercises
-# 1. **Predict.** On a free T4, others trained Llama-3.2-1B by QLoRA with checkpointing at 1,060 tokens a second. A
-#    token takes 6 operations for each of the 973 million weights of the blocks: 2 forward, 2 when that is repeated, 2
-#    backward. It takes 4 for each of the head's 263 million, as nothing is repeated there. The fp16 peak is 65e12
-#    operations a second. What share of it did the run reach? (A number from 0 to 1. Utilisation does not show it.)
-# 2. **Build.** `stalls(events)` returns seconds, a number: from the end of a span whose name begins with `step` to the
-#    beginning of the next such span, summed up. Spans of other names do not count, and nobody sorted the list. (`ts`,
-#    `dur`: microseconds. With fewer than two steps it is 0.)
-# 3. **Reach.** A run leaks 3 MiB a step: step 1 peaks 3 MiB above the bill's `allocated_bytes`, step 2 peaks 6 above,
-#    and so on. Of a T4's `T4.memory_bytes` CUDA's context takes `CONTEXT`. Which is the first step that does not fit?
-#    (Its number.)
+# 1. **Predict.** On a free T4, others trained Llama-3.2-1B by QLoRA with checkpointing, at 1,060 tokens a second. A
+#    token takes 6 operations for each of the 973 million weights of the blocks: 2 forward, 2 when that is repeated, and
+#    2 backward. It takes 4 for each of the head's 263 million, where nothing is repeated. What share of the T4's fp16
+#    peak, 65e12 operations a second, did the run reach? The answer is a number from 0 to 1.
+# 2. **Build.** Fill in `stalls(events)`, which returns seconds: the sum of the times from the end of a span whose name
+#    begins with `step` to the beginning of the next such span. Other spans do not count, the list is not sorted, and
+#    `ts` and `dur` are microseconds. With fewer than two steps the answer is 0.
+# 3. **Reach.** A run leaks 3 MiB a step: step 1 peaks 3 MiB above the bill's `allocated_bytes`, step 2 peaks 6 MiB
+#    above it, and so on. CUDA's context takes `CONTEXT` of a T4's `T4.memory_bytes`. What is the number of the first
+#    step that does not fit?
 
 # %% tags=["exercise"]
 share_of_the_peak = None
@@ -693,11 +734,13 @@ course.check(3, failing_step, of_leak, "the number of a step, a whole number")
 # </details>
 #
 # ## In one breath
-# - **Saves** guessing: a sampler tells *that* something grows or idles, a trace *when*, a snapshot *who*.
-# - **Costs** less than a thousandth of the run; a trace slows three steps, and takes seconds to write.
-# - **As good as** who counts: allocated, reserved, the card and the process are four numbers for one memory.
-# - **When**: samples always; a trace when tokens a second are below the estimate; a snapshot when *allocated* rises.
-# - **When not**: no trace over a whole run, and no conclusion from "100 %".
+# - **Saves** guessing: a sampler shows *that* something grows or waits, a trace shows *when*, and a snapshot shows
+#   *which line*.
+# - **Costs** less than a thousandth of the run. A trace slows three steps down, and takes seconds to write.
+# - **Exact**: no bit of the run changes. Allocated, reserved, the card's and the process's memory are four numbers for
+#   one memory, and all of them are right.
+# - **When**: samples always, a trace if tokens a second are below the estimate, and a snapshot if *allocated* rises.
+# - **When not**: do not trace a whole run, and conclude nothing from "100 %".
 #
 # ## Sources
 # - NVML API reference, `nvmlUtilization_t` (busy while a kernel executes) and `nvmlMemory_t` (what a card counts).
