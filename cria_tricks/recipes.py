@@ -48,7 +48,7 @@ def kwanzaa(device: Device | None = None) -> Recipe:
 
     A GPU with :data:`ROOM` or more, such as a T4, can hold all that a step saves. There the recipe leaves out
     checkpointing and the chunked loss, because both save memory and cost time: this is the set that ``cria plan kwanzaa
-    --fit fastest`` finds on a T4, but for ``fused_lora`` and ``fused_blocks``, which that also switches on and no card
+    --fit fastest`` finds on a T4, but for ``fused_lora`` and ``fused_blocks``, which that also switches on and no T4
     has run yet. For a larger model or longer rows, ``--fit fastest`` searches again.
     """
     device = device or this_device()
@@ -259,7 +259,7 @@ def long_8b_small(device: Device | None = None) -> Recipe:
 
 
 def _fused(device: Device) -> list[str]:
-    """Fuse adapters and blocks on a CPU, where both are equal to the plain path; no GPU has run them yet."""
+    """Fuse adapters and blocks on a CPU, where both are equal to the plain path; no T4 has run them yet."""
     fused = str(device.kind == "cpu")
     return [f"tricks.fused_lora={fused}", f"tricks.fused_blocks={fused}"]
 

@@ -647,7 +647,9 @@ def hear(record):
     heard.append(record.getMessage())  # returns nothing, so it is not printed
 
 
-logging.getLogger("bitsandbytes.autograd._functions").addFilter(hear)
+logger = logging.getLogger("bitsandbytes.autograd._functions")
+logger.setLevel(logging.WARNING)  # measuring on a GPU has silenced it
+logger.addFilter(hear)
 wide, _ = measure(MatMul8bitLt, dtype=torch.float32)
 print(f"{heard[0]}:\n    {wide / KIB:.0f} KiB in memory")
 heard.clear()

@@ -11,7 +11,7 @@ Breaks   compile, which does the same and more, and other kinds of model (Gemma,
 Sources  Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4 (RMSNorm); Shazeer 2020, arXiv:2002.05202, eq. 6 (SwiGLU);
          Su et al. 2021, arXiv:2104.09864, eq. 34 (rotary positions). Liger and Unsloth have them as Triton kernels
 Ours     three autograd functions in plain torch, which the switch itself runs in transformers' modules
-         (``load/fused.py``). triton: the same three as kernels (``triton_blocks.py``), which no card of ours has run
+         (``load/fused.py``). triton: the same three as kernels (``triton_blocks.py``), which an H200 has run
 
 Shapes: x (..., D); gate and up (..., F); queries and keys (B, H, T, W), cosines and sines (B, T, W).
 """

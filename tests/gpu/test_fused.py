@@ -42,7 +42,7 @@ def test_a_run_follows_pefts(base, precision, tiny_model, rows, tmp_path):
         peaks[name] = torch.cuda.max_memory_allocated() - before
     print(f"{this_device().name}, {base}, {precision}: {losses}, peaks {peaks} bytes")
     near = COMPILED_MODEL if precision == "fp32" else 2e-2  # a loss near 6 in fp16, after steps that round otherwise
-    if base == "int8":  # its products are of fp16 inputs whatever the precision, so a rounding moves a code
-        near = 2e-2
+    if base == "int8":  # a difference of rounding moves an 8-bit code of the next product's input
+        near = max(near, 1e-3)
     assert losses["fused"] == pytest.approx(losses["peft's"], abs=near)
     assert peaks["fused"] <= peaks["peft's"]
