@@ -126,6 +126,17 @@ def test_advice_longest_and_prices_are_there_when_asked_for(run_cria):
         assert words in stdout
 
 
+def test_groups_of_cut_matrices_are_planned_with_every_set_of_toggles(run_cria):
+    """What accumulation is worth is priced without it, so a step has fewer micro-batches than there are groups."""
+    code, stdout, stderr = run_cria(
+        "plan", "kwanzaa", "--gpu", "a100", "--nproc", "4", "--set", "parallel.strategy=ddp_tensor",
+        "--set", "parallel.tensor_size=2", "--set", "tricks.quantization=none",
+        "--set", "tricks.double_quantization=false", "--set", "tricks.paged_optimizer=false",
+    )  # fmt: skip
+    assert code == 0, stderr
+    assert "of 39.4 GiB" in stdout
+
+
 def test_a_plan_has_no_price_for_what_does_not_fit(run_cria):
     asked = ("plan", "kwanzaa", "--gpu", "t4", "--rows", "107", "--model", "llama-3.1-70b")
     assert json.loads(run_cria(*asked, "--json")[1])["prices"] == []

@@ -105,8 +105,10 @@ def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     """
     size = recipe.parallel.tensor_size
     groups = processes // size
-    # Each group runs only its share of a step's micro-batches.
-    share = with_settings(recipe, [f"tricks.gradient_accumulation={recipe.tricks.gradient_accumulation // groups}"])
+    # Each group runs only its share of a step's micro-batches. What accumulation is worth is priced with it off, which
+    # leaves one micro-batch for all groups: then each is taken to run one.
+    each = max(1, recipe.tricks.gradient_accumulation // groups)
+    share = with_settings(recipe, [f"tricks.gradient_accumulation={each}"])
     return [
         *tensor.traffic(share, shape, size),
         Call("all_reduce", 4 * own_weights(recipe, shape, size), 1, groups, "fp32 gradients of its pieces"),
