@@ -131,7 +131,8 @@ def test_groups_of_cut_matrices_are_planned_with_every_set_of_toggles(run_cria):
     code, stdout, stderr = run_cria(
         "plan", "kwanzaa", "--gpu", "a100", "--nproc", "4", "--set", "parallel.strategy=ddp_tensor",
         "--set", "parallel.tensor_size=2", "--set", "tricks.quantization=none",
-        "--set", "tricks.double_quantization=false", "--set", "tricks.paged_optimizer=false",
+        "--set", "tricks.double_quantization=false", "--set", "tricks.optimizer=adamw",
+        "--set", "tricks.paged_optimizer=false",
     )  # fmt: skip
     assert code == 0, stderr
     assert "of 39.4 GiB" in stdout
