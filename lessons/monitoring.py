@@ -56,7 +56,7 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run.run import train
 
 disk = tempfile.TemporaryDirectory()
-atexit.register(disk.cleanup)
+_ = atexit.register(disk.cleanup)  # "_ =", so that the cell shows no value
 
 # %%
 bill = course.bill(course.so_far("monitoring"))
