@@ -8,6 +8,7 @@ time, and the counts are those of the estimate.
 """
 
 import datetime
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -28,8 +29,20 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run.allocator import keep_freed_memory
 from cria_tricks.tricks import adamw_8bit, folds
 
-TOKENS = 512
-"""The row that everything is measured with [tokens]: between the short and the long rows of a CPU."""
+TOKENS = {"cpu": 512, "cuda": 2048}
+"""The row of the large products [tokens]: between the short and the long rows of a CPU, and a usual row of a GPU."""
+MANY_TOKENS = {"cpu": 512, "cuda": 8192}
+"""The row of the pieces that wait for memory [tokens].
+
+A GPU takes so many that each kernel outlasts its launch. The estimate counts launches on their own, and a rate that
+holds their time, too, would count them twice: with 512 tokens an H200 seemed to move 0.3 TB/s between products.
+"""
+SCORE_TOKENS = {"cpu": 1024, "cuda": 2048}
+"""The row whose attention scores are all in memory [tokens]: its memory grows with the square of this."""
+LOSS_TOKENS = {"cpu": 256, "cuda": 1024}
+"""The chunk of the loss [tokens]."""
+PACKED_BLOCKS = {"cpu": 1, "cuda": 8}
+"""How many blocks' weights are unpacked in one call, for the reason of ``MANY_TOKENS``."""
 SECONDS = 1.5
 """How long each piece is repeated [s]."""
 LEAST = 3
@@ -108,10 +121,11 @@ def _pieces(shape: Shape, device: Device) -> Iterator[Piece]:
     for precision in ("fp32", "bf16" if device.real_bf16 or device.kind == "cpu" else "fp16"):
         dtype = getattr(torch, DTYPE[precision])
         emulated = precision == "bf16" and not device.real_bf16
-        tokens = FEW_TOKENS if emulated else TOKENS
+        tokens = FEW_TOKENS if emulated else TOKENS[device.kind]
+        chunk = FEW_TOKENS // 2 if emulated else LOSS_TOKENS[device.kind]
         yield _products(small if emulated else shape, device, precision, dtype, tokens)
         yield _adapters(shape, device, precision, dtype)
-        yield _head(shape, device, precision, dtype, tokens // 2)
+        yield _head(shape, device, precision, dtype, chunk)
         yield _attention(shape, device, precision, dtype)
         yield _scores(shape, device, precision, dtype)
         yield _between(shape, device, precision, dtype)
@@ -142,10 +156,11 @@ def _products(shape: Shape, device: Device, precision: str, dtype: torch.dtype, 
 
 def _adapters(shape: Shape, device: Device, precision: str, dtype: torch.dtype) -> Piece:
     """LoRA's two products of each matrix, and the four of their gradients."""
+    tokens = MANY_TOKENS[device.kind]
     sizes = list(shape.linears.values())
     made = [
         (
-            torch.ones(TOKENS, d_in, dtype=dtype, device=device.kind),
+            torch.ones(tokens, d_in, dtype=dtype, device=device.kind),
             torch.ones(d_in, RANK, dtype=dtype, device=device.kind),
             torch.ones(RANK, d_out, dtype=dtype, device=device.kind),
         )
@@ -161,7 +176,7 @@ def _adapters(shape: Shape, device: Device, precision: str, dtype: torch.dtype) 
             x.T @ gradient
             gradient @ a.T
 
-    flops = sum(6 * TOKENS * RANK * (d_in + d_out) for d_in, d_out in sizes)
+    flops = sum(6 * tokens * RANK * (d_in + d_out) for d_in, d_out in sizes)
     return f"flops adapter {precision}", flops, run
 
 
@@ -184,7 +199,7 @@ def _heads(shape: Shape, device: Device, dtype: torch.dtype, tokens: int) -> lis
 
 def _attention(shape: Shape, device: Device, precision: str, dtype: torch.dtype) -> Piece:
     """torch's attention without a mask; the estimate counts half of seven products: two forward, five backward."""
-    tokens = 2 * TOKENS  # a short row takes little time in attention, so a long one sets the rate
+    tokens = 2 * TOKENS[device.kind]  # a short row takes little time in attention, so a long one sets the rate
     q, k, v = _heads(shape, device, dtype, tokens)
 
     def run() -> None:
@@ -195,7 +210,7 @@ def _attention(shape: Shape, device: Device, precision: str, dtype: torch.dtype)
 
 def _scores(shape: Shape, device: Device, precision: str, dtype: torch.dtype) -> Piece:
     """Attention with all scores in memory, as transformers' eager one, on a row whose scores no cache holds."""
-    tokens = 2 * TOKENS
+    tokens = SCORE_TOKENS[device.kind]
     q, k, v = _heads(shape, device, dtype, tokens)
     mask = torch.full((tokens, tokens), torch.finfo(dtype).min, dtype=dtype, device=device.kind).triu(1)
 
@@ -208,9 +223,10 @@ def _scores(shape: Shape, device: Device, precision: str, dtype: torch.dtype) ->
 
 def _between(shape: Shape, device: Device, precision: str, dtype: torch.dtype) -> Piece:
     """Norm, activation, rotation, residual sum and casts, on tensors as wide as the model's; bytes are counted once."""
+    tokens = MANY_TOKENS[device.kind]
 
     def tensor(width: int) -> torch.Tensor:
-        return torch.randn(TOKENS, width, device=device.kind).to(dtype).requires_grad_()
+        return torch.randn(tokens, width, device=device.kind).to(dtype).requires_grad_()
 
     x, gate, up, weight = tensor(shape.width), tensor(shape.inner), tensor(shape.inner), tensor(shape.width)
 
@@ -229,7 +245,7 @@ def _between(shape: Shape, device: Device, precision: str, dtype: torch.dtype) -
 
 def _loss(shape: Shape, device: Device, precision: str, dtype: torch.dtype) -> Piece:
     """Cross-entropy over the logits of one chunk, which are fp32 from the loss on."""
-    tokens = TOKENS // 2
+    tokens = LOSS_TOKENS[device.kind]
     logits = torch.randn(tokens, shape.vocabulary, device=device.kind).to(dtype).requires_grad_()
     labels = torch.zeros(tokens, dtype=torch.long, device=device.kind)
 
@@ -245,9 +261,10 @@ def _unpacking(shape: Shape, device: Device, precision: str, dtype: torch.dtype)
     from bitsandbytes import functional
 
     packed = []
-    for _ in range(min(COPIES, shape.layers)):
+    together = PACKED_BLOCKS[device.kind]
+    for _ in range(math.ceil(min(COPIES, shape.layers) / together)):
         for d_in, d_out in shape.linears.values():
-            weight = torch.randn(d_out, d_in, device=device.kind).to(dtype)
+            weight = torch.randn(together * d_out, d_in, device=device.kind).to(dtype)
             packed.append(functional.quantize_4bit(weight, quant_type="nf4", blocksize=64, compress_statistics=True))
 
     def run() -> None:
