@@ -259,6 +259,19 @@ def quality(runs: Sequence[Mapping[str, Any]]) -> str:
     return table(("case", "seeds", "loss", "spread", "against fp32", "peak", "trained weights"), rows)
 
 
+def rates(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Lay out the held-out loss at each learning rate, one line for each rank; rank 0 is full fine-tuning."""
+    found = sorted({run["rate"] for run in runs})
+    rows = []
+    for rank in dict.fromkeys(run["rank"] for run in runs):
+        losses = {run["rate"]: run["eval_loss_after"] for run in runs if run["rank"] == rank}
+        best = min(losses, key=losses.__getitem__)
+        cells = [f"{losses[rate]:.3f}" if rate in losses else "" for rate in found]
+        cells[found.index(best)] = f"**{losses[best]:.3f}**"
+        rows.append((f"LoRA, r = {rank}" if rank else "full fine-tuning", *cells))
+    return table(("trained", *(f"{rate:g}" for rate in found)), rows)
+
+
 def _ends(numbers: Sequence[float]) -> list[float]:
     """Return the smallest and the largest number, or the only one."""
     if not numbers:

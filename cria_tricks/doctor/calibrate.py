@@ -35,7 +35,7 @@ MANY_TOKENS = {"cpu": 512, "cuda": 8192}
 """The row of the pieces that wait for memory [tokens].
 
 A GPU takes so many that each kernel outlasts its launch. The estimate counts launches on their own, and a rate that
-holds their time, too, would count them twice: with 512 tokens an H200 seemed to move 0.3 TB/s between products.
+holds their time would make longer rows too slow: with 512 tokens an H200 seemed to move 0.3 TB/s between products.
 """
 SCORE_TOKENS = {"cpu": 1024, "cuda": 2048}
 """The row whose attention scores are all in memory [tokens]: its memory grows with the square of this."""
