@@ -32,7 +32,7 @@ WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "trl_as_fast": ("trl", KEPT, {}),
     "trl_fastest": ("trl", KEPT, {"torch_compile": True}),
 }
-"""Who does it, with which toggles, and with which flags of TRL's own."""
+"""Who does it, with which switches, and with which flags of TRL's own."""
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -53,7 +53,7 @@ def test_unsloth(request, benchmark, setup):
 
 
 def capstone_words() -> str:
-    """The capstone's toggles on this device."""
+    """The capstone's switches on this device."""
     device = this_device()
     return cases.words(cases.capstone(device), cases.on(device))
 

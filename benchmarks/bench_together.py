@@ -1,6 +1,6 @@
-"""The capstone's toggles on this device: each alone, each taken away from all, and one after the other.
+"""The capstone's switches on this device: each alone, each taken away from all, and one after the other.
 
-Alone is over nothing but what a toggle needs, and what cannot do without a toggle goes with it. The cases are those of
+Alone is over nothing but what a switch needs, and what cannot do without a switch goes with it. The cases are those of
 ``cria bench`` (``cria_tricks/bench/cases.py``).
 """
 
@@ -14,5 +14,5 @@ from cria_tricks.hardware import T4, this_device
 def test_together(step, name):
     found = cases.together(this_device())
     if name not in found:
-        pytest.skip("the capstone does not set this toggle on this device")
+        pytest.skip("the capstone does not set this switch on this device")
     step(name, found[name].words, against=found[name].against)

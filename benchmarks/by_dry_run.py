@@ -53,7 +53,7 @@ def beside(recipe: Recipe, peak: int) -> dict[str, Any]:
     }
 
 
-def rungs() -> dict[str, Recipe]:
+def ladder_steps() -> dict[str, Recipe]:
     """The capstone's ladder in the order of the lessons, from plain fp32 full fine-tuning at 1 x 2048."""
     capstone = recipes.capstone(T4)
     target = toggles.Target(find_shape(capstone.model), T4)
@@ -106,7 +106,7 @@ def fill(name: str, cases: dict[str, Recipe], results: Path | None, console: Con
 def main() -> None:
     """Count, write the result files, print the numbers as they come."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    studies = {"ladder": rungs, "without_checkpointing": without_checkpointing, "growth": growth}
+    studies = {"ladder": ladder_steps, "without_checkpointing": without_checkpointing, "growth": growth}
     parser.add_argument("--only", choices=studies)
     parser.add_argument("--results", type=Path, help="a folder other than benchmarks/results")
     chosen = parser.parse_args()

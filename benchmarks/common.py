@@ -28,7 +28,7 @@ GROWTH = {
     "lean": "peft=lora precision=best attention=best gradient_checkpointing=true chunked_loss=true quantization=nf4 "
     "double_quantization=true lean_preparation=true optimizer=adamw_8bit",
 }
-"""Toggles whose growth is counted and measured: everything kept, blocks computed again, and nearly all."""
+"""Switches whose growth is counted and measured: everything kept, blocks computed again, and nearly all."""
 
 
 def real_lengths(rows: int, tokens: int) -> list[int]:

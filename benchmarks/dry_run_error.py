@@ -1,4 +1,4 @@
-"""How wrong the dry run is: its peak bytes beside those of real CPU steps of SmolLM2, one toggle set after another.
+"""How wrong the dry run is: its peak bytes beside those of real CPU steps of SmolLM2, one switch set after another.
 
     python -m benchmarks.dry_run_error                 # 24 sets at 128 tokens: 20 minutes on one core
     python -m benchmarks.dry_run_error --tokens 512

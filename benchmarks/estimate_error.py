@@ -3,9 +3,9 @@
     python -m benchmarks.estimate_error --settings 3000 --seed 7     # an hour on one core
     python -m benchmarks.estimate_error --seed 7 --one 1234          # one of them again, moment by moment
     python -m benchmarks.estimate_error --settings 400 --seed 7 --family later      # of the models that came later
-    python -m benchmarks.estimate_error --settings 400 --seed 7 --family toggles    # with toggles that came later
+    python -m benchmarks.estimate_error --settings 400 --seed 7 --family toggles    # with switches that came later
 
-A setting is a model of the catalogue, a card or a processor, one to four rows of 8 to 8,192 tokens, and every toggle
+A setting is a model of the catalogue, a card or a processor, one to four rows of 8 to 8,192 tokens, and every switch
 with a value of its own, as far as they go together. Blocks are alike, in the formula as in the model, so a model is
 cut down to two to four of them, and every fiftieth setting has all. Setting number i of a seed is always the same, so
 the run may be stopped and begun again: what is in the result file is not counted again, and the estimates are made anew
@@ -63,7 +63,7 @@ TOGGLES: dict[str, tuple[Any, ...]] = {
         (False, True),
     ),
 }  # fmt: skip
-"""Values of each toggle; one that is there twice is drawn twice as often. Compiling changes no byte that is counted."""
+"""Values of each switch; one that is there twice is drawn twice as often. Compiling changes no byte that is counted."""
 TOGGLES_LATER: dict[str, tuple[Any, ...]] = {
     "gradient_checkpointing": (False, True, True, 2),
     "activation_offload": (False, False, True, "overlapped"),
@@ -72,20 +72,20 @@ TOGGLES_LATER: dict[str, tuple[Any, ...]] = {
     "optimizer_in_backward": (False, "clip"),
     **dict.fromkeys(("layer_by_layer", "fused_lora", "fused_blocks", "keep_attention"), (False, True)),
 }
-"""Toggles, and values of toggles, that have come since."""
+"""Switches, and values of switches, that have come since."""
 
 
 @dataclass(frozen=True)
 class Family:
     """What settings are drawn from, and the file of their results.
 
-    A family is never changed: with one model or toggle more, the same seed would draw other settings.
+    A family is never changed: with one model or switch more, the same seed would draw other settings.
 
     Attributes:
         models: names of the catalogue.
-        toggles: values of each toggle.
+        toggles: values of each switch.
         results: the file.
-        new: toggles of which each setting has one with a value that the first family never draws.
+        new: switches of which each setting has one with a value that the first family never draws.
     """
 
     models: tuple[str, ...]
@@ -106,7 +106,7 @@ LATER = Family(
 NEWER = Family(
     tuple(CATALOGUE), {**TOGGLES, **TOGGLES_LATER}, RESULTS / "estimate_error_toggles.json", tuple(TOGGLES_LATER)
 )  # fmt: skip
-"""The toggles that have come since."""
+"""The switches that have come since."""
 FAMILIES = {"first": FIRST, "later": LATER, "toggles": NEWER}
 
 
@@ -136,7 +136,7 @@ class Setting:
 
 
 def setting(seed: int | str, number: int, family: Family = FIRST) -> Setting:
-    """Draw setting number ``number`` of a seed: of the toggles the first draw in which they go together."""
+    """Draw setting number ``number`` of a seed: of the switches the first draw in which they go together."""
     draw = random.Random(f"{seed} {number}")
     model, device, peft = draw.choice(family.models), draw.choice(tuple(DEVICES)), draw.choice(PEFT)
     blocks = CONFIGS[model]["num_hidden_layers"] if number % 50 == 49 else draw.randint(2, 4)
@@ -289,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--settings", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--one", type=int, help="the number of a setting: explain it, and write nothing")
-    parser.add_argument("--family", choices=FAMILIES, default="first", help="models or toggles that came later")
+    parser.add_argument("--family", choices=FAMILIES, default="first", help="models or switches that came later")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args(arguments)
     family = FAMILIES[chosen.family]

@@ -1,4 +1,4 @@
-"""Bytes against speed: toggle sets of our trainer and flags of TRL's, on one job, paired.
+"""Bytes against speed: switch sets of our trainer and flags of TRL's, on one job, paired.
 
     python -m benchmarks.frontier                                             # real rows: hours on two cores
     python -m benchmarks.frontier --pairs 1 --model random:tiny --tokens 256  # minutes: does it run?
@@ -39,7 +39,7 @@ class Point(NamedTuple):
 
     Attributes:
         way: ``ours`` or ``trl``.
-        words: toggles over LoRA and sdpa.
+        words: switches over LoRA and sdpa.
         flags: of TRL's ``SFTConfig``, over ours.
     """
 

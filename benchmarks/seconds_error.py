@@ -1,4 +1,4 @@
-"""How wrong the predicted seconds are on this machine: 20 toggle sets of SmolLM2's shape, after ``--calibrate``.
+"""How wrong the predicted seconds are on this machine: 20 switch sets of SmolLM2's shape, after ``--calibrate``.
 
     cria doctor --calibrate
     python -m benchmarks.seconds_error                     # 256 and 1,024 tokens: half an hour on two quiet cores
@@ -70,7 +70,7 @@ TARGETS = {"median": 0.15, "worst": 0.35}
 
 
 def measured(words: str, tokens: int) -> float:
-    """Measure the step of a toggle set [s]."""
+    """Measure the step of a switch set [s]."""
     lengths = [tokens] * recipe_of(words, tokens).rows_per_step
     case = measure("seconds_error", "step", words, Setup(SHAPE, tokens, ROUNDS), lengths=lengths)
     if case.status != "ok":
@@ -79,7 +79,7 @@ def measured(words: str, tokens: int) -> float:
 
 
 def compare(words: str, tokens: int, seconds: float, card: Card) -> dict[str, Any]:
-    """Predict the step of a toggle set, and set the measured time [s] beside it."""
+    """Predict the step of a switch set, and set the measured time [s] beside it."""
     found = folds.step(recipe_of(words, tokens), find_shape(SHAPE), card, tokens, TRAINED_SHARE)
     return {
         "set": words,
@@ -94,7 +94,7 @@ def compare(words: str, tokens: int, seconds: float, card: Card) -> dict[str, An
 
 
 def recipe_of(words: str, tokens: int) -> Recipe:
-    """Make the recipe of a toggle set."""
+    """Make the recipe of a switch set."""
     return with_settings(Recipe(), [f"model=random:{SHAPE}", f"data.max_length={tokens}", *settings_of(words)])
 
 

@@ -78,7 +78,7 @@ def kwanzaa(device: Device | None = None) -> Recipe:
 
 
 def capstone(device: Device | None = None) -> Recipe:
-    """The Kwanzaa recipe with every toggle that the course teaches for it, which takes the fewest bytes.
+    """The Kwanzaa recipe with every switch that the course teaches for it, which takes the fewest bytes.
 
     The lessons and the figures count with this one on all devices.
     """
@@ -265,7 +265,7 @@ def _fused(device: Device) -> list[str]:
 
 
 def baseline(device: Device | None = None) -> Recipe:
-    """The baseline with every toggle off: fp32 full fine-tuning of SmolLM2-135M on the rows of ``nguzo_saba``."""
+    """The baseline with every switch off: fp32 full fine-tuning of SmolLM2-135M on the rows of ``nguzo_saba``."""
     return Recipe(name="baseline", model="smollm2", data=Data(max_length=1024), train=Train(learning_rate=2e-5))
 
 
@@ -283,7 +283,7 @@ def get(recipe: Recipe | str | Path, device: Device | None = None) -> Recipe:
     Args:
         recipe: a name (letter case does not matter), a path that ends with ``.toml``, or a ``Recipe``, which is
             returned unchanged.
-        device: the device that will train; a named recipe chooses its precision and a few toggles for it. None means
+        device: the device that will train; a named recipe chooses its precision and a few switches for it. None means
             this machine.
 
     Raises:
@@ -311,7 +311,7 @@ def _on_oom(device: Device | None) -> str:
 
     That a run which has gone on in this way learns the same is shown on a CPU only. Until a result of a GPU is
     committed, ``--set train.on_oom=adapt`` asks for it there. (:func:`baseline` stops on every device, because its
-    toggles are off on purpose.)
+    switches are off on purpose.)
     """
     return "stop" if (device or this_device()).kind == "cuda" else "adapt"
 

@@ -25,7 +25,7 @@ def resolve(recipe: Recipe, device: Device | None = None, processes: int = 1) ->
         The plan. Its ``warnings`` name the settings that have no effect on this device.
 
     Raises:
-        BadInput: if a toggle cannot work on this device, or not together with another toggle. The message gives the
+        BadInput: if a switch cannot work on this device, or not together with another toggle. The message gives the
             reason and says what to use instead.
     """
     rules.refuse(recipe)
@@ -37,10 +37,10 @@ def resolve(recipe: Recipe, device: Device | None = None, processes: int = 1) ->
 
 
 def still_off(recipe: Recipe, device: Device, processes: int = 1) -> list[str]:
-    """List the toggles that are off in a recipe and would work on a device, as advice after an out-of-memory error.
+    """List the switches that are off in a recipe and would work on a device, as advice after an out-of-memory error.
 
-    Each toggle is switched on alone. It is listed if the changed recipe resolves without an error and with the same
-    warnings, because a new warning means that the toggle has no effect there.
+    Each switch is switched on alone. It is listed if the changed recipe resolves without an error and with the same
+    warnings, because a new warning means that the switch has no effect there.
 
     Args:
         recipe: the recipe that ran out of memory.
@@ -66,7 +66,7 @@ def still_off(recipe: Recipe, device: Device, processes: int = 1) -> list[str]:
                 continue  # it buys time with memory
             if trick is gradient_accumulation and recipe.train.batch_size == 1:
                 continue  # it saves memory by splitting a micro-batch, and a single row cannot be split
-            with contextlib.suppress(BadInput):  # this toggle cannot work on the device or with the other toggles
+            with contextlib.suppress(BadInput):  # this switch cannot work on the device or with the other switches
                 changed = with_settings(recipe, [f"tricks.{switch}"])
                 if resolve(changed, device, processes).warnings == warnings_before:
                     usable.setdefault(field, []).append(value)

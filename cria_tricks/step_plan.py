@@ -1,7 +1,7 @@
 """Define a plan: what will run, as plain data. ``resolve.py`` makes it from a recipe.
 
 ``resolve.py`` passes an empty plan from trick to trick. Each trick writes keyword arguments and names into it, but does
-not call the libraries; only ``load/`` and ``trainer/`` do. So every toggle can be read, compared and tested as data, on
+not call the libraries; only ``load/`` and ``trainer/`` do. So every switch can be read, compared and tested as data, on
 a machine without a GPU, for a machine that has one.
 
 The names that a plan may use are listed here, in :data:`NAMES`. A plan refuses any other name when it is made.

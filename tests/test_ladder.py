@@ -1,4 +1,4 @@
-"""The ladder that films and home show: every rung is lower than the one before."""
+"""The ladder that films and home show: every step is lower than the one before."""
 
 import itertools
 import re
@@ -20,7 +20,7 @@ def test_every_rung_is_lower():
 
 
 def test_the_ladder_begins_with_nothing_and_ends_with_the_capstone():
-    fields = list(itertools.chain(*ladder.RUNGS.values()))
+    fields = list(itertools.chain(*ladder.LADDER_STEPS.values()))
     assert fields == toggles.switched_on(CAPSTONE), "not in the order of the lessons"
     *_, last = ladder.bills().values()
     assert last == toggles.Target(last.facts.shape, last.facts.device).memory(CAPSTONE)

@@ -318,7 +318,7 @@ def test_stopped_and_resumed_with_adapt_it_keeps_its_set(
     report = started(
         settings, tmp_path / "run", *EXACT_SETS, *own, resume=True, console=Console(stderr=True, width=300)
     )
-    said = "going on with the smaller set of toggles that the run has chosen: "
+    said = "going on with the smaller set of switches that the run has chosen: "
     assert said + ("it is the one asked for" if own else "tricks.gradient_checkpointing=1") in capsys.readouterr().err
     assert len(report["adapted"]) == 1
     assert losses(report) == losses(small_from_the_start)

@@ -75,7 +75,7 @@ def test_a_study_is_no_case(tmp_path):
 
 
 def test_the_measured_ladder_goes_from_rung_to_rung():
-    text = tables.rungs(
+    text = tables.ladder_steps(
         case(bench="together", name=name, against=before)
         for name, before in (("ladder_b", "ladder_a"), ("ladder_a", "off"), ("off", ""), ("alone_b", "off"))
     )

@@ -151,7 +151,7 @@ def test_shorter_rows_in_a_micro_batch_of_unequal_ones_are_padding():
 def test_what_may_change_changes_only_when_it_is_allowed():
     recipe = kwanzaa("model=llama-3.1-8b", "tricks.quantization=none", "tricks.double_quantization=false")
     with pytest.raises(
-        OutOfMemory, match=r"no set of toggles fits Tesla T4 .* the smallest needs .* --may-change quant"
+        OutOfMemory, match=r"no set of switches fits Tesla T4 .* the smallest needs .* --may-change quant"
     ):
         found(recipe)
     for settings, advice in ((["tricks.quantization=nf4", "model=llama-3.1-70b"], "tricks.stream_layers=true"),

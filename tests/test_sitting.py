@@ -28,7 +28,7 @@ OF_TIME = ("seconds", "calibration", "provenance.changed")
 
 @pytest.fixture
 def quick(monkeypatch):
-    """A calibration made up, two rungs, and no minutes of waiting."""
+    """A calibration made up, two steps of the ladder, and no minutes of waiting."""
     rates = {"flops products fp32": 1e15, "bytes between products fp32": 1e9, "flops products bf16": 1e15}
 
     def made_up(say, seconds):
@@ -105,13 +105,13 @@ def test_minutes_are_said_without_measuring(quick, tmp_path, run_cria):
     assert said["in"] == f"all     about {duration(60 * minutes)}, predicted"
 
 
-RUNGS = 4
-"""How many rungs the ladder of these two processes has."""
+LADDER_STEPS = 4
+"""How many steps the ladder of these two processes has."""
 SHORT = f"""
 from cria_tricks.bench import cases
 
 whole = cases.ladder
-cases.ladder = lambda device: whole(device)[:{RUNGS}]
+cases.ladder = lambda device: whole(device)[:{LADDER_STEPS}]
 from cria_tricks.cli.main import main
 
 main()
@@ -132,15 +132,15 @@ def test_a_killed_process_loses_one_case_at_most(tmp_path, run_cria, monkeypatch
                 cases = measured_card.read(file).cases
         running.send_signal(signal.SIGKILL)
     kept = measured_card.read(file).cases
-    assert 2 <= len(kept) < RUNGS
-    rungs = parts.cases.ladder(this_device())[:RUNGS]
-    monkeypatch.setattr(parts.cases, "ladder", lambda device: rungs)
+    assert 2 <= len(kept) < LADDER_STEPS
+    ladder_steps = parts.cases.ladder(this_device())[:LADDER_STEPS]
+    monkeypatch.setattr(parts.cases, "ladder", lambda device: ladder_steps)
     code, _, stderr = run_cria(*words)
     assert code == 0, stderr
     card = measured_card.read(file)
     assert card.cases[: len(kept)] == kept, "none of them was measured again"
     names = [case.name for case in card.cases]
-    assert names == [one.name for one in rungs]
+    assert names == [one.name for one in ladder_steps]
     assert all(f"together.{case.name}:" not in stderr for case in kept)
     assert f"together.{names[-1]}:" in stderr
 

@@ -24,7 +24,7 @@ from tools import ladder
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "assets" / "films"
 NAMES = ("plain", "lora", "attention", "checkpointing", "chunked_loss", "half", "all")
-"""The films of the ladder's rungs, in the order of ``tools/ladder.py``: each adds a switch to those before it."""
+"""The films of the ladder's steps, in the order of ``tools/ladder.py``: each adds a switch to those before it."""
 MOVING = "without_checkpointing"
 """The film of the moving picture."""
 LONG = "data.max_length=16384"
@@ -35,7 +35,7 @@ def films() -> dict[str, tuple[Recipe, float]]:
     capstone = recipes.capstone(T4)
     found: dict[str, tuple[Recipe, float]] = {}
     on: list[str] = []
-    for name, fields in zip(NAMES, ladder.RUNGS.values(), strict=True):
+    for name, fields in zip(NAMES, ladder.LADDER_STEPS.values(), strict=True):
         on += fields
         found[name] = (toggles.with_only(capstone, on), 0.0)
 
@@ -73,7 +73,7 @@ class Set(NamedTuple):
     says: str
 
 
-HOME = dict(zip(NAMES, ladder.RUNGS, strict=True))
+HOME = dict(zip(NAMES, ladder.LADDER_STEPS, strict=True))
 SETS = {
     "home": Set(
         "One training step of Llama-3.2-1B on a T4, switch by switch",

@@ -1,4 +1,4 @@
-"""The techniques of the course's job, in the order of the lessons, some of them in one rung: for films and home."""
+"""The techniques of the course's job, in the order of the lessons, some of them in one step: for films and home."""
 
 from cria_tricks import recipes
 from cria_tricks.bill.bill import Bill
@@ -8,7 +8,7 @@ from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles
 from tools.pages import GROUPS
 
-RUNGS: dict[str, tuple[str, ...]] = {
+LADDER_STEPS: dict[str, tuple[str, ...]] = {
     "plain fp32 training": (),
     "LoRA": ("peft",),
     "SDPA with expanded K/V heads": ("attention", "expand_kv"),
@@ -23,16 +23,16 @@ RUNGS: dict[str, tuple[str, ...]] = {
         "gradient_accumulation",
     ),
 }
-"""What each rung adds: its label, and the fields of ``recipe.tricks`` that are switched on."""
+"""What each step adds: its label, and the fields of ``recipe.tricks`` that are switched on."""
 
 
 def bills() -> dict[str, Bill]:
-    """The bill of each rung on a T4: Llama-3.2-1B, one row of 2,048 tokens."""
+    """The bill after each step on a T4: Llama-3.2-1B, one row of 2,048 tokens."""
     capstone = recipes.capstone(T4)
     target = toggles.Target(find_shape(capstone.model), T4)
     found = {}
     on: list[str] = []
-    for label, fields in RUNGS.items():
+    for label, fields in LADDER_STEPS.items():
         on += fields
         found[label] = target.memory(toggles.with_only(capstone, on))
     return found

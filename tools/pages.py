@@ -230,18 +230,18 @@ GROUPS = {
 
 
 def the_map() -> str:
-    """What each toggle of the capstone takes off each group of lines, and off the peak, in MiB, as an HTML table."""
+    """What each switch of the capstone takes off each group of lines, and off the peak, in MiB, as an HTML table."""
     capstone = recipes.capstone(T4)
-    rungs = toggles.ladder(toggles.Target(find_shape(capstone.model), T4), capstone)
-    choice = {rung.set[0].partition("=")[0]: "" for rung in rungs[1:]}
+    ladder_steps = toggles.ladder(toggles.Target(find_shape(capstone.model), T4), capstone)
+    choice = {step.set[0].partition("=")[0]: "" for step in ladder_steps[1:]}
     choice = {name: str(getattr(Tricks(), name)).lower() for name in choice}  # nothing is on
     changes = []
-    for before, after in itertools.pairwise(rungs):
+    for before, after in itertools.pairwise(ladder_steps):
         name, _, choice[name] = after.set[0].partition("=")
         old, new = _largest(before.memory), _largest(after.memory)
         found = {name: (new[name] - old[name]) / 2**20 for name in old}
         changes.append(heat.Row(after.set[0], dict(choice), found))
-    return heat.matrix({name: size / 2**20 for name, size in _largest(rungs[0].memory).items()}, changes)
+    return heat.matrix({name: size / 2**20 for name, size in _largest(ladder_steps[0].memory).items()}, changes)
 
 
 def _largest(memory: Bill) -> dict[str, int]:

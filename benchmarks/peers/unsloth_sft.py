@@ -4,7 +4,7 @@
 
 JOB.json holds the folder of the base model, rows of token ids and labels, LoRA's and the trainer's settings. Standard
 output gets one JSON document: seconds of each step but the first, tokens seen, and peak bytes of CUDA's allocator.
-Toggles are Unsloth's own best: 4 bits, its checkpointing, 8-bit AdamW. No machine of ours could run it yet.
+Switches are Unsloth's own best: 4 bits, its checkpointing, 8-bit AdamW. No machine of ours could run it yet.
 """
 
 import importlib.util

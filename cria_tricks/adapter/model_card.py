@@ -249,7 +249,7 @@ def _which(about: Mapping[str, Any]) -> str:
 
 
 def _switched(tricks: Mapping[str, Any]) -> str:
-    """List the toggles that differ from their defaults."""
+    """List the switches that differ from their defaults."""
     defaults = Recipe().tricks.model_dump(mode="json")
     switched = [f"{key}={json.dumps(value)}" for key, value in tricks.items() if value != defaults[key]]
     return ", ".join(switched) or "none"

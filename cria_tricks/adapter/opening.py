@@ -106,7 +106,7 @@ def _loaded(folder: Path, config: Path | None, below: models.Weights | None, dev
 
 
 def quantization_of(folder: Path) -> Tricks:
-    """Read from an adapter's recipe how its base was quantised in training; all other toggles stay off.
+    """Read from an adapter's recipe how its base was quantised in training; all other switches stay off.
 
     Raises:
         BadInput: if the folder's recipe cannot be read.

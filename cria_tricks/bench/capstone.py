@@ -68,7 +68,7 @@ def prepared(shape: str, tokens: int, steps: int) -> tuple[Recipe, Plan, Rows]:
     """Return what is trained; the arguments are those of :func:`recipe_for`.
 
     Raises:
-        BadInput: if a toggle cannot work here.
+        BadInput: if a switch cannot work here.
     """
     recipe = recipe_for(this_device(), shape, tokens, steps)
     return recipe, resolve(recipe), real_rows(CONFIGS[shape]["vocab_size"], tokens)

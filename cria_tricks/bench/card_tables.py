@@ -15,11 +15,11 @@ LEGEND = (
     "measured peak of tensors. *Reserved*: what PyTorch's allocator held, on a GPU only. Empty: not measured."
 )
 TITLES: dict[PartName, str] = {
-    "ladder": "**The ladder**: each line adds one toggle to the line above.",
-    "alone": "**Each toggle alone**, with the toggles that it needs.",
+    "ladder": "**The ladder**: each line adds one switch to the line above.",
+    "alone": "**Each switch alone**, with the switches that it needs.",
     "capstone": "**The shape of the Kwanzaa run**, with random weights.",
     "longest": "**The longest row** that fits.",
-    "errors": "**More sets of toggles**, bytes only.",
+    "errors": "**More sets of switches**, bytes only.",
 }
 """What the tables of a card show, by part."""
 

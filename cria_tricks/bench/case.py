@@ -113,7 +113,7 @@ def measure(bench: str, name: str, words: str, setup: Setup, against: str = "", 
             different lengths if it needs several.
 
     Returns:
-        The case. Its status is ``ok``; or ``refused``, with the reason, if a toggle cannot work here; or ``oom``, with
+        The case. Its status is ``ok``; or ``refused``, with the reason, if a switch cannot work here; or ``oom``, with
         what was being done, if memory ran out.
     """
     device = this_device()
@@ -147,7 +147,7 @@ def prepared(words: str, setup: Setup, lengths: Sequence[int] = ()) -> tuple[Rec
     """Return what a case would train; the arguments are those of :func:`measure`.
 
     Raises:
-        BadInput: if a toggle cannot work here.
+        BadInput: if a switch cannot work here.
     """
     recipe = recipe_of(settings_of(words, this_device()), setup)
     return recipe, resolve(recipe), setup.documents(lengths or setup.ragged(recipe.rows_per_step))
@@ -271,7 +271,7 @@ def _trained_tokens(labels: Sequence[int]) -> int:
 
 
 def settings_of(words: str, device: Device | None = None) -> list[str]:
-    """Turn the words of a toggle set into settings, as ``--set`` takes them; ``tricks.`` may be left out.
+    """Turn the words of a switch set into settings, as ``--set`` takes them; ``tricks.`` may be left out.
 
     Two words depend on the device. ``precision=best`` is what the built-in recipes take: bf16 if the hardware computes
     it natively, else fp16 on a GPU and fp32 on a CPU. ``attention=best`` is ``sdpa``, torch's attention kernels, with

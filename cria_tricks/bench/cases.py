@@ -1,4 +1,4 @@
-"""The cases that ``cria bench`` and ``pytest --benchmark-only`` share: the capstone's toggles, and sets for errors."""
+"""The cases that ``cria bench`` and ``pytest --benchmark-only`` share: the capstone's switches, and sets for errors."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -14,7 +14,7 @@ class ToMeasure(NamedTuple):
 
     Attributes:
         name: of the setting.
-        words: its toggles, as :func:`cria_tricks.bench.case.settings_of` reads them.
+        words: its switches, as :func:`cria_tricks.bench.case.settings_of` reads them.
         against: the name of its baseline; empty if it has none.
     """
 
@@ -32,17 +32,17 @@ def capstone(device: Device) -> Recipe:
 
 
 def words(recipe: Recipe, fields: Iterable[str]) -> str:
-    """Write toggles as a recipe has them."""
+    """Write switches as a recipe has them."""
     return " ".join(f"{field}={str(getattr(recipe.tricks, field)).lower()}" for field in fields)
 
 
 def on(device: Device) -> list[str]:
-    """List the capstone's toggles on a device, in the order of the lessons."""
+    """List the capstone's switches on a device, in the order of the lessons."""
     return toggles.switched_on(capstone(device))
 
 
 def ladder(device: Device) -> list[ToMeasure]:
-    """List the capstone's toggles one after the other, from everything off."""
+    """List the capstone's switches one after the other, from everything off."""
     found = [ToMeasure("off", "")]
     fields = on(device)
     for number, field in enumerate(fields, 1):
@@ -51,7 +51,7 @@ def ladder(device: Device) -> list[ToMeasure]:
 
 
 def alone(device: Device) -> list[ToMeasure]:
-    """List each toggle of the capstone over nothing but what it needs, and before them what they need."""
+    """List each switch of the capstone over nothing but what it needs, and before them what they need."""
     found = {"off": ToMeasure("off", "")}
     for field in on(device):
         needed = toggles.NEEDS.get(field, ())
@@ -64,7 +64,7 @@ def alone(device: Device) -> list[ToMeasure]:
 
 
 def removed(device: Device) -> list[ToMeasure]:
-    """List the capstone without each of its toggles; what cannot do without it goes with it."""
+    """List the capstone without each of its switches; what cannot do without it goes with it."""
     fields = on(device)
     whole = f"ladder_{fields[-1]}"
     return [

@@ -20,25 +20,25 @@ from cria_tricks.bench.style import GIB, MARKERS, Drawing, Theme, marked, panels
 from cria_tricks.hardware.device import T4
 
 
-def ladder(rungs: Mapping[str, Mapping[str, Any]]) -> Drawing:
-    """Draw the peak of Llama-3.2-1B while toggles are switched on one after the other, and the memory of a T4.
+def ladder(ladder_steps: Mapping[str, Mapping[str, Any]]) -> Drawing:
+    """Draw the peak of Llama-3.2-1B while techniques are switched on one after the other, and the memory of a T4.
 
     Args:
-        rungs: for each step of the ladder, by its label, ``peak_bytes`` and whether it ``fits`` a T4.
+        ladder_steps: for each step of the ladder, by its label, ``peak_bytes`` and whether it ``fits`` a T4.
     """
 
     def draw(theme: Theme) -> Figure:
-        figure, (axes,) = panels(1, height=0.34 * len(rungs) + 1.0)
-        peaks = [rung["peak_bytes"] / GIB for rung in rungs.values()]
+        figure, (axes,) = panels(1, height=0.34 * len(ladder_steps) + 1.0)
+        peaks = [step["peak_bytes"] / GIB for step in ladder_steps.values()]
         places = range(len(peaks))
-        fits = [rung["fits"] for rung in rungs.values()]
+        fits = [step["fits"] for step in ladder_steps.values()]
         bars = {True: theme.ink, False: theme.quiet}  # no colour: on other pictures colours are parts of the memory
         words = {True: theme.ink, False: theme.quiet}
         axes.barh(places, peaks, color=[bars[ok] for ok in fits], height=0.66)
         for place, peak, ok in zip(places, peaks, fits, strict=True):
             axes.text(peak, place, f" {peak:.1f} GiB", va="center", color=words[ok])
         capacity(axes, theme)
-        axes.set_yticks(places, readable(rungs))
+        axes.set_yticks(places, readable(ladder_steps))
         # The y axis points down, so the first bar is at the top. Above it is room for the label of the T4's line.
         axes.set(xlabel="peak of a training step, GiB", xlim=(0, max(peaks) * 1.12), ylim=(len(peaks) - 0.4, -1.2))
         axes.grid(axis="x")
@@ -97,13 +97,13 @@ def estimate_error(case: Case) -> float | None:
 
 
 class Pair(NamedTuple):
-    """The same optimizer step without a toggle and with it.
+    """The same optimizer step without a switch and with it.
 
     Attributes:
-        label: the toggle.
+        label: the switch.
         series: the group of points that share a colour: the device, or the way of comparing.
-        off: the step without the toggle.
-        on: the step with the toggle.
+        off: the step without the switch.
+        on: the step with the switch.
     """
 
     label: str
@@ -128,7 +128,7 @@ def pairs(cases: Iterable[Case]) -> list[Pair]:
 
 
 def capstone_pairs(cases: Iterable[Case]) -> list[Pair]:
-    """Pair each toggle of the capstone twice: with only the toggles that it needs, and with all the other toggles."""
+    """Pair each switch of the capstone twice: with only the switches that it needs, and with all the others."""
     found = [case for case in cases if case.bench == "together"]
     several = len(by_device(found)) > 1
     made = []
@@ -137,7 +137,7 @@ def capstone_pairs(cases: Iterable[Case]) -> list[Pair]:
         where = f", {case.device}" if several else ""
         if kind == "alone":
             made.append(Pair(field, f"alone{where}", other, case))
-        elif kind == "removed":  # here the case is the step without the toggle
+        elif kind == "removed":  # here the case is the step without the switch
             made.append(Pair(field, f"beside all others{where}", case, other))
     return made
 
@@ -153,7 +153,7 @@ def against(cases: Iterable[Case]) -> Iterator[tuple[Case, Case]]:
 
 
 def ratios(compared: Sequence[Pair]) -> Drawing:
-    """Draw how a step with a toggle compares with the same step without it: ratios of bytes and of time per token."""
+    """Draw how a step with a switch compares with the same step without it: ratios of bytes and of time per token."""
     labels = list(dict.fromkeys(pair.label for pair in compared))
     series = list(dict.fromkeys(pair.series for pair in compared))
     measures = (("bytes, times those without", PEAK), ("seconds of a token, times those without", TOKEN))
@@ -186,7 +186,7 @@ def ratios(compared: Sequence[Pair]) -> Drawing:
 
 
 def frontier(result: Mapping[str, Any]) -> Drawing:
-    """Draw peak memory against speed, for our toggle sets and for TRL's flags.
+    """Draw peak memory against speed, for our switch sets and for TRL's flags.
 
     On a CPU the bytes inside compiled kernels cannot be counted. So a compiled point gets the bytes of another point,
     its uncompiled twin, and is drawn hollow.

@@ -65,7 +65,7 @@ class BenchSettings(_Strict):
 
     short: bool
     shape: str = Field(description="of the model, as random:SHAPE names it")
-    alone_shape: str = Field(description="of the model on which each toggle is measured alone")
+    alone_shape: str = Field(description="of the model on which each switch is measured alone")
     tokens: int = Field(ge=8, description="of a row")
     rounds: int = Field(ge=3, description="timed steps of a case, at most")
     profile: Literal["", "t4"] = Field("", description="what the card was held to")
@@ -168,7 +168,7 @@ class GpuTests(_Strict):
 class MeasuredCard(_Strict):
     """One device, measured in one sitting.
 
-    Peaks and times are those of ``cases``. A case is in the part that it was measured for; a rung of the ladder is in
+    Peaks and times are those of ``cases``. A case is in the part that it was measured for; a step of the ladder is in
     ``ladder`` also where the part ``alone`` compares with it.
     """
 

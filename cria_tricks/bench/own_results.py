@@ -89,7 +89,7 @@ def case_of_run(report: Mapping[str, Any], file: Path) -> Case:
 
 
 def settings_of(recipe: Recipe) -> list[str]:
-    """List the toggles that a recipe changes, as ``--set`` takes them."""
+    """List the switches that a recipe changes, as ``--set`` takes them."""
     plain = Recipe().tricks.model_dump()
     changed = {field: value for field, value in recipe.tricks.model_dump().items() if value != plain[field]}
     return [f"tricks.{field}={str(value).lower()}" for field, value in changed.items()]

@@ -53,7 +53,7 @@ class Planned(NamedTuple):
 def settings_for(device: Device, *, short: bool, profile: str = "") -> BenchSettings:
     """Choose the model and the lengths for a device.
 
-    A CPU takes a small model and short rows, so that a sitting takes minutes. On a card each toggle is measured alone
+    A CPU takes a small model and short rows, so that a sitting takes minutes. On a card each switch is measured alone
     on Llama-3.2-1B only where plain fp32 full fine-tuning of it fits; else on SmolLM2's shape, where it does.
     """
     if device.kind == "cpu":
@@ -84,7 +84,7 @@ def skipped(part: PartName, settings: BenchSettings, device: Device) -> str:
 
 
 def planned(part: PartName, settings: BenchSettings, device: Device) -> list[Planned]:
-    """List the cases of a part; those of ``capstone`` and ``longest`` are not known by toggles, so they have none."""
+    """List the cases of a part; those of ``capstone`` and ``longest`` are not known by switches, so they have none."""
     setup = Setup(settings.shape, settings.tokens, settings.rounds)
     if part == "ladder":
         found = [Planned("together", case, setup) for case in cases.ladder(device)]
@@ -104,7 +104,7 @@ def lengths_of(one: Planned) -> list[int]:
     """Return the lengths of a planned case's rows; empty for the usual ones.
 
     Raises:
-        BadInput: if a toggle cannot work here.
+        BadInput: if a switch cannot work here.
     """
     if not one.full:
         return []

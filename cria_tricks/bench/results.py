@@ -200,7 +200,7 @@ NAMES = {
 
 
 def plain_name(bench: str, name: str) -> str:
-    """Return what a table calls a case: a rung of the ladder by the switch that it adds, others by :data:`NAMES`.
+    """Return what a table calls a case: a step of the ladder by the switch that it adds, others by :data:`NAMES`.
 
     Examples:
         >>> plain_name("together", "ladder_peft"), plain_name("nf4", "double")

@@ -13,7 +13,7 @@ from cria_tricks.common.units import human, off_by
 
 TITLES = {
     "tricks": "Every trick against the step without it",
-    "rungs": "The capstone's switches, one after the other",
+    "ladder_steps": "The capstone's switches, one after the other",
     "together": "The capstone's switches, alone and beside all others",
     "interactions": "Two at a time",
     "peers": "Beside others, in the same run",
@@ -48,7 +48,7 @@ def of_cases(cases: Iterable[Case], counted: Mapping[str, Mapping[str, int]]) ->
         curves[f"seconds with {what}"] = growing.measured(cases, kind, STEP)
     return {
         "tricks": tricks(case for case in cases if case.bench not in APART),
-        "rungs": rungs(cases),
+        "ladder_steps": ladder_steps(cases),
         "together": toggles(capstone_pairs(cases)),
         "interactions": interactions(cases),
         "peers": tricks(case for case in cases if case.bench == "peers"),
@@ -56,11 +56,11 @@ def of_cases(cases: Iterable[Case], counted: Mapping[str, Mapping[str, int]]) ->
     }
 
 
-def rungs(cases: Iterable[Case]) -> str:
-    """Lay out the measured ladder of the capstone, in which each rung switches one more toggle on."""
+def ladder_steps(cases: Iterable[Case]) -> str:
+    """Lay out the measured ladder of the capstone, in which each step switches on one more technique."""
     found = []
     for some in by_device(case for case in cases if case.bench == "together").values():
-        # Each rung names the rung below as its baseline. Begin at "off" and follow these names, as in a linked list.
+        # Each step names the step below as its baseline. Begin at "off" and follow these names, as in a linked list.
         above = {case.against: case for case in some if case.name.startswith("ladder_")}
         chain = [case for case in some if case.name == "off"][:1]
         while chain and chain[-1].name in above:
@@ -105,21 +105,21 @@ def _cases(cases: Sequence[Case]) -> str:
 
 
 def ladder(counted: Mapping[str, Mapping[str, Any]]) -> str:
-    """Lay out every rung of the ladder by dry run, and how far the estimate by hand is from its peak."""
+    """Lay out every step of the ladder by dry run, and how far the estimate by hand is from its peak."""
     rows = []
     before = None
-    for label, rung in counted.items():
-        peak = rung["peak_bytes"]
+    for label, dry_run in counted.items():
+        peak = dry_run["peak_bytes"]
         name = label
         step = ""
         if before is not None:
             name = f"+ `{label}`"
             sign = "-" if peak < before else "+"
             step = sign + human(abs(peak - before)) if peak != before else "0"
-        fits = "yes" if rung["fits"] else "no"
-        rows.append((name, fits, human(peak), step, off_by(rung["estimated_bytes"], peak)))
+        fits = "yes" if dry_run["fits"] else "no"
+        rows.append((name, fits, human(peak), step, off_by(dry_run["estimated_bytes"], peak)))
         before = peak
-    return table(("toggle", "fits a T4", "peak by dry run", "this step", "by hand, off by"), rows)
+    return table(("switch", "fits a T4", "peak by dry run", "this step", "by hand, off by"), rows)
 
 
 def long_rows(found: Mapping[str, Any]) -> str:
@@ -183,7 +183,7 @@ def without_checkpointing(counted: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def toggles(compared: Sequence[Pair]) -> str:
-    """Lay out the ratios of bytes and time for each toggle of the capstone: alone, and with all the others."""
+    """Lay out the ratios of bytes and time for each switch of the capstone: alone, and with all the others."""
     series = list(dict.fromkeys(pair.series for pair in compared))
     found = {(pair.label, pair.series): pair for pair in compared}
     rows = []
@@ -196,7 +196,7 @@ def toggles(compared: Sequence[Pair]) -> str:
             else:
                 cells += ["", ""]
         rows.append(cells)
-    columns = ["toggle"]
+    columns = ["switch"]
     for name in series:
         columns += [f"{name}: bytes", f"{name}: time"]
     return table(columns, rows)
@@ -233,9 +233,9 @@ def _of_four(four: Mapping[str, Case], measure: Measure) -> list[float | None]:
 
 
 def trajectories(found: Mapping[str, Any]) -> str:
-    """Lay out how far the losses of a run with a toggle are from those of the run without it."""
+    """Lay out how far the losses of a run with a switch are from those of the run without it."""
     rows = [(f"`{name}`", f"{c['largest']:.1e}", f"{c['mean']:.1e}", c["claim"]) for name, c in found["cases"].items()]
-    return table(("toggle", "largest difference of a loss", "mean", "its claim"), rows)
+    return table(("switch", "largest difference of a loss", "mean", "its claim"), rows)
 
 
 def quality(runs: Sequence[Mapping[str, Any]]) -> str:

@@ -57,14 +57,14 @@ Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
 ]
 FitAim = Annotated[
-    str, typer.Option("--fit", metavar="AIM", help="Search the best toggles: fastest, smallest, longest.")
+    str, typer.Option("--fit", metavar="AIM", help="Search the best switches: fastest, smallest, longest.")
 ]
 MayChange = Annotated[
-    list[str] | None, typer.Option(help="--fit: a toggle that may change results, too; may be repeated.")
+    list[str] | None, typer.Option(help="--fit: a switch that may change results, too; may be repeated.")
 ]
 Toggles = Annotated[
     bool,
-    typer.Option("--toggles", help="Show each toggle alone, and without each.", rich_help_panel=SHOWN),
+    typer.Option("--switches", "--toggles", help="Show each switch alone, and without each.", rich_help_panel=SHOWN),
 ]
 Nodes = Annotated[
     str, typer.Option(metavar="MIN:MAX", help="Machines that may come and go.", rich_help_panel="For --on torchrun")

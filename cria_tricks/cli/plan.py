@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cria_tricks.predict.machines import Advice, Option
 
 
-MORE = "[dim]more: --fit AIM, --toggles, --ladder, --front, --longest, --rows N, --json[/]"
+MORE = "[dim]more: --fit AIM, --switches, --ladder, --front, --longest, --rows N, --json[/]"
 """The last line of the answer of ``cria plan``."""
 
 
@@ -39,14 +39,14 @@ def plan(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the real step on tensors without data.")] = False,
     toggles: Toggles = False,
     ladder: Annotated[
-        bool, typer.Option("--ladder", help="Show the toggles added one after the other.", rich_help_panel=SHOWN)
+        bool, typer.Option("--ladder", help="Show the switches added one after the other.", rich_help_panel=SHOWN)
     ] = False,
     front: Annotated[
         bool,
         typer.Option(
             "--front",
             "--advise",
-            help="Try all toggle sets, and show the best in memory and time.",
+            help="Try all sets of switches, and show the best in memory and time.",
             rich_help_panel=SHOWN,
         ),
     ] = False,

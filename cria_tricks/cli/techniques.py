@@ -37,7 +37,7 @@ def tricks(as_json: Json = False) -> None:
     rows: list[dict[str, Any]] = [dict(row) for row in explain.table()]
     for row in rows:
         settings = row["set"].split(", ")
-        row["here"] = {one: status.get(one, "works") for one in settings}  # what has no toggle works everywhere
+        row["here"] = {one: status.get(one, "works") for one in settings}  # what has no switch works everywhere
         row["off_the_capstone_bytes"] = {one: saved[one] for one in settings if one in saved}
     if as_json:
         print(json.dumps(rows, indent=2))
@@ -68,9 +68,9 @@ def _mib(saved: int | None) -> str:
 
 
 def _how_many_work(toggles: list[dict[str, Any]], name: str) -> str:
-    """Say how many toggles work on a device, how many warn and how many are refused."""
+    """Say how many switches work on a device, how many warn and how many are refused."""
     counts = Counter(entry["status"] for entry in toggles)
-    found = f"{counts['works']} of {len(toggles)} toggles work on {name}"
+    found = f"{counts['works']} of {len(toggles)} switches work on {name}"
     return f"{found}; with a warning: {counts['warning']}; refused: {counts['refused']}"
 
 
@@ -120,7 +120,7 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what this machine is and which toggles work on it. With --selftest exit code 1 if a check fails."""
+    """Say what this machine is and which switches work on it. With --selftest exit code 1 if a check fails."""
     if hang is not None:
         _hang(hang, as_json)
         return
@@ -148,7 +148,7 @@ def doctor(
     works = [entry["set"].removeprefix("tricks.") for entry in found["toggles"] if entry["status"] == "works"]
     for name, text in (*_about_the_machine(found), ("works", ", ".join(works))):
         about.add_row(name, Text(text))
-    problems = table("toggle", "here", "why")
+    problems = table("switch", "here", "why")
     for entry in found["toggles"]:
         if entry["status"] != "works":
             problems.add_row(entry["set"].removeprefix("tricks."), _coloured(entry["status"]), Text(entry["why"]))

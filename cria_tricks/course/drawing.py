@@ -27,10 +27,10 @@ A notebook does not know them. It shows the plain SVG, which is the light versio
 
 
 def staircase(lesson: str) -> Drawing:
-    """Draw the peak memory as one bar for each toggle that the course has reached, each added to those before it.
+    """Draw the peak memory as one bar for each switch that the course has reached, each added to those before it.
 
     Args:
-        lesson: the name of the lesson's file, e.g. ``gradient_checkpointing``. The bars of the toggles that this
+        lesson: the name of the lesson's file, e.g. ``gradient_checkpointing``. The bars of the switches that this
             lesson explains are coloured, all others are grey.
     """
     reached = so_far(lesson)

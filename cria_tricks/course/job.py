@@ -1,6 +1,6 @@
 """Make the recipe that the course has reached after a lesson, and its memory bill.
 
-The course has one job, the Kwanzaa run on a T4, and switches on its toggles lesson by lesson.
+The course has one job, the Kwanzaa run on a T4, and switches on its techniques lesson by lesson.
 """
 
 from cria_tricks import recipes, tricks
@@ -15,7 +15,7 @@ from cria_tricks.tricks.folds import estimate
 MIB = 2**20
 CAPSTONE = recipes.capstone(T4)
 LESSON_OF: dict[str, str] = {}
-"""The file name of the lesson that explains a toggle, by the toggle's setting (``peft=lora``)."""
+"""The file name of the lesson that explains a switch, by the switch's setting (``peft=lora``)."""
 for _trick in tricks.TRICKS:
     LESSON_OF |= dict.fromkeys(_trick.SWITCHES, _trick.LESSON)
 PEAK = "peak of a step"
@@ -23,10 +23,10 @@ NEEDED = "least, with CUDA's own"
 
 
 def so_far(lesson: str) -> Recipe:
-    """Return the recipe of the Kwanzaa run with the toggles of all lessons up to this one.
+    """Return the recipe of the Kwanzaa run with the switches of all lessons up to this one.
 
     Args:
-        lesson: the name of the lesson's file, e.g. ``gradient_checkpointing``. ``the_bill`` has no toggles on: it
+        lesson: the name of the lesson's file, e.g. ``gradient_checkpointing``. ``the_bill`` has no switches on: it
             is plain fp32 full fine-tuning of Llama-3.2-1B, one row of 2,048 tokens.
     """
     reached = []
@@ -59,19 +59,19 @@ def show_bill(before: Recipe, after: Recipe) -> None:
 
 
 def show_worth(*fields: str) -> None:
-    """Print what toggles of the job are worth: added where the course adds them, and taken away from the whole job.
+    """Print what switches of the job are worth: added where the course adds them, and taken away from the whole job.
 
     Savings do not add up, so the two differ. Bytes and seconds are estimates for a T4; seconds are those of one row of
     2,048 tokens, the middle of their range.
 
     Args:
-        fields: names of toggles in ``recipe.tricks`` that belong to one lesson, such as ``quantization``.
+        fields: names of switches in ``recipe.tricks`` that belong to one lesson, such as ``quantization``.
     """
     on = toggles.switched_on(CAPSTONE)
     if unknown := [field for field in fields if field not in on]:
         raise ValueError(f"the job has no {', '.join(unknown)}; it has {', '.join(on)}")
     earlier = on[: min(on.index(field) for field in fields)]
-    # What needs a toggle cannot stay without it: weights in four bits, for example, cannot train.
+    # What needs a switch cannot stay without it: weights in four bits, for example, cannot train.
     rest = [other for other in on if all(other in toggles.without(CAPSTONE, field) for field in fields)]
     target = toggles.Target(find_shape(CAPSTONE.model), T4)
     print(f"{'':33}{'before':>10}{'after':>10}{'change':>11}{'seconds before, after':>25}")

@@ -136,9 +136,9 @@ def table(group: str = "tricks") -> list[dict[str, str]]:
 
 
 def off_the_capstone() -> dict[str, int]:
-    """Return how much each toggle of the capstone, the course's run on a T4, takes off its peak [bytes].
+    """Return how much each switch of the capstone, the course's run on a T4, takes off its peak [bytes].
 
-    Each is switched off alone, together with the toggles that need it; a toggle that adds bytes has a negative number.
+    Each is switched off alone, together with the switches that need it; a switch that adds bytes has a negative number.
 
     Returns:
         Setting, e.g. ``"quantization=nf4"``, -> bytes. Settings that the capstone does not use are left out.

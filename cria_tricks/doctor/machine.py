@@ -1,4 +1,4 @@
-"""Describe this machine, and find out which toggles work on it by resolving a recipe with each of them."""
+"""Describe this machine, and find out which switches work on it by resolving a recipe with each of them."""
 
 import importlib.metadata
 import importlib.util
@@ -30,7 +30,7 @@ PACKAGES = (
     "flash-attn",
 )
 
-# A toggle is tried together with LoRA, because several toggles do nothing without it. These fields need further
+# A switch is tried together with LoRA, because several switches do nothing without it. These fields need further
 # settings, too; {half} stands for precision= with the device's 16-bit format.
 _OVER = {
     "double_quantization": "quantization=nf4",
@@ -108,10 +108,10 @@ def examine(device: Device | None = None) -> dict[str, Any]:
 
 
 def toggles(device: Device) -> list[dict[str, str]]:
-    """Try every toggle on a device, each by resolving a recipe; nothing is trained.
+    """Try every switch on a device, each by resolving a recipe; nothing is trained.
 
     Returns:
-        For each toggle ``trick``, the name of its module; ``set``, the setting that switches it on; ``status``, which
+        For each switch ``trick``, the name of its module; ``set``, the setting that switches it on; ``status``, which
         is ``works``, ``warning`` or ``refused``; and ``why``, the warning or the error, empty if it works.
     """
     found = []
@@ -122,7 +122,7 @@ def toggles(device: Device) -> list[dict[str, str]]:
 
 
 def _try(trick: str, switch: str, device: Device) -> dict[str, str]:
-    """Try one toggle, and return its entry for :func:`toggles`."""
+    """Try one switch, and return its entry for :func:`toggles`."""
     field = switch.partition("=")[0]
     over = _OVER.get(field, "").format(half=f"precision={device.half_precision}")
     words = ("peft=lora", *over.split(), switch)
@@ -133,7 +133,7 @@ def _try(trick: str, switch: str, device: Device) -> dict[str, str]:
     except BadInput as error:
         # An error begins with the setting, which stands in "set" already, so only the part after the colon is kept.
         return {**entry, "status": "refused", "why": str(error).partition(": ")[2]}
-    # Other toggles of the recipe may warn, too. A warning begins with the name of its field.
+    # Other switches of the recipe may warn, too. A warning begins with the name of its field.
     own = " ".join(sentence for sentence in plan.warnings if sentence.startswith(field))
     return {**entry, "status": "warning" if own else "works", "why": own}
 

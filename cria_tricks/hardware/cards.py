@@ -18,7 +18,7 @@ class Card:
     """A GPU and its peak rates.
 
     Attributes:
-        device: the facts about it that toggles and estimates need.
+        device: the facts about it that switches and estimates need.
         half_flops: peak rate of 16-bit products on tensor cores [floating-point operations/s].
         full_flops: peak rate of fp32 products [floating-point operations/s].
         memory_rate: bandwidth between the GPU and its own memory [bytes/s].

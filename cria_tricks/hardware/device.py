@@ -1,4 +1,4 @@
-"""The few facts about a device that decide which toggles work on it, as plain data.
+"""The few facts about a device that decide which switches work on it, as plain data.
 
 torch takes seconds to import, so only the functions that need it import it. A GPU can be described without torch.
 """
@@ -17,7 +17,7 @@ import psutil
 
 @dataclass(frozen=True)
 class Device:
-    """The facts about a GPU or a CPU that toggles and estimates need.
+    """The facts about a GPU or a CPU that switches and estimates need.
 
     Attributes:
         kind: ``"cpu"`` or ``"cuda"``.

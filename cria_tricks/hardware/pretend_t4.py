@@ -17,7 +17,7 @@ def profile(name: str) -> Iterator[Device]:
 
     - attention: torch uses neither its flash kernel nor cuDNN's, so grouped heads without a mask run in the math
       kernel;
-    - bf16: toggles refuse it, and recipes that choose the precision for the machine choose fp16, because
+    - bf16: switches refuse it, and recipes that choose the precision for the machine choose fp16, because
       :func:`this_device` describes a T4;
     - memory: torch's allocator gets 14.74 GiB and not a byte more. (On a real T4 it gets less, because the CUDA context
       takes its share of them.)

@@ -151,8 +151,8 @@ def prepare(
             less if the recipe has a short ``train.time_budget``.
         budget: the highest cost that the job may have [USD].
         prices: the prices of the machines that are offered now [USD/h]; those of :data:`FLAVORS` when left out.
-        fit: ``fastest``, ``smallest`` or ``longest``: on each machine, the toggles that a search finds best.
-        may_change: toggles that it may change although they change results.
+        fit: ``fastest``, ``smallest`` or ``longest``: on each machine, the switches that a search finds best.
+        may_change: switches that it may change although they change results.
         attempts: how often the hub starts the job at most, if it fails.
         bucket: a bucket on the hub, OWNER/NAME, that keeps the checkpoints, so that the next attempt goes on from them.
 

@@ -111,7 +111,7 @@ def refuse(plan: Plan, facts: Facts, processes: int) -> None:
 
 
 def _refuse_kind(plan: Plan, facts: Facts) -> None:
-    """Refuse a kind of model whose blocks are built otherwise than a toggle expects."""
+    """Refuse a kind of model whose blocks are built otherwise than a switch expects."""
     if {"fuse_blocks", "fuse_blocks_by_triton"} & set(plan.after_load):
         fused_blocks.refuse_kind(facts.kind, facts.name)
     if "tile_mlps" in plan.after_load:

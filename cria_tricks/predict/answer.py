@@ -22,9 +22,9 @@ class BillLine(_Frozen):
 
 
 class Suggestion(_Frozen):
-    """A toggle that would lower the peak: what to set, the new peak [bytes], and whether the run would fit then.
+    """A switch that would lower the peak: what to set, the new peak [bytes], and whether the run would fit then.
 
-    ``slowdown`` is the time of a token with the toggle, divided by the time without it [ratio]; ``None`` if the card's
+    ``slowdown`` is the time of a token with the switch, divided by the time without it [ratio]; ``None`` if the card's
     rates are not known.
     """
 
@@ -36,10 +36,10 @@ class Suggestion(_Frozen):
 
 
 class Comparison(_Frozen):
-    """The peak [bytes] without (``before_bytes``) and with (``after_bytes``) one toggle.
+    """The peak [bytes] without (``before_bytes``) and with (``after_bytes``) one switch.
 
-    ``beside`` lists, in ``PlanAnswer.alone``, the other toggles that were on because this one needs them; in
-    ``PlanAnswer.removed``, the toggles that were switched off together with this one, because they need it.
+    ``beside`` lists, in ``PlanAnswer.alone``, the other switches that were on because this one needs them; in
+    ``PlanAnswer.removed``, the switches that were switched off together with this one, because they need it.
     ``slowdown`` is as in :class:`Suggestion`.
     """
 
@@ -51,10 +51,10 @@ class Comparison(_Frozen):
     slowdown: float | None
 
 
-class Rung(_Frozen):
+class LadderStep(_Frozen):
     """A setting, the bytes that it needs, and the time of a token [s]; ``None`` if the rates are not known.
 
-    In ``PlanAnswer.ladder``, ``set`` names only the toggle that this rung adds to those before it; the first rung is
+    In ``PlanAnswer.ladder``, ``set`` names only the switch that this step adds to those before it; the first step is
     plain fp32 full fine-tuning. In ``PlanAnswer.front`` it lists the changes from the recipe.
     """
 
@@ -110,7 +110,7 @@ class HostMemory(_Frozen):
 
 
 class FitChoice(_Frozen):
-    """A set of toggles that fits: its changes of the recipe, the bytes that it needs, and the time of a step [s].
+    """A set of switches that fits: its changes of the recipe, the bytes that it needs, and the time of a step [s].
 
     The time is a range, with its middle; ``None`` if the card's speed is not known.
     """
@@ -168,12 +168,12 @@ class PlanAnswer(_Frozen):
         seconds_by: what backs this range: what was ``"measured here"`` by ``cria doctor --calibrate``, ``"measured
             cards"`` of this kind, ``"public runs"`` on this card, or ``"no run"``.
         warnings: settings that have no effect or may not do what was meant, each in one sentence.
-        suggestions: single toggles that would lower the peak, the smallest slowdown first.
-        alone: what each toggle saves without the others.
-        removed: what would be lost by switching off each toggle.
-        ladder: the toggles added one after the other.
+        suggestions: single switches that would lower the peak, the smallest slowdown first.
+        alone: what each switch saves without the others.
+        removed: what would be lost by switching off each switch.
+        ladder: the switches added one after the other.
         answers: the time of answers during training and in ``cria eval``; ``None`` if the card's rates are not known.
-        front: the toggle sets that no other set beats in both bytes and time; ``None`` if not asked for.
+        front: the switch sets that no other set beats in both bytes and time; ``None`` if not asked for.
         longest: the length of the longest row that fits [tokens]; ``None`` if not asked for.
         host: the memory on the host; ``None`` on a CPU.
         fit: what a search for the fastest, smallest or longest set has found; ``None`` if not asked for. All the rest
@@ -210,9 +210,9 @@ class PlanAnswer(_Frozen):
     suggestions: list[Suggestion]
     alone: list[Comparison]
     removed: list[Comparison]
-    ladder: list[Rung]
+    ladder: list[LadderStep]
     answers: AnswerTimes | None = None
-    front: list[Rung] | None = None
+    front: list[LadderStep] | None = None
     longest: int | None = None
     prices: list[Price] | None = None
     host: HostMemory | None = None

@@ -72,7 +72,7 @@ def host_bill(target: Target, recipe: Recipe, host: Host | None, rows: int = 0) 
     file = Line("a file of weights", min(half, LARGEST_FILE), "while it is loaded, at most")
     waiting = _taken_off(target, recipe, "activation_offload", "saved activations")
     pinned = Line(OFFLOADED, 2 * waiting, "pinned blocks are rounded up to powers of two, at most")
-    # With all blocks checkpointed, each block's input is one tensor. Only tricks/ reads a toggle, so this asks whether
+    # With all blocks checkpointed, each block's input is one tensor. Only tricks/ reads a switch, so this asks whether
     # setting it would change the recipe. It would for a number of blocks, also for 1: then the bound above stays.
     if recipe == with_toggles(recipe, {"gradient_checkpointing": True}):
         known = target.memory(recipe).facts
@@ -124,7 +124,7 @@ def refuse_beyond_host(memory: HostBill | None) -> None:
 
 
 def _taken_off(target: Target, recipe: Recipe, toggle: str, line: str) -> int:
-    """Return the bytes that a toggle takes off the card: the largest difference of a line over the step's moments."""
+    """Return the bytes that a switch takes off the card: the largest difference of a line over the step's moments."""
     without = with_toggles(recipe, {toggle: False})
     if without == recipe:
         return 0

@@ -232,7 +232,7 @@ def recipe_for(method: str, device: Device, shape: Shape | None = None) -> Recip
     )
     if method != "full":
         tricks = tricks.model_copy(update={"peft": "lora"})
-    # QLoRA stands for the least memory, so it gets every toggle that saves some. The others are what the guide means.
+    # QLoRA stands for the least memory, so it gets every switch that saves some. The others are what the guide means.
     if method == "qlora":
         frozen = {"quantization": "nf4", "double_quantization": True, "lean_preparation": True, "chunked_loss": True}
         tricks = tricks.model_copy(update={**frozen, "optimizer": "adamw_8bit", "paged_optimizer": True})

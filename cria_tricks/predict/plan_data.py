@@ -38,7 +38,7 @@ def answer(
         recipe: the recipe that would run.
         lengths: the lengths of its rows.
         dry: count the bytes by a dry run, as in :func:`bill`.
-        advise: add ``front``, the best toggle sets.
+        advise: add ``front``, the best switch sets.
         longest: add ``longest``, the length of the longest row that fits [tokens].
         rows: the number of training rows, for ``prices``; ``None`` for no prices.
         host: the machine around the card; ``None`` if it is not known.
@@ -95,7 +95,7 @@ def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths 
         ``saved_bytes``, ``slowdown`` and ``fits``.
 
     Raises:
-        BadInput: for a toggle that cannot work on the card or with the model, or a dry run of several processes.
+        BadInput: for a switch that cannot work on the card or with the model, or a dry run of several processes.
     """
     plan = target.resolve(recipe)
     if dry and target.processes > 1:
@@ -194,7 +194,7 @@ def _suggestion(change: Change) -> dict[str, Any]:
 
 
 def comparisons(target: Target, recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
-    """Compare the toggles of a recipe: each ``alone``, each ``removed``, and one after the other (``ladder``)."""
+    """Compare the switches of a recipe: each ``alone``, each ``removed``, and one after the other (``ladder``)."""
     return {
         "alone": [_change(change) for change in toggles.alone(target, recipe)],
         "removed": [_change(change) for change in toggles.removed(target, recipe)],
@@ -203,12 +203,12 @@ def comparisons(target: Target, recipe: Recipe) -> dict[str, list[dict[str, Any]
 
 
 def front(target: Target, recipe: Recipe) -> list[dict[str, Any]]:
-    """Find the toggle sets that no other set beats in both bytes and time, the fastest first."""
+    """Find the switch sets that no other set beats in both bytes and time, the fastest first."""
     return [_setting(setting) for setting in toggles.front(target, recipe)]
 
 
 def doubts(target: Target, recipe: Recipe, verdict: str) -> list[str]:
-    """Warn of what may go wrong although no toggle is refused.
+    """Warn of what may go wrong although no switch is refused.
 
     There are two such risks: rows longer than the model's context, and a narrow fit. A calibration of this machine that
     is stale is said, too.
@@ -289,7 +289,7 @@ def on_machine(recipe: Recipe, shape: Shape, flavor: Flavor) -> Setting:
     With several cards and no strategy in the recipe, they share the run by ``ddp``.
 
     Raises:
-        BadInput: for a toggle that cannot work there, or a run that the machine's cards cannot share.
+        BadInput: for a switch that cannot work there, or a run that the machine's cards cannot share.
     """
     if flavor.cards > 1 and recipe.parallel.strategy == "none":
         recipe = with_settings(recipe, ["parallel.strategy=ddp"])

@@ -30,8 +30,8 @@ def show(found: dict[str, Any], screen: Screen, *, toggles: bool = False, ladder
     Args:
         found: the answer as plain data, from :meth:`cria_tricks.predict.answer.PlanAnswer.to_dict`.
         screen: where to print.
-        toggles: print what each toggle does alone, and what you would lose by switching it off.
-        ladder: print the toggles added one after the other.
+        toggles: print what each switch does alone, and what you would lose by switching it off.
+        ladder: print the switches added one after the other.
     """
     _show_lead(found, screen)
     if found.get("fit"):
@@ -214,13 +214,13 @@ def _show_suggestions(entries: list[dict[str, Any]], screen: Screen) -> None:
 
 
 def _show_toggles(found: dict[str, Any], screen: Screen) -> None:
-    """Print two tables: each toggle alone, and each taken away. Both say what changes, from before to after."""
+    """Print two tables: each switch alone, and each taken away. Both say what changes, from before to after."""
     alone = table("switched on", "peak", "memory", "time", numbers=["peak", "memory"])
     for entry in found["alone"]:
         named = _with_others(entry, "over")
         changed = _more_or_less(-entry["saved_bytes"])
         alone.add_row(named, human(entry["after_bytes"]), changed, speed(entry["slowdown"]))
-    _show("Each toggle alone, over those that it needs", alone, screen)
+    _show("Each switch alone, over those that it needs", alone, screen)
     removed = table("switched off", "peak", "memory", "time", numbers=["peak", "memory"])
     for entry in found["removed"]:
         named = _with_others(entry, "and")
@@ -240,13 +240,13 @@ def _more_or_less(change: int) -> str:
     return f"{human(abs(change))} {'more' if change > 0 else 'less'}"
 
 
-def _show_ladder(rungs: list[dict[str, Any]], screen: Screen) -> None:
+def _show_ladder(ladder_steps: list[dict[str, Any]], screen: Screen) -> None:
     shown = table("switched on", "peak", "fits", "time of a token", numbers=["peak"])
-    first = rungs[0]["seconds_per_token"]  # plain fp32 full fine-tuning, with which the other times are compared
-    for number, entry in enumerate(rungs):
+    first = ladder_steps[0]["seconds_per_token"]  # plain fp32 full fine-tuning, with which the other times are compared
+    for number, entry in enumerate(ladder_steps):
         compared = speed(entry["seconds_per_token"] / first) if number and first is not None else ""
         shown.add_row(", ".join(entry["set"]), human(entry["peak_bytes"]), _yes_or_no(entry), compared)
-    _show("The ladder: toggles added one after the other, times compared with the first", shown, screen)
+    _show("The ladder: switches added one after the other, times compared with the first", shown, screen)
 
 
 def _show_front(entries: list[dict[str, Any]], screen: Screen) -> None:
@@ -257,4 +257,4 @@ def _show_front(entries: list[dict[str, Any]], screen: Screen) -> None:
             milliseconds = f"{1000 * entry['seconds_per_token']:.3f}"
         named = " ".join(entry["set"]) or "as it is"
         shown.add_row(human(entry["needed_bytes"]), _yes_or_no(entry), milliseconds, named)
-    _show("The front: toggle sets that no other set beats in both memory and time", shown, screen)
+    _show("The front: sets of switches that no other set beats in both memory and time", shown, screen)

@@ -1,4 +1,4 @@
-"""List the toggles in their order, the values to try for each, and all sets of toggles with these values."""
+"""List the switches in their order, the values to try for each, and all sets of switches with these values."""
 
 import itertools
 from collections.abc import Iterator
@@ -43,11 +43,11 @@ NEEDS = {
     "lean_preparation": ("peft", "precision"),
     **dict.fromkeys(("chunked_loss", "fused_lora", "fused_blocks"), ("peft",)),
 }
-"""Toggle -> those without which it has nothing to act on, or is refused."""
+"""Switch -> those without which it has nothing to act on, or is refused."""
 
 
 def choices(recipe: Recipe, device: Device, width: int) -> dict[str, tuple[Any, ...]]:
-    """List the values to try for toggles that change how a step is computed.
+    """List the values to try for switches that change how a step is computed.
 
     ``peft`` is left out, because it changes which weights train; ``packing`` and ``gradient_accumulation`` are, because
     they change how many tokens a step learns from. ``compile`` is left out, because the estimate knows its faster
@@ -85,7 +85,7 @@ def choices(recipe: Recipe, device: Device, width: int) -> dict[str, tuple[Any, 
 
 
 def all_sets(recipe: Recipe, device: Device, width: int) -> Iterator[dict[str, Any]]:
-    """Yield all combinations of these values, but three kinds in which a toggle has no effect on any device.
+    """Yield all combinations of these values, but three kinds in which a switch has no effect on any device.
 
     Some of the others have no effect on this device, or are refused; the caller checks that.
     """

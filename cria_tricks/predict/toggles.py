@@ -1,6 +1,6 @@
-"""Compare toggles on paper: each alone, each removed, one after the other; and suggest some if a recipe does not fit.
+"""Compare switches on paper: each alone, each removed, one after the other; and suggest some if a recipe does not fit.
 
-Nothing is trained or loaded. One estimate takes a millisecond, so all sets of toggles can be tried.
+Nothing is trained or loaded. One estimate takes a millisecond, so all sets of switches can be tried.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,10 +32,10 @@ LONGEST = 2**20
 
 @dataclass(frozen=True)
 class Setting:
-    """A recipe with some toggles changed, and what it would cost.
+    """A recipe with some switches changed, and what it would cost.
 
     Attributes:
-        set: the changed toggles, as ``--set`` takes them.
+        set: the changed switches, as ``--set`` takes them.
         recipe: the whole recipe with these changes.
         memory: its memory bill.
         seconds: the estimated time of one token, the middle of its range [s]; ``None`` for a card whose rates are not
@@ -54,14 +54,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Change:
-    """What one toggle changes.
+    """What one switch changes.
 
     Attributes:
-        set: the toggle.
-        beside: in :func:`alone`, the other toggles that were on, because this one needs them; in :func:`removed`, the
-            toggles that were removed together with this one, because they need it.
-        before: the setting without the toggle.
-        after: the setting with the toggle.
+        set: the switch.
+        beside: in :func:`alone`, the other switches that were on, because this one needs them; in :func:`removed`, the
+            switches that were removed together with this one, because they need it.
+        before: the setting without the switch.
+        after: the setting with the switch.
     """
 
     set: str
@@ -71,12 +71,12 @@ class Change:
 
     @property
     def saved_bytes(self) -> int:
-        """How much the toggle lowers the peak [bytes]; negative when it raises it."""
+        """How much the switch lowers the peak [bytes]; negative when it raises it."""
         return self.before.memory.peak_bytes - self.after.memory.peak_bytes
 
     @property
     def slowdown(self) -> float | None:
-        """The time of a token with the toggle, divided by the time without it [ratio]; ``None`` if not known."""
+        """The time of a token with the switch, divided by the time without it [ratio]; ``None`` if not known."""
         if self.before.seconds is None or self.after.seconds is None:
             return None
         return self.after.seconds / self.before.seconds
@@ -84,7 +84,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Target:
-    """The model and the hardware, which stay the same while toggles are tried.
+    """The model and the hardware, which stay the same while switches are tried.
 
     Attributes:
         shape: the model's shape.
@@ -106,7 +106,7 @@ class Target:
 
         Args:
             recipe: the recipe.
-            changed: the toggles that were changed in it, for ``Setting.set``.
+            changed: the switches that were changed in it, for ``Setting.set``.
         """
         card = self.card
         if card is None:
@@ -164,13 +164,13 @@ def switched_on(recipe: Recipe) -> list[str]:
 
 
 def with_only(recipe: Recipe, fields: Iterable[str]) -> Recipe:
-    """Return a recipe with these toggles as they are, and all others off."""
+    """Return a recipe with these switches as they are, and all others off."""
     kept = {field: getattr(recipe.tricks, field) for field in fields}
     return with_toggles(recipe, {**Tricks().model_dump(), **kept})
 
 
 def alone(target: Target, recipe: Recipe) -> list[Change]:
-    """Compare each toggle alone: with it and without it, where only the toggles that it needs are on as well."""
+    """Compare each switch alone: with it and without it, where only the switches that it needs are on as well."""
     on = switched_on(recipe)
     found = []
     for field in on:
@@ -184,7 +184,7 @@ def alone(target: Target, recipe: Recipe) -> list[Change]:
 
 
 def removed(target: Target, recipe: Recipe) -> list[Change]:
-    """Compare the whole recipe with the recipe without each toggle, and without the toggles that need it."""
+    """Compare the whole recipe with the recipe without each switch, and without the switches that need it."""
     on = switched_on(recipe)
     whole = target.bill(recipe)
     found = []
@@ -198,22 +198,22 @@ def removed(target: Target, recipe: Recipe) -> list[Change]:
 
 
 def without(recipe: Recipe, field: str) -> list[str]:
-    """List the fields that stay on when ``field`` is switched off: all but the toggles that need it."""
+    """List the fields that stay on when ``field`` is switched off: all but the switches that need it."""
     return [other for other in switched_on(recipe) if other != field and field not in NEEDS.get(other, ())]
 
 
 def ladder(target: Target, recipe: Recipe) -> list[Setting]:
-    """Estimate a series of settings, from plain fp32 full fine-tuning to the recipe, each with one more toggle on."""
-    rungs = [target.bill(with_only(recipe, []), "plain fp32, everything trained")]
+    """Estimate a series of settings, from plain fp32 full fine-tuning to the recipe, each with one more switch on."""
+    ladder_steps = [target.bill(with_only(recipe, []), "plain fp32, everything trained")]
     so_far: list[str] = []
     for field in switched_on(recipe):
         so_far.append(field)
-        rungs.append(target.bill(with_only(recipe, so_far), named(recipe, field)))
-    return rungs
+        ladder_steps.append(target.bill(with_only(recipe, so_far), named(recipe, field)))
+    return ladder_steps
 
 
 def suggestions(target: Target, recipe: Recipe) -> list[Change]:
-    """Find the single toggles that would lower the peak here, the smallest slowdown first.
+    """Find the single switches that would lower the peak here, the smallest slowdown first.
 
     Raises:
         BadInput: if the recipe itself is refused.
@@ -223,7 +223,7 @@ def suggestions(target: Target, recipe: Recipe) -> list[Change]:
     helpful = []
     for field, changed in _single_changes(target, recipe):
         if len(target.resolve(changed).warnings) > len(warned):
-            continue  # the new warning says that the toggle would have no effect
+            continue  # the new warning says that the switch would have no effect
         after = target.bill(changed, f"tricks.{named(changed, field)}")
         change = Change(after.set[0], (), before, after)
         if change.saved_bytes > 0:
@@ -233,7 +233,7 @@ def suggestions(target: Target, recipe: Recipe) -> list[Change]:
 
 
 def _single_changes(target: Target, recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """Change one toggle at a time, and yield its field and the changed recipe if that is not refused."""
+    """Change one switch at a time, and yield its field and the changed recipe if that is not refused."""
     for field, values in choices(recipe, target.device, target.shape.width).items():
         for value in values:
             changed = with_toggles(recipe, {field: value})
@@ -242,23 +242,23 @@ def _single_changes(target: Target, recipe: Recipe) -> Iterator[tuple[str, Recip
 
 
 def in_words(target: Target, recipe: Recipe) -> str:
-    """Say in one line which toggles would lower the peak by more than a hundredth."""
+    """Say in one line which switches would lower the peak by more than a hundredth."""
     before = target.bill(recipe).memory.peak_bytes
     found = [change for change in suggestions(target, recipe) if change.saved_bytes > before / 100]
     if not found:
-        return "no toggle that works here would save a hundredth of it: shorten data.max_length"
+        return "no switch that works here would save a hundredth of it: shorten data.max_length"
     said = (f"{change.set} saves {human(change.saved_bytes)}{_at_the_cost(change)}" for change in found)
     return f"of an estimated {human(before)}, " + ", ".join(said)
 
 
 def _at_the_cost(change: Change) -> str:
-    """Write what a toggle costs or saves in time; nothing if it is as fast, or if that is not known."""
+    """Write what a switch costs or saves in time; nothing if it is as fast, or if that is not known."""
     said = speed(change.slowdown)
     return f" ({said})" if said not in ("", "as fast") else ""
 
 
 def front(target: Target, recipe: Recipe) -> list[Setting]:
-    """Find the toggle sets that no other set beats in both bytes and time, the fastest first.
+    """Find the switch sets that no other set beats in both bytes and time, the fastest first.
 
     ``peft``, ``packing`` and ``gradient_accumulation`` stay as they are, because they change what is learnt, or from
     how much. ``compile`` stays as it is, too, because the estimate does not know what it saves.
@@ -303,7 +303,7 @@ def with_toggles(recipe: Recipe, tricks: dict[str, Any]) -> Recipe:
 
 
 def named(recipe: Recipe, field: str) -> str:
-    """Write a toggle as ``--set`` takes it, but without the leading ``tricks.``: ``peft=lora``."""
+    """Write a switch as ``--set`` takes it, but without the leading ``tricks.``: ``peft=lora``."""
     value = getattr(recipe.tricks, field)
     if isinstance(value, bool):
         value = str(value).lower()

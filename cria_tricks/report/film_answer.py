@@ -136,7 +136,7 @@ def answer(target: Target, recipe: Recipe, shorter: float, say: Callable[[str], 
         say: is told the name of each part.
 
     Raises:
-        BadInput: for a toggle that cannot work, or a model that a dry run cannot run.
+        BadInput: for a switch that cannot work, or a model that a dry run cannot run.
     """
     plan = target.resolve(recipe)
     config = find_config(recipe.model)

@@ -54,7 +54,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         *_sampled(report),
         *_profiled(report),
         *_data(report["data"]),
-        *("## Toggles", "", ", ".join(switched), ""),
+        *("## Switches", "", ", ".join(switched), ""),
         *("## Warnings", "", *warnings, ""),
         *("## Versions", "", ", ".join(versions), ""),
     ]

@@ -53,7 +53,7 @@ def train(
         settings: changes of the recipe, written as for ``--set``, e.g. ``["train.max_steps=20", "lr=1e-3"]``.
         resume: continue from the newest checkpoint in ``out``; start from the beginning if there is none.
         other_base: allow a resumed run to continue with another base model than the one it began with.
-        fit: ``fastest``, ``smallest`` or ``longest``: train with the toggles that :func:`plan` finds for this aim.
+        fit: ``fastest``, ``smallest`` or ``longest``: train with the switches that :func:`plan` finds for this aim.
         may_change: as for :func:`plan`.
         console: where progress is shown; standard error when left out.
 
@@ -65,7 +65,7 @@ def train(
         Diverged: if the loss is not finite.
         Interrupted: if Ctrl-C or SIGTERM came; ``resume=True`` continues the run.
         Lost: if another process of the run died; ``resume=True`` continues the run.
-        OutOfMemory: if the run does not fit. The message says during what, and which toggles would save how many bytes.
+        OutOfMemory: if the run does not fit. It says during what, and which switches would save how many bytes.
 
     Examples:
         >>> report = train("smoke", settings=["steps=2"])  # doctest: +SKIP
@@ -117,15 +117,15 @@ def plan(
         rows: the number of training rows, for ``prices``; when left out, as many as were read with the lengths.
         nproc: the number of processes, with one card each; ``ddp`` if the recipe names no strategy.
         dry_run: count the bytes in a step of the real modules on tensors without data.
-        advise: try all toggle sets; the answer then has ``front``.
+        advise: try all switch sets; the answer then has ``front``.
         longest: find the longest row that fits; the answer then has ``longest``.
         rows_full: take every row as ``data.max_length`` tokens long, whatever the data.
-        fit: ``fastest``, ``smallest`` or ``longest``: answer for the toggles that a search finds best for this aim.
-        may_change: toggles that this search may also change, although they change results, e.g. ``["quantization"]``.
+        fit: ``fastest``, ``smallest`` or ``longest``: answer for the switches that a search finds best for this aim.
+        may_change: switches that this search may also change, although they change results, e.g. ``["quantization"]``.
 
     Raises:
-        BadInput: for an unknown name, a toggle that cannot work on the card, or a row that training would refuse.
-        OutOfMemory: if no set of toggles fits.
+        BadInput: for an unknown name, a switch that cannot work on the card, or a row that training would refuse.
+        OutOfMemory: if no set of switches fits.
 
     Examples:
         >>> answer = plan("kwanzaa", gpu="t4", rows=107)
@@ -194,7 +194,7 @@ def film(
 def _searched(
     target: "Target", recipe: Recipe, rows_full: bool, aim: str, may_change: list[str]
 ) -> tuple[Recipe, "Lengths", dict[str, Any] | None]:
-    """Read the lengths of the rows, and search the best toggles if that is wanted: recipe, lengths, what was found."""
+    """Read the lengths of the rows, and search the best switches if that is wanted: recipe, lengths, what was found."""
     from cria_tricks.data import lengths
 
     found = lengths.full(recipe, "--rows-full") if rows_full else _read_lengths(recipe)
@@ -223,7 +223,7 @@ def _answered(
 
 
 def _fitted_here(recipe: Recipe, aim: str, may_change: Iterable[str], console: "Console | None") -> Recipe:
-    """Return the recipe with the toggles that a search finds for this machine, and say which."""
+    """Return the recipe with the switches that a search finds for this machine, and say which."""
     from cria_tricks.common.console import Aside
     from cria_tricks.data import lengths
     from cria_tricks.predict.toggles import Target
@@ -265,7 +265,7 @@ def estimate(
         settings: changes of the recipe, written as for ``--set``.
 
     Raises:
-        BadInput: for a name that is not known, or a toggle that cannot work on the card.
+        BadInput: for a name that is not known, or a switch that cannot work on the card.
 
     Examples:
         >>> memory = estimate("kwanzaa", gpu="t4")

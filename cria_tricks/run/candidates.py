@@ -1,4 +1,4 @@
-"""List the sets of toggles that a search tries, say how a set differs from the wanted one, and that none fits."""
+"""List the sets of switches that a search tries, say how a set differs from the wanted one, and that none fits."""
 
 import itertools
 import math
@@ -14,24 +14,24 @@ from cria_tricks.recipe import Recipe
 EXACT = (
     "expand_kv", "chunked_loss", "activation_offload", "keep_attention", "paged_optimizer", "optimizer_in_backward",
 )  # fmt: skip
-"""Toggles that are on or off and change no result beyond rounding. Checkpointing and micro-batches are tried, too."""
+"""Switches that are on or off and change no result beyond rounding. Checkpointing and micro-batches are tried, too."""
 
 LONG = (*EXACT, "tiled_mlp")
 """The same for rows longer than a tile. No T4 has run it, so a run that goes on with less memory does not try it."""
 
 FREE = ("fused_lora", "fused_blocks")
-"""Toggles of the same kind that cost nothing by the estimate, so they are switched on wherever they have an effect. A
+"""Switches of the same kind that cost nothing by the estimate, so they are switched on wherever they have an effect. A
 run that goes on with less memory does not switch them on by itself, because no T4 has run them yet."""
 
 ALLOWED = ("precision", "quantization", "double_quantization", "lean_preparation", "optimizer", "packing", "compile")
-"""Toggles that ``may_change`` may name: they change numbers, or, like packing, how many documents a step sees."""
+"""Switches that ``may_change`` may name: they change numbers, or, like packing, how many documents a step sees."""
 
 MOST_SPLITS = 64
 """The largest micro-batch that is tried [rows]."""
 
 
 class NothingFits(OutOfMemory):
-    """No set of toggles fits; the message says what else would help.
+    """No set of switches fits; the message says what else would help.
 
     Args:
         target: the model and the card.
@@ -50,13 +50,13 @@ class NothingFits(OutOfMemory):
         elif not smallest.tricks.stream_layers:
             advice.append("keep the weights on the host with tricks.stream_layers=true")
         super().__init__(
-            f"--fit: no set of toggles fits {target.device.name} with a margin: the smallest needs {human(needed)} of "
+            f"--fit: no set of switches fits {target.device.name} with a margin: the smallest needs {human(needed)} of "
             f"{human(target.device.memory_bytes)}; {', or '.join(advice)}"
         )
 
 
 def candidates(target: Target, recipe: Recipe, exact: Iterable[str], may_change: Iterable[str]) -> Iterator[Recipe]:
-    """Yield the recipe with each set of toggles (its own values, too) and each micro-batch, all blocks recomputed."""
+    """Yield the recipe with each set of switches (its own values, too) and each micro-batch, all blocks recomputed."""
     fields: dict[str, tuple[Any, ...]] = {n: tuple({False: 0, True: 0, getattr(recipe.tricks, n): 0}) for n in exact}
     attention = recipe.tricks.attention
     fields["attention"] = (attention, "sdpa") if attention == "eager" else (attention,)
@@ -72,14 +72,14 @@ def candidates(target: Target, recipe: Recipe, exact: Iterable[str], may_change:
         except BadInput:
             continue
         if len(plan.warnings) > warned:
-            continue  # one of the toggles would have no effect
+            continue  # one of the switches would have no effect
         whole = [recipe.train.batch_size]  # with steps in the backward pass a step is one micro-batch
         for rows in whole if plan.optimizer.get("in_backward") else batches:
             yield changed(one, {"gradient_accumulation": recipe.rows_per_step // rows}, rows)
 
 
 def with_free(target: Target, recipe: Recipe) -> Recipe:
-    """Switch on the toggles of :data:`FREE` that work here and have an effect."""
+    """Set the switches of :data:`FREE` that work here and have an effect."""
     for name in FREE:
         more = changed(recipe, {name: True}, recipe.train.batch_size)
         if target.works(more) and len(target.resolve(more).warnings) == len(target.resolve(recipe).warnings):
@@ -94,7 +94,7 @@ def checkpointed(recipe: Recipe, number: int, blocks: int) -> Recipe:
 
 
 def changed(recipe: Recipe, tricks: dict[str, Any], rows: int) -> Recipe:
-    """Return the recipe with other toggles, and ``rows`` rows in a micro-batch."""
+    """Return the recipe with other switches, and ``rows`` rows in a micro-batch."""
     return recipe.model_copy(
         update={
             "tricks": recipe.tricks.model_copy(update=tricks),
@@ -104,7 +104,7 @@ def changed(recipe: Recipe, tricks: dict[str, Any], rows: int) -> Recipe:
 
 
 def differences(recipe: Recipe, other: Recipe) -> tuple[str, ...]:
-    """Write what differs between two recipes in toggles and micro-batches, as ``--set`` takes it."""
+    """Write what differs between two recipes in switches and micro-batches, as ``--set`` takes it."""
     found = []
     if other.data.max_length != recipe.data.max_length:
         found.append(f"data.max_length={other.data.max_length}")

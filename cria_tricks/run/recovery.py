@@ -1,4 +1,4 @@
-"""Go on with a smaller set of toggles when training runs out of memory (``train.on_oom = "adapt"``).
+"""Go on with a smaller set of switches when training runs out of memory (``train.on_oom = "adapt"``).
 
 What is kept: the state after the last whole step (or, if memory ran out in the optimizer step, which may leave
 half-updated weights, the newest checkpoint), the same optimizer steps, and the same order of rows. So from that step on
@@ -14,7 +14,7 @@ one, so four kinds of sets are left out:
   the states of the checkpoint. So paging may change only with ``adamw_8bit``.
 - After an evaluation ran out: sets that save memory only for the backward pass, which an evaluation does not have.
 
-An error while the model is loaded is not handled, because these toggles do not make the weights smaller.
+An error while the model is loaded is not handled, because these switches do not make the weights smaller.
 """
 
 import gc
@@ -53,7 +53,7 @@ It must save more than the estimate's own error, which is about two hundredths.
 """
 
 IN_EVALUATION = {"tricks.chunked_loss": True, "tricks.attention": "sdpa", "tricks.expand_kv": True}
-"""The toggles that make an evaluation smaller, and the values that do: fewer logits, no attention probabilities."""
+"""The switches that make an evaluation smaller, and the values that do: fewer logits, no attention probabilities."""
 
 Result = TypeVar("Result")
 

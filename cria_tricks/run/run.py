@@ -47,7 +47,7 @@ def train(
         Diverged: if the loss is not finite.
         Interrupted: if Ctrl-C or SIGTERM came; ``resume=True`` continues the run.
         Lost: if another process of the run died; ``resume=True`` continues the run.
-        OutOfMemory: if the run does not fit. The message says during what, and which toggles would save how many bytes.
+        OutOfMemory: if the run does not fit. It says during what, and which switches would save how many bytes.
     """
     began = time.perf_counter()
     given.trackers(recipe.train.report_to)

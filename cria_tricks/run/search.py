@@ -1,7 +1,7 @@
-"""Search for the toggles with which a recipe runs fastest, smallest, or with the longest rows, and still fits.
+"""Search for the switches with which a recipe runs fastest, smallest, or with the longest rows, and still fits.
 
 The recipe says what is learnt: the model, what trains, the formats, the rows of an optimizer step. All of that stays.
-The search changes only toggles whose results are the same, exactly or within rounding: which blocks are recomputed,
+The search changes only switches whose results are the same, exactly or within rounding: which blocks are recomputed,
 where activations and optimizer states wait, how attention and the loss are computed, and how the rows of a step are
 divided into micro-batches. ``may_change`` allows it more.
 
@@ -93,7 +93,7 @@ class Found:
 
 
 def search(target: Target, recipe: Recipe, aim: str, lengths: Lengths, may_change: Iterable[str] = ()) -> Found:
-    """Find the best set of toggles for a recipe that fits with a margin.
+    """Find the best set of switches for a recipe that fits with a margin.
 
     Args:
         target: the model and the card.
@@ -262,7 +262,7 @@ class Wanted:
         return self.target.shape.layers if value is True else int(value)
 
     def _best_of(self, candidate: Recipe) -> Choice | None:
-        """Return the best choice with these toggles, over all numbers of recomputed blocks; ``None`` if none fits."""
+        """Return the best choice with these switches, over all numbers of recomputed blocks; ``None`` if none fits."""
         blocks = self.target.shape.layers
         if not self._fits(candidate):
             return None

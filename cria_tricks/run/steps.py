@@ -210,7 +210,7 @@ def _onlookers(job: Job, monitor: Monitor, progress: ShowProgress) -> Iterator[l
 
 @contextlib.contextmanager
 def _memory_in_one_line(job: Job, longest: Recipe, shape: Shape | None) -> Iterator[None]:
-    """Turn an out-of-memory error into one sentence: during what memory ran out, and which toggles would save some."""
+    """Turn an out-of-memory error into one sentence: during what memory ran out, and which switches would save some."""
     try:
         yield
     except Interrupted:  # its message may name an out-of-memory error
@@ -221,9 +221,9 @@ def _memory_in_one_line(job: Job, longest: Recipe, shape: Shape | None) -> Itera
         what = error if isinstance(error, OutOfMemory) else "out of memory while the model was loaded"
         if shape:
             advice = in_words(Target(shape, job.plan.device, job.world.size), longest)
-        else:  # without an estimate, we can only list the toggles that are off
+        else:  # without an estimate, we can only list the switches that are off
             off = still_off(longest, job.plan.device, job.world.size)
-            advice = f"still off: {', '.join(off) or 'no toggle that works here'}"
+            advice = f"still off: {', '.join(off) or 'no switch that works here'}"
         during = error.during if isinstance(error, OutOfMemory) else ""
         others = "a changed recipe begins in a new folder"
         if during and shape and job.recipe.train.on_oom == "stop" and job.plan.parallel["strategy"] == "none":

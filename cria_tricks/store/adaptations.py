@@ -1,4 +1,4 @@
-"""Record with which smaller sets of toggles a run went on after it had run out of memory (``train.on_oom``).
+"""Record with which smaller sets of switches a run went on after it had run out of memory (``train.on_oom``).
 
 The record is part of what describes a run (``run.json``). The recipe there stays the one that was asked for, so a
 resumed run is started with the same recipe as before, and takes the changes from the record.

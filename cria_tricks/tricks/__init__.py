@@ -3,7 +3,7 @@
 Each module opens with a card of eight lines, names its ``SWITCHES`` (the settings of ``recipe.tricks`` that it answers
 to), states its ``CLAIM`` (how exact it is), and holds ``switch_on(plan, recipe) -> Plan``. Its ``estimate`` and its
 ``seconds`` say what the trick does to the bytes and the time of a step (``folds.py`` calls them). Techniques in
-:data:`INFERENCE` have no toggle: their ``COMMAND`` always uses them.
+:data:`INFERENCE` have no switch: their ``COMMAND`` always uses them.
 """
 
 import re
@@ -83,7 +83,7 @@ TRICKS: tuple[ModuleType, ...] = (
 """Every trick, in the order of switching on; the comments give the reasons for the order."""
 
 INFERENCE: tuple[ModuleType, ...] = (flash_decoding, kv_cache)
-"""Techniques for answering, not for training: no toggle, because answers always use them (``COMMAND``)."""
+"""Techniques for answering, not for training: no switch, because answers always use them (``COMMAND``)."""
 
 CARD = ("Saves", "Costs", "Claim", "Needs", "Breaks", "Sources", "Ours", "Shapes")
 """The lines of a card, in their order."""

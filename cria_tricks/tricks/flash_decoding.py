@@ -7,7 +7,7 @@ Claim    exact within rounding: a softmax over pieces, merged by their log-sum-e
 Needs    a KV cache, and one query a sequence; in production compute capability 8.0 and 16 bits
 Breaks   nothing; with many sequences or a short past there is enough work without splits
 Sources  Dao, Haziza, Massa, Sizov 2023, pytorch.org/blog/flash-decoding (three steps: split, attend, merge)
-Ours     all three steps in plain torch, the splits one after another. There is no toggle, because a kernel that can
+Ours     all three steps in plain torch, the splits one after another. There is no switch, because a kernel that can
          split does so by itself (see ``for_chat``)
 
 Shapes: B batch, H query heads, K key and value heads, G = H / K queries that share one, S tokens in the cache,

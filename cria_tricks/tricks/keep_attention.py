@@ -190,7 +190,7 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
 
 
 def attention_waits(waits: Callable[[BlockTensors], WaitingBytes], block: BlockTensors) -> WaitingBytes:
-    """Count what waits in each block: what waits without this toggle, and what attention's kernel returned.
+    """Count what waits in each block: what waits without this switch, and what attention's kernel returned.
 
     Args:
         waits: the rule without this toggle.

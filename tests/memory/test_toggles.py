@@ -76,12 +76,12 @@ def test_a_toggle_removed_takes_those_with_it_that_cannot_do_without():
 
 
 def test_the_ladder_leads_from_nothing_to_the_whole_one_toggle_at_a_time():
-    rungs = toggles.ladder(TARGET, WHOLE)
-    assert rungs[0].recipe == recipe()
-    assert rungs[-1].recipe == WHOLE
-    assert rungs[-1].memory.peak_bytes == estimate(WHOLE, TARGET.shape, T4).peak_bytes
-    assert [rung.set[0].partition("=")[0] for rung in rungs[1:]] == list(ON)
-    for below, above in itertools.pairwise(rungs):
+    ladder_steps = toggles.ladder(TARGET, WHOLE)
+    assert ladder_steps[0].recipe == recipe()
+    assert ladder_steps[-1].recipe == WHOLE
+    assert ladder_steps[-1].memory.peak_bytes == estimate(WHOLE, TARGET.shape, T4).peak_bytes
+    assert [step.set[0].partition("=")[0] for step in ladder_steps[1:]] == list(ON)
+    for below, above in itertools.pairwise(ladder_steps):
         assert len(toggles.switched_on(above.recipe)) == len(toggles.switched_on(below.recipe)) + 1
         assert TARGET.works(above.recipe)
 

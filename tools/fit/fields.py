@@ -159,7 +159,7 @@ FIELDS: tuple[Field, ...] = (
 
 BY_NAME = {field.name: field for field in FIELDS}
 SWITCHES = tuple(_LABELS)
-"""The fields that are toggles of ``recipe.tricks``, but for the accumulation, which is a number."""
+"""The fields that are switches of ``recipe.tricks``, but for the accumulation, which is a number."""
 OF_SETTING = {field.setting: field.name for field in FIELDS if field.setting}
 
 
