@@ -483,8 +483,8 @@ course.show(
 # **Begin with ten times the rate that you would use for full fine-tuning.** *LoRA Without Regret* (2025) tuned the rate
 # of both over many models and data sets. LoRA's best rate was about ten times the other one, and nearly the same for
 # all ranks. Biderman et al. (2024) advise the highest rate with which training stays stable. A rate that is too low
-# gives no error: the loss falls slowly, and LoRA looks worse than it is. Where full fine-tuning uses 0.00002, our job
-# uses 0.0002. Runs below a hundred steps can need more.
+# gives no error: the loss falls slowly, and LoRA looks worse than it is. Where full fine-tuning uses 0.00002, our
+# job uses 0.0002. Runs below a hundred steps can need more.
 #
 # ### Which rank, alpha and matrices
 # - **Rank**: begin with 16, as our job of 107 rows does. With more data or new knowledge, try 64 to 256, and go back if
@@ -501,8 +501,8 @@ course.show(
 #   trains the same numbers and has the same bill. It is useful when you compare high ranks at one rate.
 # - **DoRA** (`lora.dora=true`) trains the length of each output's weights apart from their direction: one number more
 #   for each output. In this lesson's bill it is expensive, because it saves two more outputs of each matrix for the
-#   backward pass. [Checkpointing](gradient_checkpointing.py) removes most of that, so it looks free in the table of
-#   section 4.
+#   backward pass. [Checkpointing](gradient_checkpointing.py) removes most of that, so in the table of section 4
+#   it costs time only.
 # - **Head only** (`tricks.peft=head`) trains a copy of the matrix that makes the logits. No gradient reaches the
 #   blocks, so they save no activations. But it can only recombine old features, and Llama's head has 263 million
 #   weights.
