@@ -9,20 +9,23 @@
 # %% [markdown]
 # # FlashAttention: exact attention without the matrix of scores
 # > **Promise.** You load a Llama with `attn_implementation="sdpa"`, the default, and expect it to save memory. On a T4
-# > it saves nothing, and no message says so. You will write FlashAttention yourself, prove that its numbers are right,
-# > find out which kernel really runs, and add the switch with which our job fits a T4 for the first time.
+# > it saves nothing if no row is padded, and no message says so. You will write FlashAttention yourself, prove that its
+# > numbers are right, find out which kernel really runs, and add the switch with which our job fits a T4 for the first
+# > time.
 # >
-# > **Card.** saves the T x T matrix of scores: B H T^2 numbers a block become B H T / costs a fifth matrix
-# > multiplication for each tile of the backward pass / exact within rounding / about 25 minutes / after [LoRA](lora.py)
+# > **Card.** saves the T x T matrix of scores: B H T^2 numbers a block become B H T / costs five matrix multiplications
+# > in place of four for each tile of the backward pass / exact within rounding / about 25 minutes / after
+# > [LoRA](lora.py)
 #
 # We fine-tune Llama-3.2-1B on rows of 2,048 tokens, on a T4 with 15,095 MiB, and [LoRA](lora.py) left the peak at
 # 22,201 MiB. Of these, 14,334 MiB are [saved activations](../docs/glossary.md#activation), and more than half of them
 # come from one operation inside attention.
 #
 # ## 1. The bill
-# Attention makes a query $q$, a key $k$ and a value $v$ of $D$ numbers for each token. The *score* of query $i$ and key
-# $j$ is $s_{ij}=q_i\cdot k_j / \sqrt{D}$. A softmax over $j$ turns the scores of one query into *probabilities*
-# $p_{ij}$, and the output is $o_i=\sum_j p_{ij} v_j$. Here attention is *causal*: no query sees a later key.
+# Attention makes a query $q$, a key $k$ and a value $v$ for each token, of $D$ numbers (here the width of a head). The
+# *score* of query $i$ and key $j$ is $s_{ij}=q_i\cdot k_j / \sqrt{D}$. A softmax over $j$ turns the scores of one query
+# into *probabilities* $p_{ij}$, and the output is $o_i=\sum_j p_{ij} v_j$. Here attention is *causal*: no query sees a
+# later key.
 #
 # With $T$ tokens a head has $T\times T$ probabilities, and every block stores them, because the backward pass needs
 # them. Llama-3.2-1B has 16 blocks with 32 heads each, and every number takes 4 bytes (fp32). How many MiB of
@@ -36,6 +39,7 @@ from unittest.mock import patch
 
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 # transformers knows sdpa_expanded from here on
@@ -67,7 +71,7 @@ share = all_heads / lines["saved activations"]
 print(f"that is {share:.0%} of all saved activations")
 
 # %% [markdown]
-# They also grow fastest: rows twice as long have four times as many, while other activations double.
+# They also grow fastest: rows twice as long have four times as many.
 #
 # ## 2. From scratch, in four steps
 # **Step 1: plain attention is the reference.** Llama uses [grouped-query
@@ -95,8 +99,8 @@ def repeat(x):
 
 def plain(q, k, v):
     k, v = repeat(k), repeat(v)
-    later = torch.ones(T, T, dtype=torch.bool).triu(1)
-    s = (q @ k.mT / D**0.5).masked_fill(later, -INF)
+    later = torch.ones(T, T, dtype=torch.bool).triu(1)  # True above the diagonal
+    s = (q @ k.mT / D**0.5).masked_fill(later, -INF)  # .mT swaps the last two axes
     return s.softmax(dim=-1) @ v
 
 
@@ -119,12 +123,12 @@ assert plain_stores.peak == predicted
 
 # %% [markdown]
 # **Step 2: compute a softmax in one pass.** The softmax of a row is $e^{s_j} / \sum_j e^{s_j}$. In fp32 $e^{89}$ is
-# already infinite, so every softmax first subtracts the largest score $m$, whose factor $e^{-m}$ cancels. This seems to
-# need the row twice: once to find $m$, and once to add up.
+# already infinite, so every softmax first subtracts the largest score $m$ from all. This divides numerator and
+# denominator by $e^m$, so it changes nothing. This seems to need the row twice: once to find $m$, and once to add up.
 #
-# One pass is enough if we correct the sum later. Keep the largest score so far, $m$, and the sum so far,
-# $\ell=\sum e^{s_j-m}$. When a larger score $m'$ arrives, multiply the sum by $e^{m-m'}$. This corrects all terms at
-# once, because $e^{s_j-m}\cdot e^{m-m'}=e^{s_j-m'}$.
+# One pass is enough if we correct the sum later. Keep the largest score so far, $m$, and the sum so far, $\ell=\sum
+# e^{s_j-m}$. When a larger score $m'$ arrives, multiply the sum by $e^{m-m'}$. This corrects all terms at once, because
+# $e^{s_j-m}\cdot e^{m-m'}=e^{s_j-m'}$.
 
 # %%
 row = [98.0, 100.0, 99.0, 101.0]
@@ -208,7 +212,11 @@ def scores(q, k, rows, keys):
 def start(q):
     """The largest score, the sum and the output, before the first tile."""
     one_each = q[..., :1]
-    return torch.full_like(one_each, -INF), torch.zeros_like(one_each), q * 0
+    return (
+        torch.full_like(one_each, -INF),
+        torch.zeros_like(one_each),
+        torch.zeros_like(q),
+    )
 
 
 def update(m, total, out, s, v):
@@ -272,12 +280,13 @@ course.show(
 # %% [markdown]
 # **Step 4: write the backward pass.** Let $g_i$ be the gradient of the output $o_i$. For each tile we compute the
 # probabilities again from $L$. Then $v_j$ gets the gradient $\sum_i p_{ij} g_i$, and the probability $p_{ij}$ gets
-# $g_i\cdot v_j$. By the derivative of softmax, the score gets $p_{ij} (g_i\cdot v_j-\Delta_i)$, where
-# $\Delta_i=\sum_j p_{ij}\, (g_i\cdot v_j)$.
+# $g_i\cdot v_j$. The derivative of softmax is $\partial p_j/\partial s_k=p_j(\delta_{jk}-p_k)$, so the score gets
+# $p_{ij} (g_i\cdot v_j-\Delta_i)$, where $\Delta_i=\sum_j p_{ij}\, (g_i\cdot v_j)$. From the score, $q_i$ gets this
+# times $k_j/\sqrt{D}$, and $k_j$ this times $q_i/\sqrt{D}$.
 #
 # $\Delta_i$ seems to need the whole row again. But $g_i$ does not depend on $j$, so it can leave the sum:
-# $\Delta_i=g_i\cdot\sum_j p_{ij} v_j=g_i\cdot o_i$, and the forward pass has computed $o_i$. In PyTorch, a pair of
-# hand-written passes is an `autograd.Function`:
+# $\Delta_i=g_i\cdot\sum_j p_{ij} v_j=g_i\cdot o_i$, and the forward pass has computed $o_i$. In PyTorch, such a pair is
+# an `autograd.Function`:
 
 
 # %%
@@ -312,14 +321,15 @@ class Flash(torch.autograd.Function):
 
 
 def ours(q, k, v):
+    # `repeat` is outside, so autograd adds up the gradients of the copies
     return Flash.apply(q, repeat(k), repeat(v))
 
 
 # %% [markdown]
 # ## 3. Prove it
-# The claim is *exact within rounding*, so we compare outputs and gradients with those of plain attention in float64. A
-# wrong formula would be off by far more than rounding. In fp32 ours may be off by as much as plain attention is. Then
-# we count what ours stores: $q$, the repeated $k$ and $v$, the output, and $L$.
+# The claim is *exact within rounding*, so we compare outputs and gradients with those of plain attention in float64. In
+# fp32 ours may be off by as much as plain attention is. Then we count what ours stores: $q$, the repeated $k$ and $v$,
+# the output, and $L$.
 
 # %% Five implementations of attention tags=["hide-input"]
 ways = {
@@ -383,8 +393,7 @@ for dtype in (torch.float64, torch.float32):
 # FlashAttention takes five in the backward pass, because it computes the scores again. However, plain attention works
 # on all $8\times8$ tiles, and FlashAttention only on the 36 tiles on and below the diagonal.
 #
-# **Traffic:** ours stores a fifth of plain attention's bytes. Does it also move fewer bytes between memory and chip, if
-# we count what each operation reads and writes?
+# **Traffic:** ours stores 520 KiB, and plain attention 2,496. Does it also move fewer bytes between memory and chip?
 
 # %% Your guess: bytes that ours moves, compared with plain attention tags=["predict"]
 guess = "no guess"  # @param ["no guess", "fewer", "about as many", "more"]
@@ -402,16 +411,16 @@ for name, predicted in (("plain", 6 * n * n), ("ours", 7 * n * (n + 1) // 2)):
     print(f"      {a_score[name]:.0f} bytes moved for each score")
 course.reveal(guess, "more" if a_score["ours"] > a_score["plain"] else "fewer")
 least = 4 * (12 * H * T * D + 2 * H * T) / (H * T * T)
-print(f"one kernel for the whole: at least {least:.1f} bytes for each score")
+print(f"one kernel (12 tensors of T x D, L twice): {least:.1f} bytes for each score")
 
 # %% [markdown]
 # Ours moves more, because each of its small operations reads a tile from memory and writes its result back. A GPU
 # kernel keeps the tile in the chip's own fast memory from the first matrix multiplication to the last. This is why
-# FlashAttention is written as one kernel, and why that kernel is fast as well as small.
+# FlashAttention is one kernel.
 #
-# The next cell predicts attention's time in our job for one row. It assumes half of a T4's peak rates, and its range is
-# from 0.6 to 1.7 times. Then come measurements with techniques of later lessons, so that they fit a T4. Without a GPU
-# you see a CPU's results for rows of 128 tokens, where attention is too small a part to move the peak.
+# The next cell predicts attention's time in our job for one row, at 28 % of a T4's peak rates, as in six public runs.
+# (The true time may be 0.6 to 1.7 times as long.) Then come measurements with switches of later lessons. A CPU's have
+# rows of 128 tokens, where attention is too small a part to move the peak.
 
 # %%
 after = course.so_far("flash_attention")
@@ -420,27 +429,26 @@ settings = {"eager": before, "sdpa alone": alone, "sdpa, expand_kv": after}
 for name, recipe in settings.items():
     parts = step(recipe, shape, CARDS["t4"]).parts
     (part,) = [part for part in parts if part.name == "attention"]
-    print(
-        f"{name:16} attention {part.seconds:4.2f} s, {part.bytes / 1e9:3.0f} GB moved"
-    )
+    print(f"{name:16} {part.seconds:4.2f} s, {part.bytes / 1e9:3.0f} GB moved")
 
 rest = "peft=lora precision=best chunked_loss=true gradient_checkpointing=true"
 course.on_a_gpu("flash_attention", off=rest, on=f"{rest} attention=best")
 
 # %% [markdown]
 # ## 5. The production switch
-# According to the prediction, `sdpa` alone changes nothing on a T4. To see why, look inside torch's
-# `scaled_dot_product_attention`, [sdpa](../docs/glossary.md#sdpa) for short. It contains several kernels, and picks one
-# in each call:
+# According to the prediction, `sdpa` alone changes nothing on a T4. The reason is that torch's
+# `scaled_dot_product_attention` ([sdpa](../docs/glossary.md#sdpa)) contains several kernels, and picks one in each
+# call:
 #
 # - *flash* is FlashAttention-2. It needs 16-bit numbers and [compute
-#   capability](../docs/glossary.md#compute-capability) 8.0.
+#   capability](../docs/glossary.md#compute-capability) 8.0; a T4 has 7.5.
 # - *memory-efficient* is the same idea for older cards and for fp32. In torch 2.13 it needs as many heads of keys as of
 #   queries.
 # - *math* is plain attention. It stores the T x T matrix in fp32.
 #
-# torch does not say which one ran. The package knows torch's rules, so the next cell asks it. Then it counts what two
-# of the kernels store for 16-bit inputs. (A CPU's flash kernel stores what the memory-efficient one stores.)
+# By default torch does not say which one ran, but its profiler names the operation. On your GPU, try `kernels` below
+# with `lambda: model(**batch)`. For other cards the package predicts it. The cell also counts what two kernels store.
+# (A CPU's flash kernel stores as much as the memory-efficient one.)
 
 # %%
 print("card  dtype            grouped heads       equal heads")
@@ -452,22 +460,24 @@ for name in ("t4", "a100"):
         ]
         print(f"{name:5} {dtype!s:13} {picked[0]:>16} {picked[1]:>17}")
 
+
+def kernels(call):
+    with profile() as seen:
+        call()
+    return [e.key for e in seen.key_averages() if "_scaled_dot_product_" in e.key]
+
+
 halves = inputs(torch.float16)
 with sdpa_kernel(SDPBackend.MATH), SavedBytes() as math_stores:
-    ways["torch, grouped"](*halves)
+    print("math only:", kernels(lambda: ways["torch, grouped"](*halves)))
 with SavedBytes() as fused_stores:
-    ways["torch, repeated"](*halves)
-print(
-    f"math stores {math_stores.peak / KIB:,.0f} KiB, "
-    f"fused {fused_stores.peak / KIB:,.0f}"
-)
-assert math_stores.peak == 4 * (H * T * T + 3 * H * T * D)
-assert fused_stores.peak == 2 * 4 * H * T * D + 4 * H * T
+    print("torch's choice:", kernels(lambda: ways["torch, repeated"](*halves)))
+print(f"they store {math_stores.peak / KIB:,.0f}, {fused_stores.peak / KIB:,.0f} KiB")
 
 # %% [markdown]
 # In Llama-3.2-1B, 32 query heads share 8 heads of keys and values. transformers passes them to torch as they are, if no
-# row is padded. A T4 then has only the math kernel, which stores as much as eager attention. The cure is to repeat keys
-# and values before the call, as in step 1. This switch is called `expand_kv`. Here is the complete command, then plain
+# row is padded. (For padded rows it repeats them itself.) A T4 then has only the math kernel, which stores as much as
+# eager attention. The cure is the switch `expand_kv`, which repeats keys and values before the call. The command, plain
 # Hugging Face code, and what both are worth:
 #
 # ```bash
@@ -476,13 +486,23 @@ assert fused_stores.peak == 2 * 4 * H * T * D + 4 * H * T
 
 # %%
 print(flash_attention.PLAIN)
+# `ungrouped` hides from transformers that heads are shared
 print(expand_kv.PLAIN)
+print("sdpa alone")
 course.show_worth("attention")
+print("sdpa and expand_kv")
 course.show_worth("attention", "expand_kv")
 course.show_bill(before, after)
 
 
 # %% Check the numbers of the text tags=["hide-input"]
+assert math_stores.peak == 4 * (H * T * T + 3 * H * T * D)
+assert fused_stores.peak == 2 * 4 * H * T * D + 4 * H * T
+assert round(stores.peak / KIB) == 520
+assert round(plain_stores.peak / KIB) == 2_496
+assert CARDS["t4"].reached.memory == CARDS["t4"].reached.full == 0.283
+
+
 def peak(recipe, *changes):
     """The peak of a step, in whole MiB."""
     return round(course.bill(with_settings(recipe, list(changes))).peak_bytes / MIB)
@@ -504,20 +524,21 @@ assert a_block == shape.layers * (shape.heads * (one_head - 4 * 2048))
 course.show(
     course.staircase("flash_attention"),
     "Figure 3. The bill after each switch: sdpa alone changes nothing on a T4, and "
-    "with expand_kv the job fits for the first time.",
+    "with expand_kv the job fits for the first time. (Attention's output is no new "
+    "cost, because the next matrix stores it as its input in any case.)",
 )
 
 # %% [markdown]
 # Added to LoRA, `sdpa` alone saves 0 MiB, and both switches save 8,188 MiB: the 8,192 of your first guess, less $L$.
-# With CUDA's own memory a step needs 14,410 MiB, so the job fits a T4 for the first time. Taken away from the finished
-# job, they are worth over half of the time, but only 1,288 MiB, because that job stores the probabilities of one block
-# at a time ([checkpointing](gradient_checkpointing.py)). There `sdpa` without `expand_kv` needs even more than eager
-# attention (2,837 MiB against 2,805), because the math kernel computes in fp32 throughout.
+# With CUDA's own memory a step needs 14,410 MiB, so the job fits a T4 for the first time. [An
+# H200](../docs/benchmarks.md#a-first-sitting-on-an-h200), held to a T4's kernels and memory, ran this step, and without
+# `expand_kv` it ran out of memory. Taken away from the finished job, both are worth over half of the time, but only
+# 1,288 MiB, because with [checkpointing](gradient_checkpointing.py) one block at a time has T x T matrices.
 #
 # ## 6. Where it breaks
 # **`FlashAttention only supports Ampere GPUs or newer.`** You see this on a T4 with
 # `attn_implementation="flash_attention_2"`. It comes late, in the *first forward pass*, because transformers 5.23
-# checks the card for versions 3 and 4 but not for 2. Use sdpa. Our plan refuses before any weight is loaded:
+# checks the card for versions 3 and 4 but not for 2. Use sdpa. Our plan refuses before loading:
 
 # %%
 try:
@@ -569,7 +590,8 @@ for name, rule in (("update", update), ("careful", careful)):
 # only for rows without a mask, such as one row at a time. We can listen in on a small Llama, with transformers' own
 # attention function and with ours, which always repeats. (A mask has a price of its own: it is stored, and tiles above
 # the diagonal are computed. And flash takes no mask, so even an A100 runs the memory-efficient kernel then.) Dropout
-# inside attention sends a CPU to the math kernel.
+# inside attention sends a CPU to the math kernel. In the finished job, `sdpa` without `expand_kv` needs even more than
+# eager attention (2,837 MiB against 2,805), because the math kernel computes in fp32 throughout.
 
 
 # %% tags=["deep"]
@@ -609,12 +631,12 @@ for dropout in (0.0, 0.1):
 # 1. **Predict.** `expand_kv` stores repeated keys and values. How many MiB more does a block of Llama-3.2-1B store than
 #    with a kernel that takes grouped heads? Take 2,048 tokens, 16-bit numbers, and heads that are 64 wide.
 # 2. **Build.** In a *sliding window* a query sees itself and the `window - 1` tokens before it. Fill in `windowed`,
-#    forward pass only, for equally many heads of `q`, `k` and `v`. It returns a tensor shaped like `q`. Go tile by tile
-#    as `Flash` does, but skip each tile in which no query sees a key. The first tile of a query may be hidden
-#    completely, so use `careful` from section 6 (folded) in place of `update`.
+#    forward pass only, for equally many heads of `q`, `k` and `v`. Go tile by tile as `Flash` does, but skip each tile
+#    in which no query sees a key. The first tile of a query may be hidden completely, so use `careful` (section 6,
+#    folded) in place of `update`: it subtracts 0 as long as $m$ is $-\infty$.
 # 3. **Reach.** $m$ need only be near the largest score. Fill in `lazy`, which takes and returns what `update` does. It
 #    moves a row's $m$ to the tile's largest score in that row only if this score is more than 8 above $m$, and each row
-#    decides for itself.
+#    decides for itself. So corrections are rare, and no exponential exceeds $e^8$.
 
 # %% tags=["exercise"]
 more_mib = None
@@ -756,7 +778,7 @@ course.check(
 #         state = start(q[..., rows, :])
 #         for keys in TILES[: n + 1]:
 #             if rows.start - (keys.stop - 1) >= window:
-#                 continue  # even its last key is too far back for the first query
+#                 continue  # too far back
 #             behind = torch.arange(T)[rows, None] - torch.arange(T)[keys]
 #             s = scores(q, k, rows, keys).masked_fill(behind >= window, -INF)
 #             state = careful(*state, s, v[..., keys, :])
@@ -775,11 +797,12 @@ course.check(
 #
 # ## In one breath
 # - **Saves** the T x T matrices: $B H T^2$ numbers in each block become $B H T$.
-# - **Costs** a fifth matrix multiplication in the backward pass. Causal rows need only half of the tiles, so there is
-#   less arithmetic in all. As one kernel it is also faster; as tiles in plain torch it is not.
+# - **Costs** five matrix multiplications in the backward pass, and not four. Causal rows need only half of the tiles,
+#   so there is less arithmetic in all. As one kernel it is also faster; as tiles in plain torch it is not.
 # - **Exact within rounding**: in fp32 it is off by as much as plain attention is.
-# - **When**: always, but check which kernel ran; `cria doctor` says it. On a T4 add `expand_kv` for models with grouped
-#   heads and rows without a mask, until your torch is newer than 2.13 and its memory-efficient kernel takes groups.
+# - **When**: always, but check which kernel ran, with the profiler or `cria doctor`. On a T4 add `expand_kv` for models
+#   with grouped heads and rows without a mask, as long as your torch's memory-efficient kernel takes no groups. (2.13
+#   does not; pull request 191085 is newer.)
 # - **When not**: if you want to look at the probabilities, or if something changes the scores. Gemma 2 caps them, sdpa
 #   cannot, and transformers 5.23 refuses (5.16 left the cap out without a message).
 # - **Not in bf16 on a T4**: the card only emulates it, and no fused kernel takes it there.

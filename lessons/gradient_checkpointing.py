@@ -13,11 +13,13 @@
 # > that leaves the loss perfect and the gradients wrong, and choose how many blocks to checkpoint on your card.
 # >
 # > **Card.** saves the activations inside all blocks but one / costs a second forward pass of each checkpointed block /
-# > exact, bit for bit / about 25 minutes / after [FlashAttention](flash_attention.py)
+# > exact, bit for bit, if the second run is the same computation / about 25 minutes / after
+# > [FlashAttention](flash_attention.py)
 #
 # [FlashAttention](flash_attention.py) left the peak of our job at 14,013 MiB. That fits a T4 with rows of 2,048 tokens,
 # but with 3,072 it does not. 6,146 MiB of the peak are [saved activations](../docs/glossary.md#activation), and this
-# lesson removes nearly all of them. (The technique is also called activation checkpointing, recomputation, or remat.)
+# lesson removes nearly all of them. (The technique is also called activation checkpointing, recomputation, or
+# rematerialization.)
 #
 # ## 1. The bill
 # Why are activations stored at all? For the gradient of a weight, the backward pass needs the input that this weight
@@ -196,7 +198,8 @@ assert wrong > 0
 #
 # **Step 3: restore the [random state](../docs/glossary.md#random-state-rng).** Store the states of all random number
 # generators together with $x$, and restore them before the second run. The CPU has one generator and each card has one;
-# dropout on a card draws from the card's.
+# dropout on a card draws from the card's. (Llama has no dropout of its own. You meet this bug if you set `lora_dropout`
+# above 0.)
 
 # %%
 if torch.cuda.is_available():
@@ -213,7 +216,7 @@ class Replay(Recompute):
     @staticmethod
     def forward(ctx, block, x, *weights):
         ctx.states = [generator.get_state() for generator in generators]
-        return Recompute.forward(ctx, block, x, *weights)
+        return Recompute.forward(ctx, block, x, *weights)  # stores x in the same ctx
 
     @staticmethod
     def backward(ctx, grad):
@@ -231,11 +234,12 @@ def ours(block, x):
 # %% [markdown]
 # ## 3. Prove it
 # The claim is *exact*, so we ask for equal bits in the loss and in every gradient, with dropout on. We also count the
-# bytes, which should be those of $L$ inputs and of the inside of one block, the block that is being recomputed:
-# $L\,s+a$ in place of $L\,(s+a)$.
+# bytes. The peak is the larger one of two moments. At the loss, the $L$ inputs and what the loss stores are in memory,
+# here $L\,s+s$. When a block is recomputed, it is $L\,s+a$, which is larger here. (In our job the logits make the loss
+# the larger one.)
 
 # %%
-predicted = L * s + a  # the loss's input is freed before a block is recomputed
+predicted = L * s + max(s, a)  # the loss's s is freed before a block is recomputed
 stored, loss, grads = step(ours)
 assert torch.equal(loss, plain_loss)
 assert all(torch.equal(p, q) for p, q in zip(plain_grads, grads, strict=True))
@@ -283,6 +287,11 @@ course.show(
 #
 # On a card the mask of dropout is also smaller. There dropout is another operation, `native_dropout`, and its mask is
 # boolean, with one byte a number. A CPU can run this operation too, so we can count it.
+#
+# The random state is not all. The second run happens in the backward pass, outside of autocast. torch's `checkpoint`
+# restores the autocast state as well, and ours does not: with [mixed precision](mixed_precision.py) our second run
+# would compute in fp32, and the gradients would differ without an error. On a card the kernels must also be
+# deterministic.
 
 # %% tags=["deep"]
 of_a_card = torch.Generator()
@@ -308,7 +317,7 @@ generators.remove(of_a_card)
 with SavedBytes(besides=[x]) as mask:
     torch.native_dropout(x, 0.1, True)
 assert mask.peak == x.numel()
-smaller = L * (s + a - 3 * B * T * H)
+smaller = L * (s + a - 3 * B * T * H) + s
 print(f"with a boolean mask {smaller / KIB:,.0f} KiB would be stored in plain training")
 
 # %% [markdown]
@@ -335,7 +344,8 @@ def more(way):
 for frozen in (False, True):
     blocks.requires_grad_(not frozen)
     assert torch.equal(step(ours)[2][0], step(plainly)[2][0])  # the gradient of x
-    # the package's version of ours: torch cannot count operations inside autograd.grad
+    # The package's version of ours runs the block on a view of x, because torch's
+    # counter cannot watch x itself inside autograd.grad.
     ours_costs = more(gradient_checkpointing.checkpointed)
     print(
         f"frozen: {frozen!s:5}  ours {ours_costs:+.0%}, torch's {more(of_torch):+.0%}"
@@ -345,15 +355,30 @@ for frozen in (False, True):
 _ = blocks.requires_grad_(True)
 course.reveal(guess, 100 * ours_costs, "%")
 
+
+def multiplications(recipe, without=()):
+    """Of a step of our job, by formula [FLOPs]."""
+    parts = folds.step(recipe, shape, CARDS["t4"]).parts
+    return sum(part.flops for part in parts if part.name not in without)
+
+
+of_blocks = multiplications(after, ("head",)) / multiplications(before, ("head",)) - 1
+of_a_step = multiplications(after) / multiplications(before) - 1
+print(f"our job: its blocks {of_blocks:+.0%}, the whole step {of_a_step:+.0%}")
+
 # %% [markdown]
 # Ours costs what we predicted, and torch's version only half of it, because it *stops early*. As soon as the second run
 # has computed the last tensor that the backward pass needs, the rest of the block is skipped. Here the rest is `down`,
-# half of all work. In a Llama with LoRA the rest is only a small matrix of an adapter. So early stop gains nearly
-# nothing there, and we count +47 %. For this reason, ask what is trained when somebody says that "checkpointing costs
-# 33 %". torchtune measured 21 % fewer tokens a second and 42 % less memory (Llama-3.2-3B, A100).
+# half of all work: its output is only added to $x$, so no gradient needs its value. In a Llama with LoRA the rest is
+# only a small matrix of an adapter, so early stop gains nearly nothing. There the multiplications of the blocks grow by
+# 48 %, and those of the whole step by 39 %, because the logits are computed once. So ask what is trained when somebody
+# says that "checkpointing costs 33 %". torchtune measured 21 % fewer tokens a second and 42 % less memory
+# (Llama-3.2-3B, A100).
 #
 # The next cell shows our own measurements of a step without and with it. Without a GPU you see a CPU's committed
-# results, of a model with two blocks and rows of 128 tokens, where there is little to save.
+# results, of a model with two blocks and rows of 128 tokens, where there is little to save. [An
+# H200](../docs/benchmarks.md#a-first-sitting-on-an-h200), held to a T4's kernels, ran our job: with 16 MiB of cuBLAS's
+# workspace, 14,029 MiB became 8,139, and 0.30 seconds became 0.41.
 
 # %%
 rest = "peft=lora attention=best precision=best chunked_loss=true"
@@ -364,7 +389,9 @@ course.on_a_gpu(
 # %% [markdown]
 # ## 5. The production switch
 # In plain Hugging Face code it is one argument of the Trainer, which then wraps every block in torch's `checkpoint`.
-# With this package it is one command, and `cria plan` in place of `cria train` prints only the bill:
+# (Below, `max_steps=1` is there only for a short try, and `"plain"` is the output folder.) With this package it is one
+# command for [the course's job](../docs/glossary.md#kwanzaa-run), and `cria plan` in place of `cria train` prints only
+# the bill:
 #
 # ```bash
 # cria train kwanzaa --set tricks.gradient_checkpointing=true
@@ -383,15 +410,23 @@ def peak(recipe, *changes):
 
 
 def seconds(recipe):
-    """The predicted time of one row, half of a T4's peak rates."""
+    """The predicted time of one row, at 28 % of a T4's peak rates."""
     return folds.step(recipe, shape, CARDS["t4"]).seconds
 
 
 off = "tricks.gradient_checkpointing=false"
-assert (peak(before), peak(after), peak(before) - peak(after)) == (14_013, 8_122, 5_891)
+saved = course.bill(before).peak_bytes - course.bill(after).peak_bytes
+assert (peak(before), peak(after), round(saved / MIB)) == (14_013, 8_122, 5_890)
+assert (round(100 * of_blocks), round(100 * of_a_step)) == (48, 39)
 assert course.bill(before).fits
 assert not course.bill(with_settings(before, ["data.max_length=3072"])).fits
 long = with_settings(after, ["data.max_length=4096"])
+least = round(course.bill(long).least_bytes / MIB)
+one_less = with_settings(long, ["tricks.gradient_checkpointing=15"])
+one_more = course.bill(one_less).peak_bytes - course.bill(long).peak_bytes
+one_more = round(one_more / MIB)
+assert (least, one_more, round(T4.memory_bytes / MIB)) == (11_799, 738, 15_095)
+assert (15_095 - least) // one_more == 4
 fitting = [
     number
     for number in range(1, 17)
@@ -413,15 +448,15 @@ course.show(
 )
 
 # %% [markdown]
-# Added to the lessons before, it saves 5,890 MiB and makes a row 38 % slower. Taken away from the finished job, it is
-# worth 3,195 MiB and 34 %. (The times are predicted, and may really be 0.6 to 1.7 times as long. Both times of a pair
-# move together, so the percentages are surer.) The peak stays at the loss, when no block is being recomputed. Of the
-# saved activations only the 16 inputs are left there, and the largest line after the weights is now 3,006 MiB of
+# Added to the lessons before, it saves about 5,890 MiB and makes a row 38 % slower. Taken away from the finished job,
+# it is worth 3,195 MiB and 34 %. (The times are predicted, and may really be 0.6 to 1.7 times as long. Both times of a
+# pair move together, so the percentages are surer.) The peak stays at the loss, when no block is being recomputed. Of
+# the saved activations only the 16 inputs are left there, and the largest line after the weights is now 3,006 MiB of
 # [logits](../docs/glossary.md#logits).
 #
 # **Checkpoint only some blocks.** `gradient_checkpointing=3` checkpoints the first 3 blocks. The last blocks then store
-# everything and cost no extra pass. In the backward pass they have freed it before block 3 is recomputed, so its $a$
-# adds nothing to the peak. Predict the bytes of our toy, and count:
+# everything and cost no extra pass. The backward pass begins with them, so they have freed their $a$ when the first
+# checkpointed block is recomputed. Therefore the peak is at the loss. Predict our toy's bytes, and count:
 
 # %%
 k = 3
@@ -433,12 +468,13 @@ assert some.peak == predicted_k
 assert all(torch.equal(p, q) for p, q in zip(plain_grads, grads, strict=True))
 
 # %% [markdown]
-# **Store attention's result as well.** A recomputed block has $q$, $k$ and $v$ again. In addition, the backward pass of
-# [FlashAttention](flash_attention.py) needs only its output and one number for each query. With `keep_attention=true` a
-# checkpointed block stores these two, so attention runs once in place of twice. torch calls this *selective*
-# checkpointing. It pays for long rows only, because torch then calls a Python function for every operation: on a CPU,
-# blocks of SmolLM2 were 12 % slower with 128 tokens and 6 % faster with 2,048. In our job it takes 260 MiB more and
-# saves 0.12 of 8.22 s. Here is the whole choice for the job, as predicted:
+# **Store attention's result as well.** With `keep_attention=true` a checkpointed block also stores the output of
+# [FlashAttention](flash_attention.py), and one number for each query. Then attention runs once in place of twice,
+# because the recomputed block has $q$, $k$ and $v$ again. In our job this takes 260 MiB more and saves 0.12 of 8.22 s.
+# It pays for long rows only: on one CPU core, blocks of SmolLM2 were 12 % slower with 128 tokens and 6 % faster with
+# 2,048. (torch calls this *selective* checkpointing.)
+#
+# Here is the whole choice, as predicted:
 
 # %% The whole choice for our job tags=["hide-input"]
 print("gradient_checkpointing  keep_attention  peak, MiB  seconds a row")
@@ -464,9 +500,9 @@ assert max(peaks) * MIB < T4.memory_bytes
 # %% [markdown]
 # Checkpoint as few blocks as your card allows, because each of them costs time. All lines of this table fit a T4, so
 # for rows of 2,048 tokens the last line is the fastest. The course checkpoints all blocks, because it looks for the
-# smallest peak; [a full card](a_full_card.py) shows what to switch off where memory is left over. However, with rows of
-# 4,096 tokens at least 12 of the 16 blocks must be checkpointed, and a larger model or a smaller card also needs more
-# of them. (transformers' own `every_n_layers=2` checkpoints every second block instead of the first ones.)
+# smallest peak; [a full card](a_full_card.py) shows what to switch off where memory is left over. To choose a number
+# for your card, take `least` of the bill with all blocks checkpointed. With rows of 4,096 tokens it is 11,799 MiB, and
+# each block left out adds $a$, 738 MiB. A T4 has 15,095, so 4 blocks can be left out, and 12 must be checkpointed.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: send saved activations to the host
@@ -500,8 +536,10 @@ assert all(torch.equal(p, q) for p, q in zip(plain_grads, grads, strict=True))
 # ## 6. Where it breaks
 # **`element 0 of tensors does not require grad and does not have a grad_fn`.** torch has an older checkpoint,
 # `use_reentrant=True`, which looks only at a block's *input* to see whether anything is trained. With LoRA the
-# embedding is frozen, so the first input needs no gradient, and the adapters inside the block get none. The cure is
-# `use_reentrant=False` (our switch) or `model.enable_input_require_grads()`.
+# embedding is frozen, so the first input needs no gradient, and the adapters inside the block get none. If something
+# above the blocks is trained too, such as the head, there is not even an error: the adapters only get no gradients. The
+# cure is `use_reentrant=False` (our switch, and the default of transformers 5.23, but not of torch 2.13) or
+# `model.enable_input_require_grads()`.
 
 # %%
 frozen = x.detach()
@@ -512,16 +550,22 @@ try:
 except RuntimeError as error:
     print(error)
     assert "does not require grad" in str(error)
+blocks.zero_grad()
+head = nn.Linear(D, 1)  # trained, above the block
+head(checkpoint(blocks[0], frozen, use_reentrant=True)).sum().backward()
+print("no error, and the gradient in the block is", blocks[0].up.weight.grad)
+assert blocks[0].up.weight.grad is None
 checkpoint(blocks[0], frozen, use_reentrant=False).sum().backward()  # the cure
+assert blocks[0].up.weight.grad is not None
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: a block that does something else the second time
 # **`A different number of tensors was saved during the original forward and recomputation`.** The block has a side
 # effect, such as filling a cache, so its second run differs from the first. The cure is to take that out of training
-# (`model.config.use_cache = False`; transformers does so by itself when it notices). A similar error is
-# `Recomputed values for the following tensors have different metadata`. It means other shapes or dtypes, for example
-# because a cache has grown. Values are never compared, so there is no error if code draws from Python's `random`, whose
-# state nobody restores.
+# (`model.config.use_cache = False`; transformers does so by itself when it notices). A similar error is `Recomputed
+# values for the following tensors have different metadata`. It means other shapes or dtypes, for example because a
+# cache has grown. Values are never compared, so there is no error if code draws from Python's `random`, whose state
+# nobody restores.
 
 # %% tags=["deep"]
 cache = {}
@@ -547,8 +591,8 @@ except CheckpointError as error:
 #    recomputed together. Fill in `in_pairs(blocks, x)`: it runs all blocks, an even number of them, and returns the
 #    last output, shaped like `x`. (About four lines. `nn.Sequential` makes one block of two, and `ours` takes any
 #    block.)
-# 3. **Reach.** In groups of $k$ blocks the peak is about $\frac{L}{k}\,s+k\,(s+a)$, less the $s$ that is counted twice.
-#    With $L=64$ and $a=15\,s$, at which $k$ is it lowest? The answer is a whole number of blocks.
+# 3. **Reach.** In groups of $g$ blocks the peak is about $\frac{L}{g}\,s+g\,(s+a)$, less the $s$ that is counted twice.
+#    With $L=64$ and $a=15\,s$, at which $g$ is it lowest? The answer is a whole number of blocks.
 
 # %% tags=["exercise"]
 bytes_at_twice_the_length = None
@@ -558,7 +602,7 @@ def in_pairs(blocks, x):
     """FILL ME IN."""
 
 
-best_k = None
+best_g = None
 
 
 # %% Check the exercises tags=["hide-input"]
@@ -612,16 +656,16 @@ def of_bytes(answer):
     )(answer)
 
 
-def of_k(answer):
-    def units(k):
-        return 64 / k + 16 * k - 1
+def of_g(answer):
+    def units(g):
+        return 64 / g + 16 * g - 1
 
     found = int(answer)
     assert found == answer, f"not {answer}; a whole number of blocks"
     best = min(range(1, 65), key=units)
     assert found == best, (
         f"not {found}; there the formula gives {units(found):g} s, "
-        "and another k gives less"
+        "and another g gives less"
     )
 
 
@@ -632,7 +676,7 @@ course.check(
     of_pairs,
     "a function (blocks, x) -> the last block's output, shaped like x",
 )
-course.check(3, best_k, of_k, "a whole number of blocks")
+course.check(3, best_g, of_g, "a whole number of blocks")
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
@@ -647,7 +691,7 @@ course.check(3, best_k, of_k, "a whole number of blocks")
 #     return x
 #
 #
-# best_k = 2  # sqrt(64 * s / (16 s)) = 2
+# best_g = 2  # sqrt(64 * s / (16 s)) = 2
 # ```
 #
 # </details>
@@ -656,15 +700,18 @@ course.check(3, best_k, of_k, "a whole number of blocks")
 # - **Saves** the activations inside all blocks but one: $L\,(s+a)$ becomes $L\,s+a$.
 # - **Costs** one more forward pass: a third more matrix multiplications when all weights are trained, half more on a
 #   frozen base, and less where torch can stop early.
-# - **Exact**, bit for bit, if all random states are restored, including the card's.
+# - **Exact**, bit for bit, if the second run is the same computation: same random states (the card's too), same
+#   autocast, deterministic kernels, no side effects.
 # - **When**: your row, your model or your card needs it. It removes nearly all saved activations that FlashAttention
 #   leaves.
-# - **How many blocks**: as few as the card allows. The first $k$ blocks cost $k / L$ of the extra pass.
+# - **How many blocks**: as few as the card allows. The first $k$ blocks cost $k / L$ of the extra pass. (transformers'
+#   own `every_n_layers=2` takes every second block.)
 # - **When not**: if the step fits already, or if its peak is elsewhere, for example in the logits or the optimizer.
 #
 # ## Sources
 # - Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv 1604.06174, section 4.
 # - Rhu et al. 2016, *vDNN*, arXiv 1602.08124, section 3 (offloading).
-# - Korthikanti et al. 2022, arXiv 2205.05198, section 5 (selective); torchtune's README, "Optimization flags".
+# - Korthikanti et al. 2022, arXiv 2205.05198, section 5 (there *selective* means the opposite: attention alone is
+#   recomputed); torchtune's README, "Optimization flags".
 # - `torch/utils/checkpoint.py` of torch 2.13: `_CheckpointFrame`, early stop.
 # - Ours: `gradient_checkpointing.py` and `keep_attention.py` in `cria_tricks/tricks/`, and their tests.

@@ -47,14 +47,14 @@ def in_pairs(blocks, x):
     half = len(blocks) // 2
     return ours(nn.Sequential(*blocks[half:]), ours(nn.Sequential(*blocks[:half]), x))
 
-# %% 3: another k gives less
-best_k = 8  # sqrt(L), as if s and a were alike
+# %% 3: another g gives less
+best_g = 8  # sqrt(L), as if s and a were alike
 
-# %% 3: another k gives less
-best_k = 4  # sqrt(a / s + 1)
+# %% 3: another g gives less
+best_g = 4  # sqrt(a / s + 1)
 
-# %% 3: another k gives less
-best_k = 1
+# %% 3: another g gives less
+best_g = 1
 
 # %% 3: a whole number
-best_k = 2.5
+best_g = 2.5
