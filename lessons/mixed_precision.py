@@ -9,24 +9,23 @@
 
 # %% [markdown]
 # # 16 bits: multiply in 16, learn in 32
-# > **Promise.** You cut the memory of this run nearly in half, and on a T4 its step should become more than four times
-# > as fast. You will know why fp16 needs a loss scale, what `Attempting to unscale FP16 gradients.` means, why a loss
-# > becomes `nan`, and which line of most QLoRA scripts costs this job 1,155 MiB.
+# > **Promise.** You cut the memory of this run nearly in half, and on a T4 its step should become 2 to 9 times as fast
+# > (predicted). You will know why fp16 needs a loss scale, what `Attempting to unscale FP16 gradients.` means, why a
+# > loss becomes `nan`, and which line of most QLoRA scripts costs 1,155 MiB once the weights have 4 bits.
 # >
 # > **Card.** saves two bytes of each frozen weight and of most activations, and time on tensor cores / costs rounding,
 # > and in fp16 a loss scale with a few skipped steps / approximate: inputs and results of matrix multiplications are
 # > rounded to 11 (fp16) or 8 (bf16) significant bits / about 25 minutes / after [LoRA](lora.py)
 #
-# Our job fine-tunes Llama-3.2-1B on 107 training rows of up to 2,048 tokens, on a T4 with 14.74 GiB. After [the lesson
-# on the chunked loss](chunked_loss.py) a step needs 5,614 MiB, and nearly every number in it takes 4 bytes (fp32).
-# *Mixed precision* stores frozen weights in 16 bits (2 bytes) and multiplies in 16 bits. *Lean preparation* removes
-# fp32 copies that peft still makes.
+# Our job fine-tunes Llama-3.2-1B on a T4 with 14.74 GiB. After [the lesson on the chunked loss](chunked_loss.py) a step
+# needs 5,614 MiB, and nearly every number in it takes 4 bytes (fp32). *Mixed precision* stores frozen weights in 16
+# bits (2 bytes) and multiplies in 16 bits. *Lean preparation* removes fp32 copies that peft still makes.
 #
 # ## 1. The bill
-# The bill below shows three kinds of numbers. *Frozen weights* (the first two lines, 4,714 MiB) only get multiplied,
-# because with LoRA no update changes them. *Trained weights and optimizer states* (the next two) collect very small
-# updates. *[Activations](../docs/glossary.md#activation)* are results of the forward pass that are kept for the
-# backward pass. Which of them may take 2 bytes? Guess what both switches make of the peak.
+# *Frozen weights* (the first two lines of the bill below, 4,714 MiB) only get multiplied, because with LoRA no update
+# changes them. *Trained weights and optimizer states* (the next two) collect very small updates.
+# *[Activations](../docs/glossary.md#activation)* are results of the forward pass that are kept for the backward pass.
+# Which of them may take 2 bytes? Guess what both switches make of the peak.
 
 # %% Imports and settings, and the bill so far tags=["hide-input"]
 from tempfile import TemporaryDirectory
@@ -70,11 +69,10 @@ guess = 0  # @param {type:"number"}
 # %% [markdown]
 # ## 2. From scratch, in five steps
 # **Step 1: choose a format.** A floating-point number is $\pm 1.\text{fraction} \times 2^{\text{exponent}}$. The bits
-# of the exponent decide how large a number can be, and those of the fraction how close the next number is. Of the two
-# common formats of 16 bits, fp16 has the finer steps, and bf16 has the range of fp32.
+# of the exponent decide how large a number can be, and those of the fraction how close the next number is.
 #
 # The size of the steps decides whether a weight can learn, because AdamW changes it only by about the learning rate. So
-# subtract 1e-5 from 0.02 a hundred times; the right result is 0.019.
+# subtract 1e-5 from 0.02 a hundred times: 0.019 is right.
 
 # %%
 import torch
@@ -83,7 +81,7 @@ from torch.nn.functional import cross_entropy, linear, mse_loss
 
 from cria_tricks.measure.counting import SavedBytes  # bytes kept for the backward pass
 
-FORMATS = {  # bits of the exponent, bits of the fraction
+FORMATS = {  # bits of the exponent and of the fraction; its leading 1 is not stored
     "fp32": (8, 23, torch.float32),
     "fp16": (5, 10, torch.float16),
     "bf16": (8, 7, torch.bfloat16),
@@ -91,7 +89,7 @@ FORMATS = {  # bits of the exponent, bits of the fraction
 for name, (exponent, fraction, dtype) in FORMATS.items():
     bias = 2 ** (exponent - 1) - 1  # half of the exponents are negative
     largest = (2 - 2.0**-fraction) * 2.0**bias
-    smallest = 2.0 ** (1 - bias - fraction)
+    smallest = 2.0 ** (1 - bias - fraction)  # only the last bit of the fraction is left
     step = 2.0 ** (-6 - fraction)  # near 0.02, which lies between 2^-6 and 2^-5
     weight = torch.tensor(0.02, dtype=dtype)
     expected = weight.item() - 100 * round(1e-5 / step) * step
@@ -136,15 +134,15 @@ course.show(
 #
 # **Step 2: multiply in 16 bits.** Our toy is a linear layer with a frozen fp16 matrix and a LoRA adapter, A and B, in
 # fp32. `by_hand` casts A and B to fp16 where they are multiplied, and their gradients come back through the cast, so
-# they are fp32. torch's [autocast](../docs/glossary.md#autocast) does the same for every matrix multiplication. It runs
-# operations that add up many numbers, such as softmax and losses, in fp32, and it converts no stored weight.
+# they are fp32. torch's [autocast](../docs/glossary.md#autocast) does the same for every matrix multiplication. On CUDA
+# it runs operations that add up many numbers, such as softmax and losses, in fp32. It converts no stored weight.
 
 # %%
 T, D, R = 64, 128, 8  # tokens, width, rank of the adapter
 
 
 class Adapted(nn.Module):
-    """A frozen matrix in 16 bits, with a LoRA adapter in fp32."""
+    """A frozen matrix in 16 bits, with a LoRA adapter in fp32 (without alpha / r)."""
 
     def __init__(self):
         super().__init__()
@@ -204,16 +202,17 @@ def gradient_of(z, scale=1.0):
 
 
 lost = {}
+print("becomes zero               of words   of the downward gradient")
 for name, z in logits.items():
     exact = gradient_of(z.float())
-    downward = exact[exact > 0].sum()
+    downward = exact[exact > 0].sum()  # a positive gradient lowers a logit
     for scale in (1.0, 65536.0):
         zero = gradient_of(z, scale) == 0
         assert zero.sum() == (exact.abs() * scale <= 2.0**-25).sum()  # as predicted
         lost[name, scale] = (exact[zero].sum() / downward).item()
         print(
-            f"{name} logits, scale {scale:6.0f}: {zero.float().mean():6.1%} of words "
-            f"and {lost[name, scale]:5.1%} of the downward gradient become zero"
+            f"{name} logits, scale {scale:6,.0f}{zero.float().mean():10.1%}"
+            f"{lost[name, scale]:11.1%}"
         )
 
 
@@ -262,14 +261,14 @@ course.show(
 )
 
 # %% [markdown]
-# With random logits fp16 loses half of the gradient that lowers wrong words. With peaked logits it loses more words,
-# but these had little probability. SmolLM2-135M lost 4 % on five real rows. The cure is to multiply the loss by a
-# *scale* $S$, and to divide the fp32 gradients by $S$ before the update. A power of two changes only exponents, so it
-# rounds nothing. bf16 has the range of fp32 and needs no scale.
+# With random logits fp16 loses half of the gradient that lowers wrong words. With peaked logits it loses more words, of
+# little probability. The cure is to multiply the loss by a *scale* $S$, and to divide the fp32 gradients by $S$ before
+# the update. A power of two changes only exponents, so it rounds nothing. bf16 has the range of fp32 and needs no
+# scale. (The [chunked loss](chunked_loss.py) makes the logits' gradients before $S$ arrives, so it has its own factor,
+# 1,024; there $S$ protects the blocks' gradients.)
 #
-# **Step 4: let the scale find itself.** $S$ times the largest gradient must stay below fp16's largest number, 65,504,
-# and nobody knows that limit beforehand. Therefore a step whose gradients overflow is skipped, and $S$ is halved. After
-# many good steps $S$ is doubled.
+# **Step 4: let the scale find itself.** $S$ times the largest gradient must stay below fp16's largest number, 65,504.
+# So a step whose gradients overflow is skipped, and $S$ is halved. After many good steps $S$ is doubled.
 
 
 # %%
@@ -296,8 +295,8 @@ class Scale:
 # %% [markdown]
 # **Step 5: cast the small tensor, not the large one.** A is in fp32 and its input $x$ in fp16, so one of them must be
 # cast. peft casts the large $x$ up to fp32. Autocast then casts it down again, into a new fp16 tensor that is kept for
-# the backward pass. Without peft's cast, autocast casts only A, and the layer keeps the $x$ that is in memory anyway.
-# This is *lean preparation*.
+# the backward pass (the fp32 one is freed). Without peft's cast, autocast casts only A, and the layer keeps the $x$
+# that is in memory anyway. This is the smaller half of *lean preparation*; section 5 has the larger one.
 
 
 # %%
@@ -330,9 +329,9 @@ assert all(map(torch.equal, usual_result, lean_result))  # the same bits
 #
 # ## 3. Prove it
 # The claim is *approximate*: each input and result of a matrix multiplication moves by at most half a step of its
-# format (the folded part has the bound). But our loop must do what torch's does, bit by bit. So we train the toy twice
-# from one start: with `autocast` and `GradScaler`, and by hand. Both begin with a scale that is far too high, $2^{24}$,
-# and double it after eight good steps.
+# format. But our loop must match torch's bit by bit, so we train the toy twice from one start: with `autocast` and
+# `GradScaler`, and by hand. Both begin with a scale that is far too high, $2^{24}$, and double it after eight good
+# steps.
 
 
 # %%
@@ -405,22 +404,20 @@ for name in ("fp16", "bf16"):
 
 # %% [markdown]
 # ## 4. What it costs
-# **A few steps.** The run above skipped three steps before the scale was low enough. Later each doubling may be too
-# much, so a skipped step now and then is normal.
+# **A few steps.** The run above skipped three steps before the scale was low enough. Later doublings skip one now and
+# then, which is normal.
 #
-# **Error.** bf16 has three bits fewer than fp16, so its results are about 8 times as far off.
+# **Time** falls, if the card's tensor cores know the format. A T4's know only fp16. At the peak rate of a T4, the
+# multiplications of a row of 2,048 tokens would take 1.87 s in fp32 and 0.23 in fp16 (printed below). But public runs
+# in 16 bits reach 0.28 of that rate, and memory traffic comes on top. So we *predict* 8.27 s in fp32 (4.9 to 13.8,
+# because no such run is public) and 1.83 with both switches (1.5 to 2.2).
 #
-# **Time** falls, if the card's tensor cores know the format. Those of a T4 know fp16, not bf16. At its peak rate a T4
-# is 8 times as fast in fp16. Norms and other small operations gain less, because they depend on memory traffic.
-#
-# So for a row of 2,048 tokens on a T4 we *predict* 8.27 seconds in fp32 (4.9 to 13.8; no public run trains in fp32
-# there), and 1.83 with both switches (1.5 to 2.2). If the table below is from a CPU, its bytes count (46 % less) and
-# its times do not: that CPU must emulate fp16, so fp16 is 17 times as slow there. A GPU has 16-bit units.
+# Of a CPU, only the table's bytes count (46 % less), because it emulates fp16.
 
 # %%
 # 2 for each weight and token: forward, once more for checkpointing, and backward.
 operations = 3 * 2 * 2048 * course.bill(before).facts.shape.weights
-for card in ("t4", "l4"):
+for card in ("t4", "l4"):  # an L4 is a newer card, with bf16 units
     for name in FORMATS:
         print(f"{card.upper()} {name}: {operations / CARDS[card].flops(name):.2f} s")
 step_of = "peft=lora attention=best gradient_checkpointing=true chunked_loss=true"
@@ -429,10 +426,14 @@ course.on_a_gpu("mixed_precision", off=step_of, on=f"{step_of} precision=fp16")
 # %% [markdown]
 # ## 5. The production switch
 # In plain Hugging Face code, mixed precision is the model's `dtype` and the trainer's `fp16` or `bf16`. Lean
-# preparation leaves out a call of peft, and turns off the casts of step 5:
+# preparation leaves out a call of peft, and turns off the casts of step 5. **For our job on a T4**, take script 2 with
+# `dtype="float16"` and `fp16=True` (not bf16), without `max_steps=1`. Pass `gradient_checkpointing=True`, too: on
+# 4-bit weights the call also switches checkpointing on.
 
 # %%
+print("Script 1: all weights train, so they are stored in fp32")
 print(mixed_precision.PLAIN)
+print("Script 2: LoRA, with frozen weights in 16 bits, and lean")
 print(lean_preparation.PLAIN)
 
 # %% [markdown]
@@ -443,8 +444,8 @@ print(lean_preparation.PLAIN)
 # ```
 #
 # From [compute capability](../docs/glossary.md#compute-capability) 8.0 on, take bf16, which needs no loss scale. A T4
-# (7.5) needs fp16. Its `torch.cuda.is_bf16_supported()` says True, but counts a slow emulation, so we refuse bf16. The
-# last table below is the worth of lean preparation alone.
+# (7.5) needs fp16. Its `torch.cuda.is_bf16_supported()` says True, because it accepts a slow emulation, so we refuse
+# bf16.
 
 # %%
 after = course.so_far("mixed_precision")
@@ -455,6 +456,7 @@ except BadInput as refused:
 course.show_bill(before, after)
 course.reveal(guess, course.bill(after).peak_bytes / MIB, "MiB")
 course.show_worth("precision", "lean_preparation")
+print("Lean preparation alone:")
 course.show_worth("lean_preparation")
 
 # %% Draw figure 3 tags=["hide-input"]
@@ -493,28 +495,29 @@ for _recipe, _range in ((before, (4.94, 8.27, 13.84)), (after, (1.49, 1.83, 2.24
     assert all(abs(a / b - 1) < 0.01 for a, b in zip(_found, _range, strict=True))
 
 # %% [markdown]
-# Frozen weights and saved activations take half. Lean preparation saves only 66 MiB here: it lowers the peak in the
-# last block by 95 MiB, but then the loss becomes the peak. Yet in the whole job it is worth 1,155 MiB, because of
-# peft's `prepare_model_for_kbit_training`. Most QLoRA scripts call it on a *quantised* model, as ours will be after
-# [the lesson on NF4](nf4.py) (4-bit weights). The function raises every weight that is still in 16 bits to fp32:
+# Frozen weights and saved activations take half. The peak is at the loss now, so lines of that moment appear; the
+# *16-bit copies of weights* are the adapters, cast by autocast. Lean preparation saves only 66 MiB here. Yet in the
+# whole job, which has [4-bit weights](nf4.py), it is worth 1,155 MiB, because most QLoRA scripts call peft's
+# `prepare_model_for_kbit_training`. It raises every weight that is still in 16 bits to fp32:
 #
 # - The embedding takes twice its bytes: +501 MiB.
 # - In Llama-3.2-1B the embedding is also the head, so autocast makes a 16-bit copy of it for the loss: +501 MiB.
 # - The sum that passes from block to block (the residual stream) becomes fp32, so saved activations and hidden states
 #   double: +153 MiB.
 #
-# Without it the whole job takes 2,671 MiB in fp16, which is *more* than in fp32 (2,364 MiB). So use both switches
-# together.
+# Without lean preparation the whole job takes 2,671 MiB, *more* than in fp32 (2,364). So on a T4 use both
+# switches: in fp16, lean preparation cost 0.0001 of loss (one seed of a small model). In bf16 it cost 0.017 to 0.019
+# (three seeds), so on a newer card leave it out if memory allows.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: where peft's preparation spends 1,155 MiB, byte by byte
 # Read it, in peft 0.21: it freezes all weights, then raises every parameter in fp16 or bf16 to fp32, unless it is
-# packed in 4 bits. In a quantised Llama two kinds of weights are left in 16 bits: the embedding, $V$ words of width
+# packed in 4 bits. In a quantized Llama two kinds of weights are left in 16 bits: the embedding, $V$ words of width
 # $D$, and $2L + 1$ norms of $D$ numbers, for $L$ blocks. We hold that formula against the real function, on a Llama
 # small enough to train here. For Llama-3.1-8B, whose head is a table of its own, the two tables would add 2,004 MiB.
 # (bitsandbytes may print `Failed to load CPU gemm_4bit_forward`. That is no error: it uses a slower function instead.)
 
-# %% Set up a small quantised Llama tags=["deep", "hide-input"]
+# %% Set up a small quantized Llama tags=["deep", "hide-input"]
 fp16, bf16 = torch.float16, torch.bfloat16
 WORDS, WIDTH, BLOCKS, ROWS, TOKENS = 512, 128, 4, 2, 64
 widths = {
@@ -1062,8 +1065,9 @@ assert counts[0] == counts[1] == 6 * tokens * matrices + 12 * tokens * tokens * 
 # %% [markdown]
 # ## 6. Where it breaks
 # **`'loss': 0.0, 'grad_norm': nan`** (transformers 5 prints `'0'` and `'nan'`). A number of the *forward* pass exceeded
-# 65,504, so the loss is NaN, and the trainer's filter logs NaN as 0. A loss scale cannot cure this; it silently skips
-# step after step. The cure is to divide before multiplying, or to use bf16 on a card that has it.
+# 65,504, so the loss is NaN, and the trainer logs NaN as 0 (`logging_nan_inf_filter`). A loss scale cannot cure this;
+# it silently skips step after step. Find the first module whose output is not finite, with `register_forward_hook`. If
+# it is the residual stream, use peft's preparation; else divide before multiplying, or take bf16 on a newer card.
 #
 # **`Attempting to unscale FP16 gradients.`** The weights that train are in fp16, because the whole model was loaded in
 # fp16 and nothing is frozen, or because peft got `autocast_adapter_dtype=False`. Dividing fp16 gradients by the scale
@@ -1263,9 +1267,9 @@ for rate, steps in ((2e-4, 400), (2e-5, 4000)):
 # ## 7. Exercises
 # 1. **Predict.** A run begins at the usual scale, 65,536. Its largest gradient, unscaled, is 3.0 and stays so. At which
 #    scale does it take its first step?
-# 2. **Build.** A script has called `prepare_model_for_kbit_training` on a quantised model, and then added adapters.
+# 2. **Build.** A script has called `prepare_model_for_kbit_training` on a quantized model, and then added adapters.
 #    Fill in `undo(model, dtype)`. It changes the model in place: frozen fp32 weights become `dtype`, packed 4-bit
-#    weights and the adapters stay, and every flag `cast_input_dtype_enabled` of a module becomes False.
+#    weights (dtype uint8) and the adapters stay, and every flag `cast_input_dtype_enabled` of a module becomes False.
 # 3. **Reach.** Weights in bf16 can learn if rounding is random: each number goes to its lower or its upper neighbour,
 #    so that the *mean* is right. Fill in `to_bf16_at_random(x)`, from an fp32 tensor to a bf16 tensor. A bf16 number is
 #    the upper 16 bits of an fp32 number, and `x.view(torch.int32)` gives all 32. What if you add random lower 16 bits,
@@ -1410,7 +1414,7 @@ course.check(
 #
 # ## In one breath
 # - **Saves** 2,687 of 5,614 MiB here, and time on tensor cores. Lean preparation is 66 MiB of that, and 1,155 MiB once
-#   the weights are quantised.
+#   the weights are quantized.
 # - **Costs** rounding, and in fp16 a loss scale and a few skipped steps. In bf16, lean preparation cost 0.017 to 0.019
 #   of loss after 20 steps of a small model.
 # - **Approximate**: a number moves by at most $2^{-11}$ of itself in fp16, and $2^{-8}$ in bf16. The loss scale rounds

@@ -10,11 +10,13 @@
 # # Optimizer states: 8-bit AdamW and paging
 # > **Promise.** AdamW keeps eight bytes of states for every trained weight. With LoRA these are 86 MiB, but in full
 # > fine-tuning of the same model they are 9.2 GiB, more than half of a T4. You will build 8-bit AdamW, which saves 5.4
-# > GiB of them, and paged states, which make the run fit. You will also know when paging slows every step down.
+# > GiB of them, and paged states, with which the run should fit (predicted). You will also know when paging slows every
+# > step down.
 # >
-# > **Card.** saves three quarters of AdamW's states with 8 bits; with paging, large states leave the card while
-# > something else needs the room / costs a rounding of both moments in every step; PCIe traffic, but only when the card
-# > is full / claim: 8 bits approximate, paging exact bit for bit / about 25 minutes / after [NF4](nf4.py)
+# > **Card.** saves three quarters of AdamW's states with 8 bits, but none of an embedding's; with paging, large states
+# > leave the card while something else needs the room / costs a rounding of both moments in every step; PCIe traffic,
+# > but only when the card is full / claim: 8 bits approximate, moving pages exact bit for bit / about 25 minutes /
+# > after [NF4](nf4.py)
 
 # %% Imports and settings tags=["hide-input"]
 
@@ -51,8 +53,8 @@ MIB = 2**20
 #
 # After [NF4](nf4.py) the peak of our job is 1,550 MiB, and only 86 MiB of that are states, because LoRA trains just 11
 # million weights. So we also bill a run that trains all 1,236 million weights. It has the earlier switches except for
-# LoRA, NF4 and the chunked loss, which do not work with it. Its states take 9,428 MiB in 32 bits. How many with
-# `adamw_8bit`?
+# LoRA, NF4, the chunked loss and lean preparation, which do not work with it. Its states take 9,428 MiB in 32 bits. How
+# many with `adamw_8bit`, if transformers keeps 32 bits for the embedding (263 of the 1,236 million weights)?
 
 # %% Your guess: MiB of 8-bit states, if all weights train tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -76,7 +78,11 @@ EIGHT, PAGED = "tricks.optimizer=adamw_8bit", "tricks.paged_optimizer=true"
 print(f"{'MiB':28}{'states':>10}{'peak':>10}{'needed':>10}")
 peaks = {}
 for name, recipe in (("LoRA", before), ("all weights", full)):
-    for how, on in (("32 bits", []), ("8 bits", [EIGHT]), ("paged", [EIGHT, PAGED])):
+    for how, on in (
+        ("32 bits", []),
+        ("8 bits", [EIGHT]),
+        ("8 bits, paged", [EIGHT, PAGED]),
+    ):
         bill = course.bill(with_settings(recipe, on))
         peaks[name, how] = bill.peak_bytes / MIB
         verdict = "fits" if bill.fits else "does not fit"
@@ -88,8 +94,8 @@ for name, recipe in (("LoRA", before), ("all weights", full)):
 full_8bit = with_settings(full, [EIGHT])
 full_paged = with_settings(full, [PAGED])
 course.reveal(guess, state_bytes(full_8bit) / MIB, "MiB")
-assert course.bill(after).peak_bytes / MIB == peaks["LoRA", "paged"]
-found = [round(peaks["LoRA", how]) for how in ("32 bits", "8 bits", "paged")]
+assert course.bill(after).peak_bytes / MIB == peaks["LoRA", "8 bits, paged"]
+found = [round(peaks["LoRA", how]) for how in ("32 bits", "8 bits", "8 bits, paged")]
 assert found == [1550, 1485, 1473]
 found = [round(peak / 1024, 1) for (name, _), peak in peaks.items() if name != "LoRA"]
 assert found == [20.4, 15.0, 11.2]
@@ -98,17 +104,16 @@ saved = (state_bytes(full) - state_bytes(full_8bit)) / 2**30
 assert round(saved, 1) == 5.4
 
 # %% [markdown]
-# In our job 8 bits lower the peak from 1,550 to 1,485 MiB, and paging to 1,473: together 5 %. But where all weights
-# train, the same switches take the peak from 20.4 GiB to 15.0 and 11.2, and only then the run fits a T4.
+# In our job 8 bits lower the peak from 1,550 to 1,485 MiB. The 1,473 do not count paged states, because these may
+# leave; but while the card has room, they stay on it. Where all weights train, the peak falls from 20.4 GiB to 15.0,
+# and to 11.2 without the pages. Only then the run fits a T4.
 #
-# At 2.03 bytes a weight you may have expected 2,394 MiB. The other 1,495 MiB belong to the embedding, because
-# transformers keeps its states in 32 bits: rare words make its gradients uneven, and the paper found 8 bits unstable
-# there. bitsandbytes also keeps 32 bits for a tensor of fewer than 4,096 elements.
+# At 2.03 bytes for all weights the states would take 2,394 MiB. The other 1,495 MiB belong to the embedding: the paper
+# found 8 bits unstable there. bitsandbytes also keeps 32 bits for a tensor of fewer than 4,096 elements.
 #
 # ## 2. From scratch, in three steps
 # ### Step 1: look at the numbers that must be stored
-# A small model learns to guess the next byte of our training rows from the eight bytes before, which gives us real
-# moments.
+# For real moments, a small model learns to guess the next byte of training rows from the eight bytes before.
 
 # %%
 import torch
@@ -117,7 +122,7 @@ from torch import nn
 
 from cria_tricks.data.sources import find
 
-rows = find("nguzo_saba", "train").rows
+rows = find("nguzo_saba", "train").rows  # 32 short rows of the package
 text = "\n".join(part["content"] for row in rows for part in row.messages)
 data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
 SETTINGS = {"lr": 3e-3, "weight_decay": 0.01}
@@ -148,10 +153,10 @@ assert lost > 0.03
 
 # %% [markdown]
 # ### Step 2: levels that follow the size, and a step in fp32
-# Second moments are squares, so they spread over twice as many powers of ten as gradients. The *dynamic map* therefore
-# spends some bits of a byte on the power of ten: a zero bit for each factor of ten, then a one, then a fraction in the
-# bits that are left. For $m$ one bit is the sign. So large numbers get a fine fraction, and small ones a coarse one.
-# Every 256 numbers share a scale, as in [NF4](nf4.py).
+# Second moments spread over twice as many powers of ten as gradients, because they are squares. Therefore the *dynamic
+# map* gives levels to each power of ten: 128 between 0.1 and 1 of the scale, 64 between 0.01 and 0.1, and so on down to
+# 2. For $m$ half of them are negative. A code is the index in the sorted list of levels. Every 256 numbers share a
+# scale, as in [NF4](nf4.py).
 #
 # A step unpacks the moments of one matrix to fp32, makes AdamW's usual update, and packs them again. Between two steps
 # only the bytes exist.
@@ -160,10 +165,11 @@ assert lost > 0.03
 # %%
 def dynamic_map(signed):
     levels = [0.0, 1.0]
-    for zeros in range(7):
+    for zeros in range(7):  # factors of ten below the scale
+        # a byte holds the zeros, a one, for m a sign, and the fraction
         fraction_bits = 6 - zeros + (not signed)
         cuts = torch.linspace(0.1, 1, 2**fraction_bits + 1)
-        sizes = 10.0**-zeros * (cuts[:-1] + cuts[1:]) / 2
+        sizes = 10.0**-zeros * (cuts[:-1] + cuts[1:]) / 2  # middles between cuts
         levels += sizes.tolist()
         if signed:
             levels += (-sizes).tolist()
@@ -192,8 +198,8 @@ def unpack(codes, scales, levels):
 def adamw_(weight, grad, m, v, steps, lr, decay):
     """Update a weight and both moments in place, as torch.optim.AdamW does."""
     weight.mul_(1 - lr * decay)
-    m.lerp_(grad, 1 - 0.9)
-    v.mul_(0.999).addcmul_(grad, grad, value=1 - 0.999)
+    m.lerp_(grad, 1 - 0.9)  # m = 0.9 m + 0.1 g
+    v.mul_(0.999).addcmul_(grad, grad, value=1 - 0.999)  # v = 0.999 v + 0.001 g^2
     root = (v.sqrt() / (1 - 0.999**steps) ** 0.5).add_(1e-8)
     weight.addcdiv_(m, root, value=-lr / (1 - 0.9**steps))
 
@@ -212,6 +218,7 @@ class AdamW8:
         self.steps += 1
         for weight, packed in zip(self.weights, self.moments, strict=True):
             m, v = unpack(*packed[0], self.maps[0]), unpack(*packed[1], self.maps[1])
+            # our tensors are multiples of 256; bitsandbytes also takes a shorter group
             groups, grad = weight.view(-1, 256), weight.grad.view(-1, 256)
             adamw_(groups, grad, m, v, self.steps, self.lr, self.decay)
             packed[:] = pack(m, self.maps[0]), pack(v, self.maps[1])
@@ -251,11 +258,10 @@ course.show(
 
 # %% [markdown]
 # ### Step 3: states in pages
-# States are used in the optimizer's step only. During the forward and the backward pass they could be in the host's
-# memory. A paged optimizer cuts them into *pages*. A page that is used must be on the card. If the card is full, the
-# page that was not used for longest leaves (*least recently used*, LRU). On a GPU, CUDA's *unified memory* does this.
-# Here we build a *model* of it: a card with room for some pages, a host with the rest, and a count of what moves. AdamW
-# can update a matrix page by page, because a weight's update needs only its own gradient and moments.
+# States are used in the optimizer's step only, and could be in the host's memory at other times. A paged optimizer cuts
+# them into *pages*. A page that is used must be on the card. If the card is full, the page whose last use is longest
+# ago leaves (*least recently used*, LRU). On a GPU, CUDA's *unified memory* does this. Here we build a *model* of it,
+# which counts the pages that move.
 
 # %%
 from collections import OrderedDict
@@ -274,7 +280,7 @@ class Card:
     def keep(self, room):
         """Let pages leave until no more than so many are here."""
         while len(self.here) > room:
-            key, page = self.here.popitem(last=False)  # not used for longest
+            key, page = self.here.popitem(last=False)  # last used longest ago
             self.host[key] = page
             self.out += 1
 
@@ -291,6 +297,7 @@ class Card:
 
 
 def paged_step(weights, card, steps, order):
+    """AdamW page by page: an update needs only its own gradient and moments."""
     places = []  # of all pages: which weight, and where in it
     for n, weight in enumerate(weights):
         places += [(n, at) for at in range(0, len(weight), PAGE)]
@@ -358,9 +365,9 @@ print(f"loss {final_32:.4f} in 32 bits, {final_8:.4f} in 8")
 assert abs(final_8 - final_32) < 0.03
 
 # %% [markdown]
-# The small model learns as well with a quarter of the bytes. **Paging** is *exact*, so every weight must have the same
-# bits as with torch's AdamW, on a card of any size. There are 80 pages, always used in the same order. With room for 80
-# nothing moves. With room for 79, how many pages come back in each step?
+# The small model learns as well with a quarter of the bytes. **Paging** is *exact*, because it only moves bytes: every
+# weight must have the same bits as with torch's AdamW, on a card of any size. There are 80 pages, always used in the
+# same order. With room for 80 nothing moves. With room for 79, how many pages come back in each step?
 
 # %% Your guess: pages that come back in each step, with room for 79 tags=["predict"]
 pages_back = 0  # @param {type:"number"}
@@ -533,15 +540,17 @@ course.show_table(
 )
 
 # %% [markdown]
-# 8 bits cost a ten-thousandth of loss, where the seeds lie 0.03 apart.
+# 8 bits cost a ten-thousandth of loss, where the seeds lie 0.03 apart. That is LoRA on a CPU; we measured neither full
+# fine-tuning nor a long run.
 #
 # **Paging** costs nothing while the card has room. If the optimizer's step lacks it, all states cross PCIe twice in
 # every step. A T4's link carries 16 GB/s in one direction, and bitsandbytes' documentation expects half of that at
-# best. We compare the travel with a step's time in full fine-tuning (predicted, the middle of its range):
+# best. We compare the travel with a step's time in full fine-tuning (predicted):
 
 # %% Print the seconds of work and of travel tags=["hide-input"]
 link = CARDS["t4"].link_rate / 2
-paged_bytes = {}
+paged_bytes, rooms_of = {}, {}
+print("MiB                          in pages      room   seconds: work    travel")
 for optimizer in ("adamw", "adamw_8bit"):
     for k in (1, 8):
         settings = [
@@ -549,33 +558,42 @@ for optimizer in ("adamw", "adamw_8bit"):
             f"tricks.gradient_accumulation={k}",
         ]
         chosen = with_settings(full, settings)
-        paged = with_settings(chosen, [PAGED])
-        bill = course.bill(paged)
-        paged_bytes[optimizer] = state_bytes(chosen) - state_bytes(paged)
-        around = sum(line.bytes for line in bill.around) + bill.moments[-1].bytes
-        room = T4.memory_bytes - around
+        bill = course.bill(with_settings(chosen, [PAGED]))
+        paged_bytes[optimizer] = state_bytes(chosen) - state_bytes(
+            with_settings(chosen, [PAGED])
+        )
+        # torch keeps the memory of its peak until the optimizer's step
+        room = T4.memory_bytes - bill.least_bytes
+        rooms_of[k] = room / MIB
         work = step(chosen, shape, CARDS["t4"]).seconds
         travel = 2 * paged_bytes[optimizer] / link
-        mib = paged_bytes[optimizer] / MIB
+        label = f"{optimizer}, {k} x 2,048 tokens"
         print(
-            f"{optimizer:10} {mib:5,.0f} MiB in pages, room for {room / MIB:5,.0f}; "
-            f"{k} x 2,048 tokens: {work:4.1f} s of work, {travel:.1f} s out and back"
+            f"{label:28}{paged_bytes[optimizer] / MIB:9,.0f}{room / MIB:10,.0f}"
+            f"{work:16.1f}{travel:10.1f}"
         )
         assert room < paged_bytes[optimizer]
+assert [round(room) for room in rooms_of.values()] == [3248, 1465]
+peak_8 = course.bill(
+    with_settings(full, [EIGHT, PAGED, "tricks.gradient_accumulation=8"])
+)
+assert round(peak_8.peak_bytes / 2**30, 1) == 12.9
 
 # %% [markdown]
-# By our estimate, the optimizer's step has room for about 3 GiB of states. Even in 8 bits they are more, so in our
-# model all of them travel in every step. With one micro-batch, moving 32-bit states takes nearly as long as the work.
-# With eight, by [gradient accumulation](gradient_accumulation.py), it adds 14 %, and with 8 bits 6 %. So take both
-# switches and many micro-batches. The host must hold what leaves: 9.2 GiB in 32 bits, of Colab's 12.7 GB.
+# Torch keeps the memory of its peak, so at most 15,095 - 398 (CUDA's own) - 11,450 = 3,247 MiB are left for states.
+# With eight micro-batches it is 1,464, because gradients are then in memory during the forward pass, and the peak is
+# 12.9 GiB. Even in 8 bits the states are more, so in our model all of them travel in every step. With eight
+# micro-batches, by [gradient accumulation](gradient_accumulation.py), the travel adds 14 % in 32 bits and 6 % in 8. So
+# take both switches, and many micro-batches. The host must hold what leaves: 9.2 GiB in 32 bits, of Colab's 11.8.
 #
-# We measured no card, but torchtune did. For Llama-3-8B, *paged* 8-bit AdamW took 46 % less peak memory than 8-bit
-# AdamW at equal speed. Paged 32-bit AdamW took over 6 s a step, because large states went out and came back.
+# We measured no card. (The deeper part has what torchtune reports.)
 
 # %% [markdown] tags=["deep"]
-# ### Deeper: our benchmarks, and why a CPU shows so little
-# They train a copy of whole blocks, because an adapter is too small to show anything. Without a GPU here, the tables
-# are from two CPU cores.
+# ### Deeper: torchtune's figures, our benchmarks, and why a CPU shows so little
+# torchtune reports 46 % less peak memory for *paged* 8-bit AdamW of Llama-3-8B than for 8-bit AdamW, at equal speed.
+# That is torch's count, which does not see pages, so they may never have left. Paged 32-bit AdamW took over 6 s a step
+# there, because large states went out and came back. Our benchmarks train a copy of whole blocks, because an adapter is
+# too small to show anything. Without a GPU here, the tables are from two CPU cores.
 
 # %% tags=["deep"]
 step_of = "peft=side_network attention=best precision=best gradient_checkpointing=true"
@@ -637,7 +655,7 @@ assert abs(at_random[1] / at_random[0] - 1) < 0.3
 # was. Noise helps a little. Such weights take steps that are too short, and no message says so. (If the whole group
 # shrinks, its scale falls, and all is well.) Papers on fewer bits call it swamping, or staleness. The cure rounds each
 # number up or down at random, such that the mean of many draws is the number. Then $v$ falls as it should, but a single
-# $v$ is noisier. Our run has 42 steps, too few for any of this to matter.
+# $v$ is noisier. Our run has 42 steps (107 rows, 8 a step, three times), too few for any of this to matter.
 #
 # ### Deeper: one long row, and the memory that torch keeps
 # Paging was made for spikes. Take Llama-3.1-8B with adapters of rank 64 and 32-bit states, in the rest of our job, with
@@ -751,7 +769,8 @@ course.show(
 
 # %% [markdown]
 # ## 5. The production switch
-# In plain Hugging Face code each switch is one argument, and `optim="paged_adamw_8bit"` is both:
+# In plain Hugging Face code each switch is one argument. For both take `optim="paged_adamw_8bit"`, without
+# `max_steps=1`. The tables show both switches, 8 bits alone, and paging alone:
 
 # %%
 print(adamw_8bit.PLAIN, paged_optimizer.PLAIN)
@@ -760,12 +779,12 @@ course.show_worth("optimizer")
 course.show_worth("paged_optimizer")
 
 # %% [markdown]
-# Together they are worth 76 MiB, added here or taken away from the finished job, and the seconds do not change. Added
-# one after the other, 8 bits save 64 and pages 12: bitsandbytes pages only states of 100,000 elements or more, and of a
-# block's 14 LoRA matrices just three are so large. Taken away from the whole, 8 bits are worth only 28 MiB, because the
-# states in pages do not count there.
+# Of these 76 MiB, 64 are due to 8 bits. The other 12 are only missing from the count, as section 1 said: bitsandbytes
+# pages states of 100,000 elements or more, and of a block's 14 LoRA matrices just three are so large. So next to pages,
+# 8 bits seem to save only 28.
 #
-# The complete commands, the second for full fine-tuning:
+# The complete commands, the second for full fine-tuning. (On a T4 the recipe has no chunked loss, and lean preparation
+# has no effect there.)
 #
 # ```bash
 # cria train kwanzaa --set tricks.optimizer=adamw_8bit --set tricks.paged_optimizer=true
@@ -842,7 +861,8 @@ assert enough > 8
 # %% [markdown]
 # ## 6. Where it breaks
 # **No message, and states as large as before.** The tensors have fewer than 4,096 elements each, as LoRA's often have
-# at a low rank. Cure: make the optimizer yourself with `min_8bit_size`, because transformers does not pass it on.
+# at a low rank. Cure: make the optimizer yourself with `min_8bit_size`, because transformers does not pass it on, and
+# pass `Trainer(..., optimizers=(optimizer, None))`.
 #
 # **`nan`, some thirty steps into the run.** Somebody took even levels for $v$. In section 2 they made zeros of 6 % of
 # the second moments, and AdamW divides by $\sqrt{v}$. In its next step such a $v$ is $(1 - \beta_2)\, g^2$ and nothing
@@ -938,7 +958,7 @@ for least in (4096, 256):
 # **`Method 'cget_managed_ptr' not available in CPU-only version of bitsandbytes.`** There is a card, but bitsandbytes
 # found no library for its CUDA, or it is Apple's. Cure: `cria doctor` says which library was loaded; install one that
 # matches, or do not page. A machine without any card only warns, and it does not page. One footnote to *exact*: paging
-# moves no bit, but in 32 bits the switch also takes bitsandbytes' AdamW instead of torch's, which rounds elsewhere.
+# changes no bit, but in 32 bits the switch also takes bitsandbytes' AdamW instead of torch's, which rounds elsewhere.
 
 # %% tags=["deep"]
 try:
@@ -1134,12 +1154,14 @@ course.check(
 #
 # ## In one breath
 # - **Saves** with 8 bits three quarters of AdamW's states, 8 bytes a trained weight become 2.03, but not those of
-#   embeddings and small tensors. With pages, it saves all large states while something else needs the room.
+#   embeddings and small tensors. With pages, it should save all large states while something else needs the room.
 # - **Costs** 0.0001 of loss in our runs. Paging costs PCIe traffic when the card is full, and if the optimizer's step
 #   itself has too little room, all states travel twice in every step (in our model; we measured no card).
-# - **8 bits are approximate**: a $v$ near its group's largest moves by at most 3.5 % of itself. **Paging is exact.**
+# - **8 bits are approximate**: a $v$ near its group's largest moves by at most 3.5 % of itself. **Moving pages is
+#   exact**, but `paged_adamw_32bit` is bitsandbytes' AdamW, which rounds differently from torch's (by 5e-07 in five
+#   steps).
 # - **When**: all or most weights train, with many micro-batches a step. Full fine-tuning then falls from 20.4 to 11.2
-#   GiB.
+#   GiB (12.9 with eight micro-batches), without its pages.
 # - **When not**: with small adapters they save next to nothing. For long runs with $\beta_2$ near 1, compare first.
 #
 # ## Sources
