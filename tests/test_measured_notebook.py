@@ -1,4 +1,4 @@
-"""The notebook "Measure your card": each cell in this process, with two steps of the ladder. In a kernel: ``make colab-measure``."""
+"""The notebook "Measure your card": each cell in this process, two steps of the ladder (`make colab-measure`: all)."""
 
 import jupytext
 import pytest

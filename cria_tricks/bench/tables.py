@@ -80,19 +80,20 @@ def heading(cases: Sequence[Case]) -> str:
 
 
 def _cases(cases: Sequence[Case]) -> str:
-    """Lay out cases, each with its ratios to its baseline."""
+    """Lay out cases, those without a baseline first, the others with their ratios to theirs."""
     baselines = {(case.bench, case.name): baseline for case, baseline in against(cases)}
     rows = []
-    for case in cases:
+    for case in sorted(cases, key=lambda case: (case.bench, bool(case.against))):
         baseline = baselines.get((case.bench, case.name))
         name = f"`{case.bench}` {plain_name(case.bench, case.name)}"
         if case.status != "ok":
-            rows.append((name, f"{case.status}: {case.why}", "", "", _bytes(case.estimated_bytes), "", ""))
+            rows.append((name, f"{case.status}: {case.why}", "", "", "", _bytes(case.estimated_bytes), "", ""))
             continue
         rows.append(
             (
                 name,
                 _bytes(case.peak_allocated_bytes),
+                plain_name(baseline.bench, baseline.name) if baseline else "",
                 _times(case, baseline, PEAK),
                 _error(case),
                 _bytes(case.estimated_bytes),
@@ -100,7 +101,16 @@ def _cases(cases: Sequence[Case]) -> str:
                 _times(case, baseline, TOKEN),
             )
         )
-    columns = ("case", "peak", "peak / baseline", "estimate off by", "estimated", "tokens/s", "time / baseline")
+    columns = (
+        "case",
+        "peak",
+        "compared with",
+        "peak / that",
+        "estimate off by",
+        "estimated",
+        "tokens/s",
+        "time / that",
+    )
     return table(columns, rows)
 
 

@@ -74,15 +74,16 @@ def show_worth(*fields: str) -> None:
     # What needs a switch cannot stay without it: weights in four bits, for example, cannot train.
     rest = [other for other in on if all(other in toggles.without(CAPSTONE, field) for field in fields)]
     target = toggles.Target(find_shape(CAPSTONE.model), T4)
-    print(f"{'':33}{'before':>10}{'after':>10}{'change':>11}{'seconds before, after':>25}")
+    print(f"{', '.join(fields):33}{'without':>9}{'with':>9}{'change':>9}")
     for name, without, having in (
-        ("added to the lessons before", earlier, [*earlier, *fields]),
-        ("taken away from the whole job", rest, on),
+        ("added to earlier lessons", earlier, [*earlier, *fields]),
+        ("in the whole job", rest, on),
     ):
         before, after = (target.bill(toggles.with_only(CAPSTONE, some)) for some in (without, having))
-        old, new = (setting.memory.peak_bytes / MIB for setting in (before, after))
+        old, new = (round(setting.memory.peak_bytes / MIB) for setting in (before, after))
         slow, fast = ((setting.seconds or 0) * CAPSTONE.data.max_length for setting in (before, after))
-        print(f"{name:33}{old:10,.0f}{new:10,.0f}{new - old:+11,.0f} MiB{slow:13.2f}{fast:8.2f}")
+        print(f"{name + ', MiB':33}{old:9,}{new:9,}{new - old:+9,}")
+        print(f"{'    seconds a row':33}{slow:9.2f}{fast:9.2f}{fast - slow:+9.2f}")
     if gone := [other for other in on if other not in (*rest, *fields)]:
         print(f"(taken away together with what needs it: {', '.join(gone)})")
 

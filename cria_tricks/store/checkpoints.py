@@ -208,7 +208,7 @@ def describe(
 def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
     """Refuse to resume a run whose recipe or rows have changed.
 
-    A run that ran out of memory may have changed some switches itself. Then both are accepted: the recipe that was asked
+    A run that ran out of memory may have changed switches itself. Then both are accepted: the recipe that was asked
     for, and the one with these changes.
 
     Args:

@@ -44,6 +44,8 @@ class ChunkedTrainer(Trainer):
     def compute_loss(
         self, model, inputs, return_outputs=False, num_items_in_batch=None
     ):
+        if hasattr(model, "get_base_model"):  # peft wraps it; adapters stay where they are
+            model = model.get_base_model()
         labels = inputs.pop("labels")[:, 1:]
         hidden = model.base_model(**inputs).last_hidden_state[:, :-1][labels != -100]
         chunks = zip(hidden.split(256), labels[labels != -100].split(256))

@@ -37,9 +37,8 @@ REFERENCE = ("_FlashAttention.forward",)
 PLAIN = """
 from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained(
-    base, attn_implementation="sdpa"
-)  # or flash_attention_2
+# "flash_attention_2" needs compute capability 8.0; a T4 has 7.5.
+model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="sdpa")
 """
 TILE = 128
 """Tokens along each side of a tile."""

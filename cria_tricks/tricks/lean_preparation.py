@@ -32,9 +32,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-model = AutoModelForCausalLM.from_pretrained(
-    base, dtype="bfloat16"
-)  # and no prepare_model_for_kbit_training
+# No prepare_model_for_kbit_training. On a T4: dtype="float16" and fp16=True.
+model = AutoModelForCausalLM.from_pretrained(base, dtype="bfloat16")
 model = get_peft_model(
     model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
 )

@@ -39,7 +39,7 @@ import torch
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
-# On a T4: fp16=True.
+# bf16 needs compute capability 8.0. A T4 has 7.5: there it is fp16=True.
 arguments = TrainingArguments(
     "plain", max_steps=1, bf16=True, use_cpu=not torch.cuda.is_available()
 )

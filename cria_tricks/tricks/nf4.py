@@ -39,7 +39,10 @@ PLAIN = """
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 config = BitsAndBytesConfig(
-    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype="float16",  # a T4 has no bf16 units
 )
 model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config)
 """

@@ -41,7 +41,8 @@ PLAIN = """
 from transformers import DataCollatorWithFlattening
 
 # One packed sequence of all the batch's documents, whose positions start again, and no
-# attention mask.
+# attention mask. Under sdpa each document is still computed against all others;
+# attn_implementation="flash_attention_2" skips them.
 collate = DataCollatorWithFlattening()
 """
 IMPLEMENTATION = "sdpa_by_document"
