@@ -8,16 +8,16 @@
 
 # %% [markdown]
 # # A full card: why savings do not add up, and what PyTorch reserves
-# > **Promise.** Switched on one at a time, the twelve switches save 41,327 MiB together. The step has only 32,046 MiB.
-# > You learn the rule behind this, so that you can tell beforehand what a switch will save. Then you find out why
-# > `CUDA out of memory` comes although the tensors would fit, and which setting prevents it.
+# > **Promise.** Measured one at a time, the savings of the twelve switches add up to 41,327 MiB, but the step has only
+# > 32,046 MiB. You learn the rule behind this, so that you can tell beforehand how much a switch can save. Then you see
+# > why `CUDA out of memory` comes although the tensors would fit, and which setting prevents it.
 #
-# > **Card.** saves 1.4 GiB that PyTorch reserves in our run and no tensor uses / costs nothing / exact: no number of a
-# > run changes / about 25 minutes / after [fused LoRA](fused_lora.py)
+# > **Card.** saves 1.4 GiB that PyTorch reserves in our example and no tensor uses / costs nothing that we know of, and
+# > no card has measured it / exact: no number of a run changes / about 25 minutes / after [fused LoRA](fused_lora.py)
 #
 # The job is QLoRA of Llama-3.2-1B, with rows of 2,048 tokens, on a T4 with 14.74 GiB. Twelve switches have lowered the
-# [peak](../docs/glossary.md#peak) of its step from 32,046 to 1,516 MiB. This lesson adds no switch to the job, and
-# explains how these twelve work together.
+# [peak](../docs/glossary.md#peak) of its step from 32,046 to 1,516 MiB. We call this the *whole job*. This lesson adds
+# none.
 
 # %% Imports and settings tags=["hide-input"]
 import bisect
@@ -70,12 +70,13 @@ assert len(fields) == 12
 # ## 1. The bill
 # There are three ways to ask what a switch saves:
 #
-# - *alone*: we add it to plain fp32 training, together with the switches that it needs, as NF4 needs LoRA.
+# - *alone*: we add it to plain fp32 training. If it needs another switch, as NF4 needs LoRA, that one is on before and
+#   after.
 # - *in order*: we add it to the switches of the lessons before.
 # - *taken away*: we remove it from the whole job, together with the switches that need it.
 #
-# The paged optimizer saves 9,428 MiB alone, because it moves the optimizer states of all weights to the host. How many
-# MiB come back if we take it away from the whole job?
+# The paged optimizer saves 9,428 MiB alone, because it moves the optimizer states of all weights to the host. The whole
+# job has 8-bit states of 11 million weights. How many MiB come back without paging?
 
 # %% Your guess: MiB that come back without the paged optimizer tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -99,6 +100,9 @@ assert round(sum(saved["in order"]) / MIB) == 30_530
 assert sum(saved["in order"]) == peaks[0] - peaks[-1]
 of_two = sum(saved["alone"][fields.index(name)] for name in ("peft", "paged_optimizer"))
 assert round((peaks[0] - of_two) / MIB) == 12_773
+unpaged = course.bill(with_settings(whole, ["tricks.paged_optimizer=false"]))
+states = {line.name: line.bytes for line in unpaged.lines}["optimizer states"]
+assert round(states / MIB, 1) == 21.8
 
 # the bill against two counts of the repository: a dry run, and real steps on a CPU
 dry = (results.study("ladder") or {"cases": {}})["cases"].values()
@@ -116,14 +120,16 @@ print(
 assert max(map(abs, off)) < 0.002
 
 # %% [markdown]
-# Only the column *in order* adds up to what is really saved, because it goes from the first bill to the last. The other
-# numbers are right, too. With LoRA, only 11 million weights have optimizer states, so little is left to move to the
-# host. Alone, fp16 even costs memory, because autocast adds 16-bit copies of all weights.
+# Only the column *in order* adds up to what is saved, because it goes from the first bill to the last. But all numbers
+# are right. With LoRA, little is left to move to the host: 12.2 of 21.8 MiB, because bitsandbytes pages only larger
+# tensors. Alone, fp16 costs memory, because autocast adds 16-bit copies of all weights, and accumulation keeps a
+# gradient. `sdpa` saves nothing until `expand_kv` gives it a kernel that keeps no scores, and without either the scores
+# are back.
 #
 # ## 2. From scratch, in four steps
-# **Step 1: a training step is a table.** At each moment of a step, some tensors are in memory, and the peak is the
-# largest sum of a moment. At the loss, our toy holds weights (4 MiB), optimizer states (3), activations (6) and logits
-# (5), which is 18 MiB. At the update, it holds the weights, the states and the gradients (5), which is 12 MiB.
+# **Step 1: a training step is a table.** The peak is the largest sum of a moment. At the loss, our toy holds weights (4
+# MiB), optimizer states (3), activations (6) and logits (5), which is 18 MiB. At the update, it holds the weights, the
+# states and the gradients (5), which is 12 MiB.
 #
 # **Step 2: perfect switches remove whole lines.** Without the activations the peak is 12 MiB, which saves 6. Without
 # the logits it is 13 MiB, which saves 5. How many MiB do both switches save together?
@@ -160,10 +166,10 @@ def saves(*gone):
     return peak(toy) - peak(without(toy, *gone))
 
 
-# the two savings add up, because they are in the same two moments
+# they add up: the states are in both moments, so they are in each peak
 assert saves("states", "activations") == saves("states") + saves("activations")
-# less than their sum: after 6 MiB the update is the peak
-assert saves("activations", "logits") == 6 < saves("activations") + saves("logits")
+# less than their sum: without the activations the update is the peak
+assert saves("activations", "logits") < saves("activations") + saves("logits")
 # more than their sum: the gradients alone save nothing, because the loss is the peak
 assert saves("gradients") == 0
 assert saves("activations", "logits", "gradients") == 11
@@ -212,17 +218,17 @@ course.show(
 
 # %% [markdown]
 # This is the rule: **a switch saves at most what it removes at the moment of the peak, and less if the peak then moves
-# to another moment.** A switch that saves nothing today may save much once its own moment is the peak.
+# to another moment.** A switch that saves nothing now may save much once its own moment is the peak.
 #
 # **Step 3: we write PyTorch's allocator.** The bill counts [allocated](../docs/glossary.md#reserved) bytes, those of
-# living tensors. But a card holds all bytes that PyTorch has *reserved*. PyTorch takes large
+# living tensors. But a card holds all that PyTorch has *reserved*. PyTorch takes large
 # [segments](../docs/glossary.md#segment) from the card, divides them into blocks for tensors, and keeps blocks that are
-# freed, because asking CUDA is slow. These are its rules for tensors above 1 MiB:
+# freed, because asking CUDA is slow. Its rules for tensors above 1 MiB (smaller ones share segments of 2 MiB):
 #
 # - *Best fit*: a tensor gets the smallest free block that is large enough.
 # - *New segment*: if no block is large enough, PyTorch takes a segment. It has 20 MiB for a tensor of less than 10 MiB,
 #   and otherwise the tensor's size, rounded up to a multiple of 2 MiB.
-# - *Split*: a block that is more than 1 MiB too large is split, and the rest stays free.
+# - *Split*: if a block is more than 1 MiB too large, its rest stays free.
 # - *Merge*: a freed block is merged with free neighbours in its segment.
 # - *Full card*: PyTorch gives segments back in which no tensor is left, and tries once more.
 
@@ -247,8 +253,8 @@ class Cache:
     def allocate(self, name, size):
         fitting = [block for block in self.free_blocks() if block[0] >= size]
         if not fitting:
-            fitting = [(self.new_segment(size), -1, 0)]
-        have, s, b = min(fitting)  # best fit
+            fitting = [(self.new_segment(size), -1, 0)]  # the last segment, block 0
+        have, s, b = min(fitting)  # best fit: the smallest size comes first
         if have - size > 1:
             self.segments[s][b : b + 1] = [(size, name), (have - size, None)]  # split
         else:
@@ -281,8 +287,8 @@ class Cache:
 
 # %% [markdown]
 # **Step 4: we run three scripts.** `a=30 -a b=32` allocates 30 MiB as `a`, frees it, and allocates 32 MiB as `b`, as
-# when a longer row follows a shorter one. The free block of 30 MiB is too small, so PyTorch reserves 62 MiB. How many
-# MiB does the script `a=5 b=5 c=5 d=5 -a -c e=8` reserve?
+# for a longer row. The free block is too small, so PyTorch reserves 62 MiB. How many MiB does the script `a=5 b=5 c=5
+# d=5 -a -c e=8` reserve?
 
 # %% Your guess: MiB that the script reserves tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -346,12 +352,11 @@ course.show(
 
 # %% [markdown]
 # The second script works on a card of 40 MiB, because the segment of `a` is given back. The third fails on a card of 20
-# MiB, although 10 are free: only whole segments are given back. Such memory is
+# MiB, although 10 are free, because only whole segments are given back. Such memory is
 # [fragmented](../docs/glossary.md#fragmentation).
 #
 # ## 3. Prove it
-# The real step is such a table, too, and `course.bill(recipe).moments` holds it. Three pairs of its switches show the
-# three cases of the toy:
+# The real step is such a table, too (`course.bill(recipe).moments`). Three pairs show the toy's three cases:
 
 
 # %%
@@ -386,14 +391,14 @@ total, both = compare("gradient_checkpointing", "peft")
 assert round(both - total) == 2_910
 
 # %% [markdown]
-# - Checkpointing and the chunked loss, added to all others, shrink two lines of the *same moment*, so their savings add
-#   up, but for 21.5 MiB.
+# - Checkpointing and the chunked loss, each added to the ten others, shrink two lines of the *same moment*, so their
+#   savings add up, but for 21.5 MiB.
 # - LoRA and the paged optimizer remove the *same line*, the optimizer states, so the second finds little.
 # - Checkpointing alone stops at the *next moment*, the end of the backward pass, where all gradients are in memory.
 #   LoRA removes these, so together the two save 2,910 MiB more than the sum.
 #
-# We also compare our `Cache` with the package's model of PyTorch's source. On 300 random scripts, both must make the
-# same segments, and run out of memory at the same tensor.
+# We also compare our `Cache` with the package's model of PyTorch's source on 300 random scripts (and with PyTorch
+# itself on a GPU). Both must make the same segments and fail at the same tensor.
 
 
 # %% Draw figure 3 tags=["hide-input"]
@@ -575,26 +580,26 @@ fewest = min(fitting, key=lambda on: (len(on), peak(tables[on])))
 print("the fewest switches that fit on a T4:", *sorted(fewest))
 
 # %% [markdown] tags=["deep"]
-# In 87 of 100 cases the peak stays at its moment. Then you get exactly what the switch takes there. Checkpointing and
-# the chunked loss miss their sum by 21.5 MiB, because the peak holds autocast's 16-bit copies of the adapters only if
-# both are on. The last line is a practical result: two switches alone bring the plain step under a T4's memory.
+# In 87 of 100 of these cases the two bounds are equal, so you get exactly what the switch takes at the peak's moment.
+# Checkpointing and the chunked loss miss their sum by 21.5 MiB, because the peak holds autocast's 16-bit copies of the
+# adapters only if both are on. The last line is a practical result: two switches alone bring the plain step under a
+# T4's memory.
 
 # %% [markdown]
 # ## 4. What it costs
-# The film under this heading (on the course's site) plays the step with all switches, and each button takes one away.
-# Look at the highest point. Without checkpointing, the chunked loss or NF4, it is at the loss, in the middle of the
-# step. Without fp16 or SDPA, it moves into the last block.
+# The film under this heading (on the course's site) plays the step, and each button takes one switch away.
 #
-# The small step costs time, because checkpointing computes every block twice, and NF4 must be unpacked. But memory that
-# stays empty is worth nothing. Therefore: **where memory is left over, switch off what costs time.** Below are the sets
-# of switches that no other set beats in both seconds and memory. (`activation_offload`, from [long rows](long_rows.py),
-# keeps block inputs on the host.) The seconds of a row are predicted, with a range of 0.82 to 1.22 times.
+# With all switches a step is slow, because checkpointing computes blocks twice, and NF4 must be unpacked. Therefore:
+# **where memory is left over, switch off what costs time.** Below are the sets that no other set beats in both seconds
+# and memory, and what each changes in the whole job. ([`activation_offload`](long_rows.py) keeps block inputs on the
+# host. Fused LoRA is left out.) A row's seconds are predicted, with a range of 0.82 to 1.22 times. The memory
+# includes CUDA's own and the most that PyTorch may reserve.
 
 # %%
 for setting in toggles.front(target, whole):
     off = ", ".join(change.removeprefix("tricks.") for change in setting.set)
     needs = setting.memory.needed_bytes / GIB
-    print(f"{2048 * setting.seconds:.2f} s, {needs:4.1f} GiB: {off or 'all switches'}")
+    print(f"{2048 * setting.seconds:.2f} s, {needs:5.2f} GiB: {off or 'all switches'}")
 
 
 # %% Check the numbers of the text tags=["hide-input"]
@@ -647,10 +652,11 @@ for pair in ("checkpointing_chunked_loss", "nf4_batch", "packing_sdpa"):
 
 # %% [markdown]
 # ### What the card holds in addition to tensors
-# On a T4, the recipe `kwanzaa` leaves out checkpointing and the chunked loss. A row then takes 28 % less time by
-# estimate, and the tensors take 7.3 GiB. How much will PyTorch reserve for them? `memory_trace` runs the real training
-# on tensors without data, first with rows of 1,536 tokens and then of 2,048, and records every allocation. The
-# package's allocator then carries them out. So the number is predicted, and no card has confirmed it yet.
+# Our example is the recipe `kwanzaa` on a T4. There it leaves out two of the twelve switches, checkpointing and the
+# chunked loss. A row then takes 28 % less time by estimate, and the tensors take 7.3 GiB. (Without NF4 it would be
+# faster, but it reproduces a QLoRA run.) How much will PyTorch reserve? `memory_trace` runs the training on tensors
+# without data, first with rows of 1,536 tokens and then of 2,048, and records every allocation. The package's allocator
+# carries them out, so the number is predicted.
 
 # %% Your guess: GiB that PyTorch reserves for 7.3 GiB of tensors tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -697,17 +703,17 @@ course.reveal(guess, card.peak_reserved / GIB, "GiB")
 
 # %% [markdown]
 # ## 5. The production switch
-# PyTorch reserves 27 % more than the tensors need. The film (on the site) shows why, at the first row of 2,048
-# tokens. The shorter rows have left segments that fit *their* logits, 752 MiB in fp32. The longer row needs 1,002 MiB,
-# so PyTorch takes new segments, and the old ones stay empty. One setting changes that:
+# PyTorch reserves 27 % more than the tensors need. (Other switches gave 12 to 53 %.) The shorter rows have left
+# segments that fit *their* logits, 752 MiB in fp32. The longer row needs 1,002 MiB, so PyTorch takes new segments, and
+# the old ones stay empty. One setting changes that:
 #
 # ```bash
-# PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python train.py
+# PYTORCH_ALLOC_CONF=expandable_segments:True python train.py
 # ```
 #
-# There is then one segment for all large tensors, and it *grows* in pages of 20 MiB, so a longer row can use the memory
-# of a shorter one. With plain Hugging Face code, set the variable before the first tensor is on the card. `cria train`
-# sets it by itself, and it can also find the fastest set of switches that fits:
+# Then one segment for all large tensors *grows* in pages of 20 MiB, so a longer row can use the memory of a shorter
+# one. Set it before you import torch. (The older name `PYTORCH_CUDA_ALLOC_CONF` still works.) `cria train` sets it by
+# itself, and can find the fastest set that fits and changes results by rounding only:
 #
 # ```bash
 # cria plan kwanzaa --gpu t4 --fit fastest
@@ -722,7 +728,7 @@ grown.allocate(32 * MIB)
 print(f"{longer}: reserves {grown.reserved / MIB:.0f} MiB, not 62")
 
 wide, wide_curve, _ = watch(events, expandable)
-print(f"our run: reserves {wide.peak_reserved / GIB:.1f} GiB", end=", ")
+print(f"our example: reserves {wide.peak_reserved / GIB:.1f} GiB", end=", ")
 print(f"not {card.peak_reserved / GIB:.1f}")
 
 
@@ -809,6 +815,7 @@ least_wide = smallest(events, expandable)
 print(f"with expandable segments {least_wide / GIB:.2f} GiB suffice")
 assert 1.02 < least / card.peak_allocated < 1.08
 assert least_wide < least
+assert [round(each / GIB, 1) for each in (least, least_wide)] == [7.6, 7.4]
 
 # %% [markdown] tags=["deep"]
 # So there are three numbers: 7.3 GiB of tensors, 9.3 GiB reserved where there is plenty, and 7.6 GiB that the run must
@@ -893,8 +900,7 @@ for other, gib in (
 # %% [markdown] tags=["deep"]
 # Padding helps, but expandable segments reserve less and compute no more tokens. Multiples of 512 would not help here,
 # because 1,536 and 2,048 are such lengths already. Neither of the older settings helps this run. On a platform without
-# expandable segments torch warns and goes on without them. Newer versions of torch also accept the name
-# `PYTORCH_ALLOC_CONF`.
+# expandable segments torch warns and goes on without them.
 #
 # How much does the allocator reserve in general? Over four sets of switches of this job it reserves 12 to 53 % more
 # than the tensors need, and must have 2 to 8 % more. With expandable segments it reserves 2 to 11 % more, and must have
@@ -973,17 +979,19 @@ print(
 
 # %% [markdown] tags=["deep"]
 # Three saved tensors become two. The first call takes as long as very many later ones, so a run must be long enough to
-# earn it back, and ours has 42 steps. On two CPU cores a compiled step of the two-layer model was no faster at all
-# (committed results). For a T4 the estimate is a third less time, which no card has measured yet. The complete command
-# is `cria train kwanzaa --set tricks.compile=true`.
+# earn it back. Ours has 42 steps, which would save 197 s by the estimate below, and how long a T4 compiles is not
+# measured. On two CPU cores a compiled step of the two-layer model was no faster at all (committed results). For a T4
+# the estimate is a third less time, which no card has measured yet. The complete command is `cria train kwanzaa --set
+# tricks.compile=true`.
 
 # %% tags=["deep"]
 step_of = "peft=lora attention=best precision=best chunked_loss=true"
 course.on_a_gpu("compile", off=step_of, on=f"{step_of} compile=true")
 compiled_job = with_settings(whole, ["tricks.compile=true"])
 print(diff(resolve(whole, T4), resolve(compiled_job, T4)))
-for recipe in (whole, compiled_job):
-    print(f"{8 * 2048 * target.bill(recipe).seconds:.1f} s a step")
+a_step = [8 * 2048 * target.bill(each).seconds for each in (whole, compiled_job)]
+print(*(f"{seconds:.1f} s a step" for seconds in a_step), sep="\n")
+assert round(42 * (a_step[0] - a_step[1])) == 197
 
 # %% [markdown] tags=["deep"]
 # Does it save memory, too? The tensor `silu(a)` is 32 MiB in a block of our job. The bill counts it as saved, because
@@ -1047,20 +1055,22 @@ assert len(said) == 1
 # %% [markdown]
 # ## 6. Where it breaks
 # **`does not fit`, where the savings said that it would.** LoRA saves 9,846 MiB alone, and the paged optimizer 9,428.
-# From 32,046 MiB that would leave 12,773, which fits on a T4. But both remove the same optimizer states, so choose a
-# switch that shrinks another line at the peak:
+# From 32,046 MiB that would leave 12,773, which fits. But both remove the same optimizer states, so choose a switch
+# that shrinks another line at the peak:
 
 # %%
 for other in ("paged_optimizer", "gradient_checkpointing"):
     found = course.bill(toggles.with_only(whole, ["peft", other]))
-    needs = found.needed_bytes / GIB
-    print(f"LoRA and {other}: needs {needs:.1f} GiB, {found.verdict} on a T4")
+    tensors, needs = found.peak_bytes / GIB, found.needed_bytes / GIB
+    print(f"LoRA and {other}: {tensors:.1f} GiB of tensors, needs {needs:.1f} GiB")
+    print(f"  with CUDA's own and what may be reserved: {found.verdict} on a T4")
 
 # %% [markdown]
-# **`... is reserved by PyTorch but unallocated.`** If a card has only 7.5 GiB left, our run of 7.3 GiB ends with the
-# message below. PyTorch prints it *after* it has given back all it could. So "unallocated" is memory that is stuck:
-# free blocks in segments that still hold a tensor. Add it to what is free. If the sum is at least what PyTorch tried to
-# allocate, memory is fragmented, and expandable segments help. If it is less, you must lower the peak.
+# **`... is reserved by PyTorch but unallocated.`** If a card has only 7.5 GiB left, our example ends with the message
+# below. PyTorch has then given back all empty segments, which would be enough in 7.6 GiB. So "unallocated" is memory
+# that is stuck: free blocks in segments that still hold a tensor. Add it to what is free. If the sum is at least what
+# PyTorch tried to allocate, memory is fragmented, and expandable segments can help: here 7.4 GiB then suffice. If not,
+# lower the peak.
 
 # %%
 small, _, failed = watch(events, limit=int(7.5 * GIB))
@@ -1072,6 +1082,7 @@ print(
 )
 print(f"and {unallocated:.0f} MiB is reserved by PyTorch but unallocated.")
 print(f"It happens in the {failed.moment}.")
+print(f"(free and unallocated: {free + unallocated:,.0f} MiB)")
 assert free < failed.size / MIB < free + unallocated
 
 # %% [markdown] tags=["deep"]
@@ -1089,13 +1100,13 @@ for script in ("a=30 -a", "a=5 b=5 c=5 d=5 -a -c"):
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict**: in the whole job, the loss has 1,516.2 MiB, of which the logits of a chunk of 256 tokens take 250.5.
-#    The second highest moment is a block's backward pass, with 1,494.8 MiB. By how many MiB does the peak fall if you
-#    use chunks of 64 tokens, which makes the logits a quarter, and save 32 MiB in the block?
-# 2. **Build**: fill in `stuck(segments)`, which returns how many MiB are free and cannot be given back to the card.
-#    The segments are as in `Cache`.
-# 3. **Reach**: fill in `fair(switches)`, which returns a dict from each switch to its fair share in MiB, if all others
-#    are off. Shapley's fair share is a mean over all orders of the switches: what the switch saves when its turn
-#    comes. Use `peak_with(switches)` from section 3.
+#    The second highest moment is a block's backward pass, 1,494.8 MiB. By how many MiB does the peak fall if you use
+#    chunks of 64 tokens (a quarter of the logits) and save 32 MiB in the block?
+# 2. **Build**: fill in `stuck(segments)`, which returns how many MiB are free and cannot be given back. The segments
+#    are as in `Cache`.
+# 3. **Reach**: fill in `fair(switches)`, which returns a dict from each switch to its fair share in MiB, with all
+#    others off. Shapley's fair share is a mean over all orders of the switches. In each order, switch them on one after
+#    the other, and note what each saves at its turn. Use `peak_with(switches)` from section 3.
 
 # %% tags=["exercise"]
 mib_of_both = None
@@ -1222,7 +1233,7 @@ course.check(
 # - **Where memory is left over**, switch off what costs time: checkpointing first. `cria train kwanzaa --fit fastest`
 #   does it for you.
 # - **A card limits reserved bytes**, and free memory goes back to it only as whole segments. So 7.3 GiB of tensors
-#   reserve 9.3 GiB, and 7.8 GiB with expandable segments, which change no number of the run.
+#   reserve 9.3 GiB in our example, and 7.8 GiB with expandable segments, which change no number of the run.
 # - **When not**: if little is "reserved by PyTorch but unallocated", no setting helps. Then make the peak smaller.
 #
 # ## Sources

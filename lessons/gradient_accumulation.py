@@ -9,23 +9,25 @@
 
 # %% [markdown]
 # # Gradient accumulation: eight rows, one after the other
-# > **Promise.** This lesson raises the bill, by 43 MiB. It is here because our learning rate was found for steps of
-# > eight rows, and a batch of eight rows at once would cost far more. You will write the loop, and find the mistake
-# > that transformers itself made until October 2024: its loss looked right, and its gradient was not.
+# > **Promise.** Gradient accumulation runs eight rows one after the other, adds up their gradients, and updates the
+# > weights once. This costs 43 MiB here, and a batch of eight rows would cost 2,928. You will write the loop, and find
+# > the mistake that transformers itself made until October 2024: no error, a loss that looks normal, and a wrong
+# > gradient.
 # >
-# > **Card.** saves activations and logits of all rows of a step but one / costs one gradient that is kept, 4 bytes for
-# > each trained weight / exact, but for the order of sums, if the whole window's tokens are counted / about 25 minutes
+# > **Card.** saves the activations of all rows of a step but one / costs one gradient that is kept, 4 bytes for each
+# > trained weight / exact, but for the order of sums, if the tokens of the whole step are counted / about 25 minutes
 # > / after [the optimizers](optimizers.py)
 #
-# Our job is QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens, on a T4 with 14.74 GiB. After the lesson
-# on optimizers a step on *one* row needs 1,473 MiB. But the gradient of one row is a noisy guide, so the recipe takes
-# one step on eight rows. There are two ways to do that: put eight rows into one batch, or let eight
-# [micro-batches](../docs/glossary.md#micro-batch) of one row add up their gradients before the optimizer moves.
+# Our job is QLoRA of Llama-3.2-1B on 107 rows of up to 2,048 tokens, on a T4 with 14.74 GiB. After the lesson on
+# optimizers a step on *one* row needs 1,473 MiB. But the gradient of one row is a noisy guide. So the public notebook
+# that our recipe follows takes each step on eight rows, and its learning rate is for such steps. Either these eight
+# rows are one batch, or eight [micro-batches](../docs/glossary.md#micro-batch) of one row add up their gradients before
+# the optimizer's step. The rows of a step are its [window](../docs/glossary.md#window).
 #
 # ## 1. The bill
-# A *batch* is $B$ rows, padded to the length of the longest. Everything that belongs to tokens is in memory for all
-# rows at once: activations, logits, and the block that checkpointing computes again. Guess the peak of a step on a
-# batch of eight full rows.
+# A *batch* is $B$ rows, padded to the length of the longest. Activations are in memory for all rows at once: the inputs
+# of all blocks, and everything inside the block that checkpointing computes again. The logits do not grow, because our
+# loss makes them for 256 tokens at a time. Guess the peak of a step on a batch of eight full rows.
 
 # %% Your guess: MiB of the peak with a batch of eight rows tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -40,8 +42,10 @@ from cria_tricks.data.batches import PadToLongest
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.measure.counting import SavedBytes, flops, peak_bytes
 from cria_tricks.measure.memory import LiveBytes
+from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import with_settings
 from cria_tricks.tricks import gradient_accumulation
+from cria_tricks.tricks.folds import step
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -63,6 +67,10 @@ print(f"eight rows, one by one: {course.bill(after).peak_bytes / MIB:,.0f} MiB")
 # %% Draw figure 1, and hold the numbers of the text tags=["hide-input"]
 _peaks = [round(course.bill(r).peak_bytes / MIB) for r in (before, after, at_once)]
 assert _peaks == [1473, 1516, 4401]
+_fullest = course.bill(at_once).peak
+_inside = {line.name: line.bytes / MIB for line in _fullest.lines}
+assert (_fullest.name, _inside["saved activations"]) == ("last block", 8 * 128)
+assert round(_inside["open block: saved"] + _inside["open block: temporary"]) == 2311
 
 
 def two_ways(theme: Theme):
@@ -90,17 +98,17 @@ course.show(
 )
 
 # %% [markdown]
-# Eight rows at once would cost 2,928 MiB more than one. One by one they cost 43 MiB, which section 4 explains. A T4 has
-# room for both here. With a larger model, or if all weights train, only the second way is left.
+# Eight rows at once cost 2,928 MiB more than one. Their peak is not at the loss but in the backward pass of a block,
+# with eight times 128 MiB of block inputs, and 2,311 MiB inside the open block. One by one the rows cost 43 MiB, which
+# section 4 explains. A T4 has room for both. With a larger model, or if all weights train, only the second way is left.
 #
 # ## 2. From scratch, in three steps
 # **Step 1: add up the gradients.** The gradient of a sum is the sum of the gradients. And torch's `backward` *adds* to
-# `.grad`, which is why training loops call `zero_grad`. So it is enough to call `backward` eight times.
+# `.grad`, which is why loops call `zero_grad`. So we call `backward` eight times.
 #
 # The toy has rows of the real lengths, divided by 20, with random words. Only the answer of a row is
 # [trained](../docs/glossary.md#trained-tokens): everywhere else the label is -100, which makes no loss. The model
-# predicts the next of $V$ words from the present word alone. `loss_sum` is a *sum* over tokens and not a mean, because
-# step 3 will need that.
+# predicts the next of $V$ words from the present word alone. `loss_sum` is a *sum* over tokens, which step 3 will need.
 
 # %%
 import random
@@ -120,6 +128,7 @@ draw = random.Random(0)
 
 def make_row(tokens, trained):
     """A row of random words; its label at t is the word at t + 1."""
+    # ** 3: some words are frequent. One word more, for the last label.
     words = [int(V * draw.random() ** 3) for _ in range(tokens + 1)]
     prompt = tokens - trained
     labels = [-100] * prompt + words[prompt + 1 :]
@@ -164,7 +173,7 @@ def take_gradient():
 
 
 def off(found, right):
-    """The length of the difference, over the length of the right one."""
+    """The norm of the difference, over the norm of the right one."""
     return ((found - right).norm() / right.norm()).item()
 
 
@@ -174,13 +183,14 @@ loss_sum(pad(window)).backward()
 right = take_gradient()
 for batch in split(window):
     loss_sum(batch).backward()  # frees what this row kept, before the next row comes
-assert off(take_gradient(), right) < 1e-5  # fp32 rounds at 6e-8
+print(f"off by {off(take_gradient(), right):.0e}: the order of fp32 sums")
 
 # %% [markdown]
 # **Step 2: the mean, and how it goes wrong.** Training uses the *mean* loss of a trained token, so that the gradient
 # does not grow with the number of tokens. The obvious way is to take the mean of each micro-batch, and divide it by
 # their number $k$. If all rows have equally many trained tokens, this is right. Ours do not: a row with $n$ of the
-# window's $N$ trained tokens should get the share $n/N$ of the gradient, but it gets $1/k$.
+# window's $N$ trained tokens should get the share $n/N$ of the gradient, but it gets $1/k$. For example, rows of 10 and
+# 30 trained tokens should get 1/4 and 3/4, and each gets 1/2.
 
 
 # %%
@@ -198,14 +208,14 @@ def mean_of_means(batches):
 
 
 def one_batch(rows):
-    """What is right: the mean loss of one batch, and its gradient."""
+    """What is right: with one batch, a mean of means is the mean."""
     return mean_of_means([pad(rows)]), take_gradient()
 
 
 def misplaced(counts):
     """The share of the gradient that a mean of means gives to the wrong rows."""
     differences = [abs(1 / len(counts) - n / sum(counts)) for n in counts]
-    return sum(differences) / 2
+    return sum(differences) / 2  # what some rows get too much, others get too little
 
 
 equal = [make_row(50, 37) for _ in range(8)]
@@ -215,10 +225,10 @@ assert off(take_gradient(), one_batch(equal)[1]) < 1e-5  # equal rows hide the m
 right_loss, right = one_batch(window)
 wrong_loss, wrong = mean_of_means(split(window)), take_gradient()
 print(f"loss {wrong_loss:.3f}, right {right_loss:.3f}")
-print(f"the gradient is off by {off(wrong, right):.0%}")
+print(f"the toy's gradient is off by {off(wrong, right):.0%}")
 counts = [[n for _, n in LENGTHS[start : start + 8]] for start in range(0, 107, 8)]
 shares = [misplaced(some) for some in counts]
-print(f"misplaced in the real rows: {sum(shares) / 14:.1%}, at most {max(shares):.1%}")
+print(f"misplaced: {sum(shares) / len(shares):.1%}, at most {max(shares):.1%}")
 
 # %% Draw figure 2, and predict the wrong gradient tags=["hide-input"]
 # With g a row's own mean gradient, the window's is off by the sum of (1/k - n/N) g.
@@ -258,13 +268,16 @@ course.show(
 )
 
 # %% [markdown]
-# The loss is off by less than a hundredth, so the log looks fine. But the gradient is wrong: on the real rows 14 % of
-# it goes to the wrong rows, and 21 % in the worst window. (The toy's gradient is off by more, because its words are
-# random. How far a real one is off depends on how alike the rows are.) Many trainers did this until October 2024.
+# The loss is off by 0.2 %, so the log looks fine. (A token's loss is 5.4 to 5.6 in every row of the toy, so any mean is
+# nearly right. Real rows may differ more.) But the gradient is wrong. On the real rows 14 % of it goes to
+# the wrong rows, and 21 % in the worst window, which is also the toy's. The 45 % compare whole gradients: with random
+# words those of the rows differ much, and if they were equal, wrong shares would change nothing. Many trainers did this
+# until October 2024.
 #
 # **Step 3: divide by the tokens of the whole window.** Count the trained tokens of all micro-batches *before* the first
-# backward pass. This also mends the last [window](../docs/glossary.md#window) of an epoch: 107 rows make 13 windows of
-# 8 and one of 3, and dividing by 8 there would shrink the gradient to $3/8$ of its correct size.
+# backward pass. A row without any, which makes 0/0 in step 2, then adds nothing. This also mends the last window of an
+# epoch: 107 rows make 13 windows of 8 and one of 3, and dividing by 8 there would shrink the gradient to $3/8$ of its
+# correct size.
 
 
 # %%
@@ -290,7 +303,7 @@ assert off(shrunk, 3 / 8 * take_gradient()) < 1e-5
 
 # %% [markdown]
 # ## 3. Prove it
-# The claim is *exact, but for the order of sums*. In float64 that order may change $10^{-12}$ of the gradient's length
+# The claim is *exact, but for the order of sums*. In float64 that order may change $10^{-12}$ of the gradient's norm
 # (the folded part says why). We try all 14 windows, with 1, 2 and 4 rows in a micro-batch. The package's own function
 # must give the same bits as ours, because it adds in the same order. Then we count what is kept for the backward pass:
 # for each token $D + H + V$ numbers, and of the longest row only, not of eight rows.
@@ -300,6 +313,7 @@ model.double()
 worst = 0.0
 for B in (1, 2, 4):
     micro_batches = split(rows, B)
+    # a generator: each next() adds one window's gradient to .grad
     theirs = gradient_accumulation.accumulated(loss_sum, micro_batches, k=8 // B)
     for start in range(0, 107, 8):
         eight = rows[start : start + 8]
@@ -307,9 +321,9 @@ for B in (1, 2, 4):
         worst = max(worst, off(ours, one_batch(eight)[1]))
         assert next(theirs) == loss
         assert torch.equal(take_gradient(), ours)
-print(f"largest difference: {worst:.1e} of the gradient's length")
+print(f"largest difference: {worst:.1e} of the gradient's norm")
 assert worst < 1e-12
-_ = model.float()
+_ = model.float()  # back to fp32; the name _ keeps a notebook from printing the model
 
 T = max(len(row["labels"]) for row in window)  # tokens of the longest row
 of_a_row = 4 * T * (D + H + V)  # D into the first layer, H of tanh, V log-probabilities
@@ -328,7 +342,8 @@ for name, batches, many in (
 # Float64 rounds an addition by at most $2^{-53}$ of its result. Here fewer than 600 tokens are added up, and each is
 # made of sums of at most 256 terms. So two orders differ by about
 # $2 \cdot (600 + 256) \cdot 2^{-53} \approx 2 \cdot 10^{-13}$ of the terms' sizes. Terms cancel in part, so we allow
-# $10^{-12}$ of the gradient's length. Our `pad` makes the same batches as the package's:
+# $10^{-12}$ of the gradient's norm. (In 16 bits each way rounds at other places, so they differ more. With dropout each
+# way draws other masks, so it is another step.) Our `pad` makes the same batches as the package's:
 
 # %% tags=["deep"]
 plain_rows = [{name: list_.tolist() for name, list_ in row.items()} for row in window]
@@ -337,11 +352,11 @@ assert all(torch.equal(theirs[name], found) for name, found in pad(window).items
 
 # %% [markdown]
 # ## 4. What it costs
-# **A gradient that is kept.** A plain step frees its gradients before the next forward pass. Here the sum of the
-# earlier rows' gradients is kept while the next row runs. It takes 4 bytes for each of $P$ trained weights, on top of
-# the peak. In the toy the peak is at the loss, where a token takes $D + H + 3V$ numbers (log-probabilities, and two
-# gradients of the logits). So against the longest row alone, eight rows at once should add $7 \cdot 4T(D + H + 3V)$
-# bytes, and one by one $4P$.
+# **A gradient that is kept.** A plain step frees its gradients before the next forward pass. Here the sum of earlier
+# gradients is kept while the next row runs. It takes 4 bytes for each of $P$ trained weights, on top of the peak. The
+# toy's peak is at the loss, where a token takes $D + H + 3V$ numbers, because two gradients of the logits come on top.
+# So compared with the longest row alone, eight rows at once should add $7 \cdot 4T(D + H + 3V)$ bytes, and one by one
+# $4P$.
 
 
 # %%
@@ -428,16 +443,17 @@ course.show(
 
 # %% [markdown]
 # **Operations**: as many as before, and fewer in practice, because a row by itself needs no padding. In batches of
-# eight of our real rows 28 % of the tokens would be padding.
+# eight, 28 % of our tokens would be padding.
 #
 # **Time.** Eight small passes read all weights eight times. That matters only if reading takes longer than multiplying.
-# A 16-bit weight has 2 bytes and makes 2 operations for each token. A T4 can do 203 operations in the time in which it
-# reads one byte, so it is busy from 203 tokens on, and our full rows have ten times as many. Therefore we *predict*
-# 1.90 seconds a row on a T4 (1.6 to 2.3), one by one or at once. With rows of 50 tokens, a batch of eight would be
-# faster.
+# A 16-bit weight has 2 bytes and makes 2 operations for each token, so a byte makes one. By its data sheet a T4 does
+# 203 operations in the time in which it reads a byte, so it is busy from 203 tokens on, and our full rows have ten
+# times as many. Our [NF4](nf4.py) weights are also unpacked to 16 bits in each pass. We *predict* 0.08 s for that, of
+# 1.90 seconds for a row on a T4 (1.6 to 2.3). A batch of eight unpacks in 0.01 s a row, but its attention mask costs as
+# much as this gains. For rows of 50 tokens, a batch would be faster.
 #
-# If the table below is from a CPU, it shows such a case. Its model is tiny, so the fixed cost of each call dominates,
-# and four rows one by one take 1.49 times as long as at once (`on` against `off`).
+# If the table below is from a CPU, its model is tiny. There, four micro-batches of one row take 1.49 times as long as
+# one of four (the baseline), but two of two take no longer.
 
 # %%
 step_of = "peft=lora attention=best precision=best chunked_loss=true"
@@ -454,6 +470,14 @@ _padded = sum(len(some) * max(some) for some in _real)
 assert round(100 * (1 - sum(map(sum, _real)) / _padded)) == 28
 _busy_from = CARDS["t4"].half_flops / CARDS["t4"].memory_rate
 assert round(_busy_from) == 203
+assert (CARDS["t4"].half_flops, CARDS["t4"].memory_rate) == (65e12, 320e9)
+_seconds = []  # of a row: all, unpacking and attention, one by one and at once
+for _recipe in (after, at_once):
+    _step = step(_recipe, find_shape(after.model), CARDS["t4"])
+    _parts = {part.name: part.seconds / 8 for part in _step.parts}
+    _all = (sum(_parts.values()), _parts["unpacking"], _parts["attention"])
+    _seconds.append([round(_s, 2) for _s in _all])
+assert _seconds == [[1.9, 0.08, 0.07], [1.9, 0.01, 0.13]]
 assert course.bill(at_once).peak_bytes - course.bill(after).peak_bytes == 3_025_059_840
 _a_token = 3 * 2 * (D * H + H * V)  # forward, and two gradients
 assert flops(lambda: accumulate([pad(window)])) == _a_token * 8 * T
@@ -466,7 +490,7 @@ assert flops(lambda: accumulate(split(window))) == _a_token * sum(
 # With our adapter the kept gradient takes 43 MiB. If all 1,235,814,400 weights train, it takes 4.6 GiB, on top of a
 # peak that is at the loss, where a plain step has no gradient yet. This is why a run can die in its *second*
 # micro-batch after the first went well. But eight rows at once would cost 122 GiB more: everything that belongs to
-# tokens, eight times. Only 1 MiB of cosines and sines is made once for all rows.
+# tokens, seven more times. Only 1 MiB of cosines and sines is made once for all rows.
 
 # %% tags=["deep"]
 plain = course.so_far("the_bill")  # fp32, all weights train, no checkpointing
@@ -504,14 +528,16 @@ assert round((later.peak_bytes - alone_.peak_bytes) / MIB) == 1290
 
 # %% [markdown]
 # ## 5. The production switch
-# In plain Hugging Face code it is one argument of the trainer:
+# In plain Hugging Face code it is one argument of the trainer. Leave out `max_steps=1`, which ends the run after a
+# step.
 
 # %%
 print(gradient_accumulation.PLAIN)
 
 # %% [markdown]
-# The trainer fetches a whole window first, counts its trained tokens, and hands the count to the loss as
-# `num_items_in_batch`. Our loss divides its sum by that. The complete command (8 is also the recipe's own value):
+# The trainer first fetches a whole window, counts its trained tokens, and hands the count to the loss as
+# `num_items_in_batch`. Our loss divides by that. (With several cards it is the sum over all of them, by default.) The
+# complete command (8 is also the recipe's own value):
 #
 # ```bash
 # cria train kwanzaa --set tricks.gradient_accumulation=8
@@ -526,15 +552,15 @@ course.show_worth("gradient_accumulation")
 
 # %% [markdown]
 # It costs 43 MiB, which is the gradient of the adapter, 11,272,192 weights in fp32. Both lines of the last table are
-# equal because this is the last switch of the job. The seconds, for one row of 2,048 tokens, fall by 0.01, because the
-# optimizer moves only once for eight rows. Compared with a batch of eight rows, accumulation saves 2,885 MiB.
+# equal, because the job uses no switch of later lessons. The seconds, for one row of 2,048 tokens, fall by 0.01,
+# because the optimizer takes only one step for eight rows. A batch of eight rows would take 2,885 MiB more.
 #
 # ## 6. Where it breaks
 # **`As gradient_accumulation_steps increases, the loss also increases`.** If the trainer hands over
-# `num_items_in_batch`, it no longer divides by $k$. A `compute_loss` of your own that ignores the count returns a mean,
-# so $k$ means are added up. AdamW and gradient clipping both hide a constant factor, so the run goes on learning, from
-# a mean of means. Only `loss` and `grad_norm` in the log are $k$ times too large. The cure is a sum, divided by the
-# count.
+# `num_items_in_batch`, it no longer divides by $k$. A `compute_loss` of your own that ignores the count returns means,
+# and $k$ of them are added up. AdamW divides a gradient by its own size, so a constant factor hardly changes its steps,
+# and the run goes on learning, from a mean of means. Only `loss` and `grad_norm` in the log are $k$ times too large,
+# and clipping acts more often. The cure is a sum, divided by the count.
 
 
 # %%
@@ -560,8 +586,9 @@ for k in (1, 2, 4, 8):
 # ### Deeper: ``Detected call of `lr_scheduler.step()` before `optimizer.step()` ``
 # A loop of your own moves the learning rate in every micro-batch. The warning sounds like a matter of order. In truth
 # the schedule runs eight times too fast. It is made for 42 steps, so torch's cosine is at zero after 42
-# *micro-batches*, climbs again, and after 84 is where it began. After all 336, where it should be zero, it is at its
-# highest. The cure is to move it when the optimizer moves.
+# *micro-batches*, climbs again, and after 84 is where it began. After the 336 micro-batches of 42 full windows, where
+# it should be zero, it is at its highest. (Our run has 321, because the last window of each of its three epochs is
+# short.) The cure is to move it when the optimizer takes its step.
 
 
 # %% tags=["deep"]
@@ -599,7 +626,8 @@ assert cured[0] > cured[1] > cured[2] == 0
 #    weights, and returns $N$, the number of trained tokens in all batches. (About six lines.)
 # 3. **Reach.** Some people keep weights in bf16, and therefore `.grad`, too. Every micro-batch brings a gradient of
 #    exactly 1.0. However many there are, what is the largest number that `.grad` gets to? ([16
-#    bits](mixed_precision.py): bf16 has 8 significant bits.)
+#    bits](mixed_precision.py): bf16 has 8 significant bits. A sum in the middle between two numbers is rounded to the
+#    one whose last bit is 0.)
 
 # %% tags=["exercise"]
 bytes_kept = None
@@ -696,19 +724,20 @@ course.check(
 #     return tokens
 #
 #
-# # 257 has 9 bits, and is rounded back: so gradients, and what trains, stay in fp32
+# # 257 needs 9 bits. It lies in the middle between 256 and 258, and the last of the 8
+# # bits is 0 in 256 and 1 in 258. So it is rounded to 256: keep gradients in fp32.
 # largest_sum = 256
 # ```
 #
 # </details>
 #
 # ## In one breath
-# - **Saves** activations and logits of all rows but those of one micro-batch: a step on eight rows takes 1,516 MiB, and
-#   4,401 at once.
+# - **Saves** the activations of all rows but those of one micro-batch (and their logits, if these are not made in
+#   chunks): a step on eight rows takes 1,516 MiB, and 4,401 at once.
 # - **Costs** one gradient that is kept, 4 bytes for each trained weight (43 MiB here). Weights are read $k$ times. It
 #   computes as many operations, or fewer.
 # - **Exact**, but for the order of sums, if the sum of losses is divided by the trained tokens of the whole window.
-# - **When**: a step should see more rows than fit, and one row is long enough to keep the card busy.
+# - **When**: a step should see more rows than fit, and one row has tokens enough to keep the card busy.
 # - **When not**: one row a step is what you want, or the rows are short and fit at once.
 #
 # ## Sources

@@ -21,7 +21,7 @@ mib_saved_for_8b = (4 * 14336 + 4 * 4096) * 1024 / 2**20
 # %% 1: 4 F bytes of the MLP
 mib_saved_for_8b = 2 * 14336 * 1024 * 32 / 2**20
 
-# %% 2: takes r for a constant
+# %% 2: takes q for a constant
 def norm_backward(dy, x, w, eps):
     return dy * w * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
@@ -35,7 +35,7 @@ def norm_backward(dy, x, w, eps):  # the sum, not the mean
     r = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return r * (dy * w - x * r**2 * (dy * w * x).sum(-1, keepdim=True))
 
-# %% 2: the power of r
+# %% 2: the power of q
 def norm_backward(dy, x, w, eps):
     r = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return r * (dy * w - x * r * (dy * w * x).mean(-1, keepdim=True))
