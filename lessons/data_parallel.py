@@ -578,7 +578,7 @@ print(diff(resolve(job, T4), resolve(shared, T4, processes=2)))
 
 # %% [markdown]
 # The last lines are what our switch changes: each process takes four of the eight micro-batches. transformers 5.23
-# takes the right mean, too (`average_tokens_across_devices` is on by default). But it does *not* divide the window: two
+# takes the right mean (`average_tokens_across_devices` is on by default). But it does *not* divide the window: two
 # processes take 16 rows a step, so the run makes half as many steps, and no message says so. There, set
 # `gradient_accumulation_steps=4` yourself. The complete command:
 #
@@ -596,9 +596,9 @@ for name, recipe in {"our job": job, "full fine-tuning": full}.items():
     print(f"{name:17}{before:6.2f} -> {after:5.2f} s a step")
 
 # %% [markdown]
-# The switch halves the seconds of equal rows; with ours, 14.7 become 8.1. The bill in bytes stays. In full fine-tuning
-# all 1.2 billion gradients travel: 4.4 % of the step, if nothing overlaps. (It needs 13.3 to 15.6 GiB, so a T4 is
-# tight.)
+# The switch halves the seconds of equal rows; with ours, 14.7 become 8.1. The bytes stay. In full fine-tuning all 1.2
+# billion gradients travel: 4.4 % of the step, if nothing overlaps. The cards do not share the optimizer's work. (It
+# needs 13.3 to 15.6 GiB, so a T4 is tight.)
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: the same losses in the real trainer
