@@ -19,14 +19,14 @@
 # > parallelism](tensor_parallel.py)
 #
 # ## 1. The bill
-# Our job, QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens, fits one T4. But Llama-3.1-70B does not
-# fit an A100 of 40 GB even in 4 bits. [Sharding](sharding.py) would gather all of its weights for every micro-batch,
-# and [tensor parallelism](tensor_parallel.py) would sum hidden states in every block, so both want fast links.
+# Our job, QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens, fits one T4. But Llama-3.1-70B does not fit
+# an A100 of 40 GB even in 4 bits. [Sharding](sharding.py) would gather all of its weights for every micro-batch, and
+# [tensor parallelism](tensor_parallel.py) would sum hidden states in every block, so both want fast links.
 #
 # The simplest cut sends much less: the first blocks go to card 0, and the last ones to card 1. Each such part is a
-# *stage* (not one of ZeRO's). A *device map* does this in one process. [Pipeline
-# parallelism](../docs/glossary.md#pipeline-parallelism) starts one process for each stage, and we build it. QLoRA of
-# this model needs 42.6 GiB, and an A100 has 39.4. How many GiB does each of two stages need?
+# *stage*. A *device map* does this in one process. [Pipeline parallelism](../docs/glossary.md#pipeline-parallelism)
+# starts one process for each stage. QLoRA of this model needs 42.6 GiB, and an A100 has 39.4. How many GiB does each of
+# two stages need?
 
 # %% Your guess: GiB in each of two stages tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -138,9 +138,9 @@ course.show(
 )
 
 # %% [markdown]
-# Two A100s hold the model, but block 41 needs the result of block 40, and in the backward pass block 40 needs the
-# gradient from block 41. With a device map (`model` in the table) the cards therefore take turns: each of $N$ cards
-# works $1/N$ of the time. So two cards are as fast as one, at twice the price.
+# Two A100s hold the model. (Each needs more than half, because activations and CUDA's own memory are not divided.) But
+# block 41 of 80, the first on card 1, needs the result of block 40, and in the backward pass block 40 needs the
+# gradient from block 41. With a device map (`model` in the table) the cards take turns, so two are as fast as one.
 #
 # However, a step is a [window](../docs/glossary.md#window) of micro-batches, which do not need each other ([gradient
 # accumulation](gradient_accumulation.py)). While card 1 computes the first one, card 0 can begin the second (Figure
@@ -169,7 +169,6 @@ V, D, T, K = 256, 128, 128, 8  # words, width, tokens of a row, rows of a window
 def new_window(seed):
     """Words and labels of eight rows; -100 where nothing is trained."""
     torch.manual_seed(seed)
-    # small words are common, large ones rare
     words = (V * torch.rand(K, T + 1) ** 3).long()
     labels = words[:, 1:].clone()
     for n, row in enumerate(labels):
@@ -205,10 +204,12 @@ ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
 _ = ranks.run(quiet_libraries)
 
 # %% [markdown]
-# **Step 1: do passes in an order.** A *pass* takes one micro-batch through one stage: `("F", 3)` is the forward pass
-# of micro-batch 3, and `("B", 3)` is its backward pass. In a forward pass a stage receives hidden states, computes,
-# and sends the result on. In a backward pass it receives the result's gradient, and sends the input's gradient back.
-# Between the two it *keeps* the micro-batch with its saved activations. `a_step` follows any order:
+# **Step 1: do passes in an order.** A *pass* takes one micro-batch through one stage: `("F", 3)` is the forward pass of
+# micro-batch 3, and `("B", 3)` is its backward pass. In a forward pass a stage receives hidden states, computes, and
+# sends the result on. In a backward pass it receives the result's gradient, and sends the input's gradient back.
+# Between the two it *keeps* the micro-batch with its saved activations. A received tensor gets `requires_grad_()`, so
+# autograd computes its gradient, too. And `y.backward(gradient)` begins with the gradient that the next stage sent, as
+# `loss.backward()` begins with 1. `a_step` follows any order, and a `Slot` notes a pass with its times:
 
 
 # %%
@@ -231,6 +232,8 @@ def a_step(layers, window, order, k=K):
         sending.append((dist.isend(tensor, to), tensor))
 
     for what, n in order(stage, S, k):
+        while len(sending) > 1:  # do not hold all that was sent until the end
+            sending.pop(0)[0].wait()
         if what == "F":
             x = words[n] if first else receive(k, stage - 1).requires_grad_()
             begin = time.perf_counter()
@@ -256,16 +259,17 @@ def a_step(layers, window, order, k=K):
 
 
 # %% [markdown]
-# **Step 2: all forward passes, then all backward passes.** This order is called *GPipe*, and with one micro-batch it
-# is the device map. Let a forward pass take one unit of time and a backward pass two. Then $k$ micro-batches take $3k$
+# **Step 2: all forward passes, then all backward passes.** This order is called *GPipe*, and with one micro-batch it is
+# the device map. Let a forward pass take one unit of time and a backward pass two. Then $k$ micro-batches take $3k$
 # units in a stage. The first micro-batch needs $S-1$ forward passes to reach the last stage, and the last gradient
-# needs $S-1$ backward passes to come back. So a stage is idle for $3(S-1)$ of $3(k+S-1)$ units, or
+# needs $S-1$ backward passes to come back. So a step takes $3k+3(S-1)$ units. Every stage computes for $3k$: the last
+# one waits at both ends, and stage 0 in the middle. So a stage is idle for
 #
 # $$\frac{S-1}{k+S-1}$$
 #
-# of the step, and other times of the passes give the same share. This idle time is called the
-# [bubble](../docs/glossary.md#bubble). `timetable` lets every pass begin as soon as it can, and `idle_share` counts
-# the idle units:
+# of the step, also if a backward pass takes, say, three units. This idle time is called the
+# [bubble](../docs/glossary.md#bubble). `timetable` lets every pass begin as soon as it can, and `idle_share` counts the
+# idle units:
 
 
 # %%
@@ -278,8 +282,7 @@ def idle(order, S, k):
 
 
 def most_kept(order):
-    layers = new_layers(dist.get_rank(), 2)
-    return a_step(layers, windows[0], order)[2]
+    return a_step(new_layers(dist.get_rank(), 2), windows[0], order)[2]
 
 
 for k in (1, 2, 4, 8):
@@ -287,8 +290,8 @@ for k in (1, 2, 4, 8):
 print(f"micro-batches kept in stages 0 and 1: {ranks.run(most_kept, gpipe)}")
 
 # %% [markdown]
-# More micro-batches make the bubble smaller, but each stage keeps all eight. So the memory that [gradient
-# accumulation](gradient_accumulation.py) saved is needed again.
+# More micro-batches make the bubble smaller, but each stage keeps all eight. That is the memory that [gradient
+# accumulation](gradient_accumulation.py) saved.
 #
 # **Step 3: one forward, one backward.** A backward pass frees what its micro-batch kept, so do it as early as
 # possible. Stage $s$, counted from 0, first makes $S-1-s$ forward passes, so that the later stages have work. Then it
@@ -347,14 +350,15 @@ course.show(
 )
 
 # %% [markdown]
-# Stage $s$ now keeps $S-s$ micro-batches, whatever $k$ is. The bubble is the same, so 1F1B saves memory and no time.
-# But with this memory $k$ can grow, and that makes the bubble smaller.
+# Stage $s$ now keeps $S-s$ micro-batches, whatever $k$ is. With nine blocks of our job, stage 0 is predicted to peak at
+# 1,339 MiB instead of 1,795. The bubble is the same, but with this memory $k$ can grow, which makes it smaller.
+# (torch's schedule also holds a receive buffer for each of the $k$, of 8 MiB in our job.)
 #
 # ## 3. Prove it
 # The claim is *exact within rounding*. We train five steps in one process, and in two stages with both orders and with
 # torch's own `Schedule1F1B`, and compare all losses and the gradient of the first step. We also count bytes: in 1F1B
-# the stages should keep two eighths and one eighth of what they keep in GPipe. For each micro-batch $B\,T\,D$ numbers
-# should cross the border, and as many gradients should come back.
+# the stages should keep two eighths and one eighth of what they keep in GPipe, and $B\,T\,D$ numbers (here $B=1$ row)
+# should cross the border for each micro-batch, each way.
 
 
 # %% Helper: the same step by torch's schedule tags=["hide-input"]
@@ -539,8 +543,8 @@ for name, way in {"package": by_package, "by turns": by_turns}.items():
 # %% [markdown]
 # ## 4. What it costs
 # **Bytes on the link.** A border between two stages costs $B\,T\,D$ numbers for each micro-batch, forward and again
-# backward, and no weights are sent. The table compares what one of two processes sends in a step of our job, and in
-# full fine-tuning of the same model. (By formula: some of these pairs are refused.)
+# backward. So in our job each process sends 8 × 2,048 × 2,048 numbers a step, of 2 bytes (of 4 in full fine-tuning).
+# The table compares strategies by formula. (Our switches refuse some of these pairs.)
 
 # %%
 ways = {"ddp": ddp, "pipeline": pipeline, "fsdp": fsdp, "tensor": tensor}
@@ -554,12 +558,12 @@ course.show_table(table(("MB a step", "QLoRA", "full fine-tuning"), lines))
 
 # %% [markdown]
 # Of the strategies that divide the weights, a pipeline sends least by far. Only `ddp` with a small adapter sends less,
-# but it does not divide any weights. So stages can be in different machines: over 10 Gbit Ethernet our 67 MB would
-# take 0.06 seconds.
+# but it divides no weights. So stages can be in different machines: 10 Gbit Ethernet, at 1.18 GB a second, would take
+# 0.06 seconds.
 #
 # **The slowest stage.** All stages wait for the slowest one. So if stage $s$ takes $t_s$ seconds for a micro-batch, a
-# step takes about $\sum t_s+(k-1)\max t_s$. The last stage also has the head, and ours has 128,256 words. How many of
-# the 16 blocks should the first stage get?
+# step takes about $\sum t_s+(k-1)\max t_s$. The last stage also has the head, which computes logits of 128,256 tokens.
+# How many of the 16 blocks should the first stage get?
 
 # %% Your guess: blocks of the first stage tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -590,14 +594,14 @@ course.show_table(table(titles, lines))
 course.reveal(guess, max(faster, key=faster.get), "blocks")
 
 # %% [markdown]
-# The best cut is nine and seven, by these predicted seconds. (Both stages hold the same 501 MiB in addition to their
-# blocks, because in Llama-3.2-1B the head is the embedding. Two copies of frozen weights do no harm. If they trained,
-# both stages would have to add up their gradients, so our switch refuses full fine-tuning.)
+# The best cut is nine and seven, by these predicted seconds of all eight micro-batches. (Both stages hold the same 501
+# MiB, because in Llama-3.2-1B the head is the embedding. If it trained, both would have to add up their gradients, so
+# our switch refuses full fine-tuning.)
 #
-# **Rows of one length.** These 1.77 times are for rows of 2,048 tokens. torch's stages have fixed shapes, so all rows
-# are padded to the longest, and a last window of three rows to eight. With our 107 rows two stages are therefore only
-# 1.19 times as fast as one T4, by the same estimate. [Packing](packing.py) puts their tokens into 82 rows, which gives
-# 1.51. With [data parallelism](data_parallel.py) it was 1.8.
+# **Rows of one length.** torch's stages have fixed shapes, so all rows are padded to 2,048 tokens, and a last window of
+# three rows to eight. Only 67 % of these places are tokens of our 107 rows, so the 1.77 become 1.19.
+# [Packing](packing.py) puts the tokens into 82 rows, which gives 1.51. [Data parallelism](data_parallel.py) gave 1.8
+# without packing.
 
 # %% Draw figure 4, and hold the numbers of the text tags=["hide-input"]
 _order = {
@@ -613,6 +617,17 @@ _ethernet = sum(map(LINKS["10gbe"].seconds, pipeline.traffic(job, shape, 2)))
 print(f"the pipeline's bytes over 10 Gbit Ethernet: {_ethernet:.2f} s a step")
 assert round(_ethernet, 2) == 0.06
 _tokens = sum(length for length, _ in row_lengths("train"))
+assert round(_tokens / (14 * 8 * 2048), 2) == 0.67
+assert round(LINKS["10gbe"].peak * LINKS["10gbe"].reached / 1e9, 2) == 1.18
+assert sends["pipeline", job] * 1e6 // 1e4 == 8 * 2048 * 2048 * 2 // 1e4
+assert sends["pipeline", full] * 1e6 // 1e4 == 8 * 2048 * 2048 * 4 // 1e4
+for _schedule, _peak in (("1f1b", 1339), ("gpipe", 1795)):
+    _recipe = [f"parallel.pipeline_schedule={_schedule}", "parallel.stage_blocks=9,7"]
+    _recipe = with_settings(job, ["parallel.strategy=pipeline", *_recipe])
+    _bill = per_process(_recipe, shape, T4, "pipeline", 2, stage=0)
+    _lines = {line.name: line.bytes / MIB for line in _bill.lines}
+    assert round(_bill.peak_bytes / MIB) == _peak
+    assert _lines["pipeline: receive buffers"] == 8 * 8
 _left = {rows: faster[9] * _tokens / (-(-rows // 8) * 8 * 2048) for rows in (107, 82)}
 print(f"padded {_left[107]:.2f} times as fast as one T4, packed {_left[82]:.2f}")
 assert [round(found, 2) for found in (faster[9], *_left.values())] == [1.77, 1.19, 1.51]
@@ -657,18 +672,17 @@ course.show(
 
 # %% [markdown]
 # ## 5. The production switch
-# Both ways are switches of our trainer: `parallel.strategy=model` is the device map, and `parallel.strategy=pipeline`
-# starts several processes. The trainer of transformers runs the whole model forward and backward for each micro-batch.
-# So our version of it is given all micro-batches of a step at once, and torch's schedule orders their passes. The
-# complete command, and then both ways in plain code:
+# `parallel.strategy=model` is the device map, and `parallel.strategy=pipeline` starts several processes. There our
+# trainer takes all micro-batches of a step at once, and torch's schedule orders their passes. The complete command, and
+# then both ways in plain code:
 #
 # ```bash
 # cria launch kwanzaa --on torchrun --nproc 2 \
-#     --set parallel.strategy=pipeline --set parallel.stage_blocks=9,7
+#     --set parallel.strategy=pipeline --set parallel.stage_blocks=9,7 \
+#     --set tricks.gradient_checkpointing=true --set tricks.chunked_loss=true
 # ```
 #
-# The switch is the last of the job, so adding it and taking it away give the same numbers. The table shows its worth:
-# the predicted need of the fullest stage, on T4s and with CUDA's own memory.
+# The table shows its worth: the predicted need of the fullest stage in a step on T4s, with CUDA's own memory.
 
 # %%
 print(device_map.PLAIN, pipeline.PLAIN)
@@ -681,24 +695,26 @@ for name in ("llama-3.2-1b", "llama-3.1-8b", "llama-2-13b", "llama-3.1-70b"):
         way = "pipeline" if S > 1 else "none"
         bill = per_process(job, find_shape(name), T4, way, S)
         worth[name, S] = bill.least_bytes / GIB
-    lines.append([name, *(f"{worth[name, S]:.1f}" for S in (1, 2, 4, 8))])
+    lines.append([name, *(f"{worth[name, S]:.2f}" for S in (1, 2, 4, 8))])
 course.show_table(table(("GiB in each of", "1", "2", "4", "8 T4s"), lines))
 
 # %% Hold the numbers of the table's text tags=["hide-input"]
+assert round(7 / (8 + 7), 2) == 0.47
 assert worth["llama-3.1-70b", 8] < T4.memory_bytes / GIB < worth["llama-3.1-70b", 4]
 assert round(1 - worth["llama-3.2-1b", 2] / worth["llama-3.2-1b", 1], 2) == 0.12
 assert round(1 - worth["llama-3.1-8b", 2] / worth["llama-3.1-8b", 1], 2) == 0.38
 
 # %% [markdown]
-# A second stage saves only 12 % with our small model, because each stage holds the embedding or the head, but 38 %
-# with Llama-3.1-8B. QLoRA of Llama-3.1-70B is predicted to fit eight T4s. (While the model is loaded, each process
-# needs room for all of it in the host's memory.)
+# A second stage saves only 12 % with our small model, because each stage holds the embedding or the head, but 38 % with
+# Llama-3.1-8B. A step of QLoRA of Llama-3.1-70B is predicted to fit eight T4s, with 47 % idle. But our trainer cannot
+# start that run, because it loads the whole model on each card before it cuts it.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: the same losses in the real trainer
-# A tiny Llama with random weights trains three steps in one process and in two stages. The report predicts and
-# measures the peak, and it measures the idle share. More is idle than by the formula, because these stages are not
-# equal: next to two blocks of width 256 there are 49,152 words, so most of the work is the head's.
+# A tiny Llama with random weights trains three steps in one process and in two stages. The report predicts and measures
+# the peak, and it measures the idle share. More is idle than by the formula, because these stages are not equal: next
+# to two blocks of width 256 there are 49,152 words, so most of the work is the head's. (The table above has 15.20 GiB
+# for four T4s, and section 1 has 15.1 for four A100s, because in fp16 the open block saves 56 MiB more than in bf16.)
 
 # %% tags=["deep"]
 folder = tempfile.TemporaryDirectory()
@@ -745,8 +761,7 @@ assert all(abs(p / q - 1) < 1e-5 for p, q in zip(halves, whole, strict=True))
 # ## 6. Where it breaks
 # **A perfect loss, and gradients of an eighth.** torch divides the gradients by the number of micro-batches, because
 # most losses are means (`scale_grads=True`). Ours is a sum that is divided already, so every gradient shrinks to an
-# eighth. AdamW does not mind a constant factor, so the losses hardly change, but gradient clipping does. Taking means
-# instead is no cure, because a row with few trained tokens would count as much as a long one. The cure is
+# eighth. AdamW hardly minds a constant factor, so the losses hardly change, but gradient clipping does. The cure is
 # `scale_grads=False`.
 
 # %%
@@ -761,8 +776,9 @@ assert apart(K * wrong, gradient) < 1e-5
 # %% [markdown] tags=["deep"]
 # ### Deeper: too few micro-batches, too many stages, and rows of two lengths
 # **`a pipeline takes at least as many of a step's micro-batches as it has stages`.** With fewer, some stages would
-# always wait, and torch's 1F1B refuses them, too. The cure is a larger window, or fewer stages. More stages than
-# blocks are refused as well.
+# always wait, and torch's 1F1B refuses them, too. The cure is a larger window, or fewer stages. More stages than blocks
+# are refused as well. (Against the failure above, a mean for each micro-batch is no cure, because a row with few
+# trained tokens would count as much as a long one.)
 
 # %% tags=["deep"]
 few = with_settings(mine, ["tricks.gradient_accumulation=2"])
@@ -908,8 +924,8 @@ course.check(
 # - **Saves** blocks: a stage holds $L/S$ of them, with their gradients and optimizer states. The first stage also
 #   holds the embedding, and the last one the head.
 # - **Costs** a bubble of $(S-1)/(k+S-1)$, padding to one length, and the pace of the slowest stage. 1F1B keeps $S-s$
-#   micro-batches in stage $s$ where GPipe keeps all. torch's schedule holds receive buffers for all $k$ either way,
-#   which are 64 MiB in our job.
+#   micro-batches in stage $s$ where GPipe keeps all. torch's receive buffers for all $k$ are 64 MiB in our job, either
+#   way.
 # - **Exact within rounding**, with a loss that is summed over the window's tokens, and with `scale_grads=False`.
 # - **When**: the model does not fit one card, the link is slow, and a step has many micro-batches.
 # - **When not**: the run fits one card ([data parallelism](data_parallel.py)), or there are few rows of many lengths.
@@ -918,8 +934,10 @@ course.check(
 # ## Sources
 # - Huang et al. 2018, *GPipe*, arXiv 1811.06965, section 2 (a plain cut leaves cards idle; all forward, then all
 #   backward).
-# - Narayanan et al. 2021, arXiv 2104.04473, section 2.2 (1F1B with a flush, its bubble, the interleaved schedule).
+# - Narayanan et al. 2021, arXiv 2104.04473, section 2.2 (1F1B with a flush, the interleaved schedule; its bubble is
+#   compared with the working time instead, $(S-1)/k$).
 # - torch 2.13: `torch/distributed/pipelining/schedules.py` (`Schedule1F1B`, `scale_grads`). transformers 5.23:
-#   `device_map` in `from_pretrained`. Rates of links, with their sources: `cria_tricks/predict/links.py`.
+#   `device_map` in `from_pretrained` (at present `auto` does the same as `balanced`). Rates of links, with their
+#   sources: `cria_tricks/predict/links.py`.
 # - Ours: `cria_tricks/parallel/model.py`, `parallel/pipeline.py`, `trainer/pipeline.py`;
 #   `tests/parallel/test_pipeline.py`.

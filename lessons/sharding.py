@@ -13,9 +13,9 @@
 # > build it in plain PyTorch, count its bytes, and know beforehand whether it lowers your peak: for full fine-tuning
 # > it does, for our small QLoRA job it does not.
 # >
-# > **Card.** saves $(N - 1) / N$ of weights, gradients and optimizer states on each of $N$ cards / costs the blocks'
-# > weights over the link, twice a micro-batch / exact within rounding / about 25 minutes / after [data
-# > parallelism](data_parallel.py)
+# > **Card.** saves $(N - 1) / N$ of the weights, gradients and optimizer states that each of $N$ cards keeps between
+# > steps, and less at the peak / costs sending the blocks' weights twice for each micro-batch (forward and backward) /
+# > exact within rounding / about 25 minutes / after [data parallelism](data_parallel.py)
 #
 # ## 1. The bill
 # With [data parallelism](data_parallel.py) each of $N$ processes holds the same weights, the same gradients after the
@@ -28,11 +28,11 @@
 # 3. A weight itself is needed only while its block runs. torch's version of stage 3 is
 #    [FSDP2](../docs/glossary.md#fsdp), *fully sharded data parallel*.
 #
-# Here is the example of ZeRO's paper: 7.5 billion weights on 64 cards. Each weight has 2 bytes, its gradient has 2,
-# and AdamW takes 12 (an fp32 copy and two moments).
+# Here is the example of ZeRO's paper (its figure 1): 7.5 billion weights on 64 cards. Each weight has 2 bytes, and its
+# gradient has 2. AdamW takes 12: two states of 4 bytes, and an fp32 copy of the weight, which ZeRO counts here.
 
 # %%
-# bytes for each weight, and the first stage that divides them
+# name: (bytes for each weight, the stage from which on the cards divide them)
 sizes = {"weights": (2, 3), "gradients": (2, 2), "optimizer states": (12, 1)}
 
 
@@ -49,10 +49,10 @@ for stage in range(4):
     print(f"stage {stage}: {gigabytes(stage):6.1f} GB in each card")
 
 # %% [markdown]
-# The paper's figure 1 has the same numbers, for full fine-tuning. In our QLoRA job of Llama-3.2-1B only 11 million
-# weights train, and 1.2 billion are frozen. A frozen weight has no gradient and no optimizer states. On one card the
-# job peaks at 1,593 MiB. (Here its optimizer is AdamW with 32-bit states; section 6 says why.) What is the peak of
-# each of two cards with stage 3?
+# This is full fine-tuning. In our QLoRA job of Llama-3.2-1B only 11 million weights train, and 1.2 billion are frozen.
+# A frozen weight has no gradient and no optimizer states. On one card the job peaks at 1,593 MiB. (77 MiB more than in
+# the last lesson: section 6 asks for 32-bit states.) With stage 3, is the peak of each of two cards higher or lower,
+# and what is it?
 
 # %% Your guess: MiB of each card's peak with stage 3 tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -101,6 +101,7 @@ whole_model = (
     "quantization=none",
     "double_quantization=false",
     "lean_preparation=false",
+    "chunked_loss=false",  # it trains no head
 )
 full = with_settings(job, [f"tricks.{off}" for off in whole_model])
 # gradients are summed over the processes once a step
@@ -113,6 +114,7 @@ seconds = folds.step(
 ).seconds
 models = {
     "llama-3.2-1b": job,
+    "llama-3.2-3b": job,
     "llama-3.1-8b": job,
     "llama-2-13b": job,
     "llama-3.2-1b, full": full,
@@ -145,7 +147,12 @@ _state = {way: round(bill(job, way).state_bytes / MIB) for way in stages.values(
 assert _state["none"] - _state["zero2"] == 65
 assert (_state["none"], _state["fsdp"]) == (1152, 583)
 _peaks = [bill(r, way).peak_bytes for r in (job, full) for way in ("none", "fsdp")]
-assert [round(size / MIB) for size in _peaks] == [1593, 1657, 21880, 13686]
+assert [round(size / MIB) for size in _peaks] == [1593, 1657, 22661, 14467]
+_needs = {n: bill(full, "fsdp", n) for n in (2, 4)}
+assert [found.verdict for found in _needs.values()] == ["tight", "fits"]
+assert round(_needs[2].least_bytes / GIB, 1) == 14.5
+assert round(_needs[2].needed_bytes / GIB, 1) == 18.1
+assert bill(full, "zero2").least_bytes > T4.memory_bytes
 
 
 def of_the_state(theme: Theme):
@@ -195,14 +202,14 @@ course.show(
 
 # %% [markdown]
 # With QLoRA stages 1 and 2 together save 65 of 1,152 MiB, because few weights train. Stage 3 halves the 1,152 MiB, but
-# the *peak* grows from 1,593 to 1,657 MiB, as section 5 explains. In full fine-tuning it falls from 21,880 to 13,686
-# MiB, so that run fits two T4s and not one. We build stage 3 first, and look at the reason afterwards.
+# the *peak* grows from 1,593 to 1,657 MiB, as section 5 explains. In full fine-tuning it falls from 22,661 to 14,467
+# MiB. With CUDA's own memory that is 14.5 GiB of a T4's 14.7, and up to 18.1 with what PyTorch's allocator may keep. So
+# two T4s are *tight*, and four fit.
 #
 # ## 2. From scratch, in three steps
 # **Step 1: cut the weights.** The toy has four blocks, and to make cutting easy, the weights of a block are one vector
-# of $E$ numbers. Process $r$ of $N$ keeps the $r$-th piece of each vector, and nothing else of the model. As in the
-# lesson on data parallelism, `Ranks(2)` starts two [processes](../docs/glossary.md#rank), and `ranks.run(f)` calls `f`
-# in both.
+# of $E$ numbers. Process $r$ of $N$ keeps the $r$-th piece of each vector, and nothing else of the model. `Ranks(2)`
+# starts two [processes](../docs/glossary.md#rank), and `ranks.run(f)` calls `f` in both.
 
 # %%
 import math
@@ -246,7 +253,7 @@ def block(vector, x):
 
 def piece_of(block):
     """The piece of a block's vector that this process keeps."""
-    pieces = flatten(block.parameters()).chunk(dist.get_world_size())
+    pieces = flatten(block.parameters()).chunk(dist.get_world_size())  # N divides E
     return pieces[dist.get_rank()].clone().requires_grad_()
 
 
@@ -259,29 +266,29 @@ ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
 _ = ranks.run(warnings.simplefilter, "ignore")  # torch renames some collectives
 
 # %% [markdown]
-# **Step 2: gather the weights, and scatter the gradients.** An [all-gather](../docs/glossary.md#all-reduce) gives
-# every process all pieces, so that each can run the block on its own rows. The backward pass then gives it the
-# gradient of the *whole* block, for these rows. A *reduce-scatter* adds up the gradients of all processes and gives
-# each its piece of the sum. So the reduce-scatter is the backward pass of the all-gather. `passes` below runs the
-# model forward and backward, and counts the bytes in memory.
+# **Step 2: gather the weights, and scatter the gradients.** An [all-gather](../docs/glossary.md#all-reduce) gives every
+# process all pieces, so that each can run the block on its own rows. The backward pass then gives it the gradient of
+# the *whole* block, for these rows. A *reduce-scatter* adds up the gradients of all processes and gives each its piece
+# of the sum. So the reduce-scatter is the backward pass of the all-gather: a piece goes to all processes, and the sum
+# of their gradients comes back. `passes` below runs the model forward and backward, and counts the bytes in memory.
 
 
 # %%
-def gather(piece):
-    class Gather(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, piece):
-            whole = piece.new_empty(len(piece) * dist.get_world_size())
-            dist.all_gather_into_tensor(whole, piece)
-            return whole
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, piece):
+        whole = piece.new_empty(len(piece) * dist.get_world_size())
+        dist.all_gather_into_tensor(whole, piece)
+        return whole
 
-        @staticmethod
-        def backward(ctx, gradient):
-            piece = gradient.new_empty(len(gradient) // dist.get_world_size())
-            dist.reduce_scatter_tensor(piece, gradient)
-            return piece
+    @staticmethod
+    def backward(ctx, gradient):
+        piece = gradient.new_empty(len(gradient) // dist.get_world_size())
+        dist.reduce_scatter_tensor(piece, gradient)
+        return piece
 
-    return Gather.apply(piece)
+
+gather = Gather.apply
 
 
 def gather_once(piece, x):
@@ -311,9 +318,9 @@ print(f"all weights have {4 * 4 * E / 1024:,.0f} KiB")
 print("between the passes {:,.0f} KiB, at the peak {:,.0f}".format(*memory_kept))
 
 # %% [markdown]
-# So far nothing is saved: at the end of the forward pass all blocks are whole in memory. A matrix multiplication saves
-# its inputs for the backward pass, as in [checkpointing](gradient_checkpointing.py). One of these inputs is the
-# weight, so all gathered weights stay.
+# So far nothing is saved: after the forward pass all blocks are whole in memory. A matrix multiplication saves its
+# inputs for the backward pass ([checkpointing](gradient_checkpointing.py)). One of them is the weight, so all gathered
+# weights stay.
 #
 # **Step 3: free the weights, and gather them again.** With `saved_tensors_hooks` torch lets us choose what is saved
 # instead of a tensor. For a part of the gathered vector we save only its place: shape, strides and offset. When the
@@ -331,7 +338,7 @@ def gather_twice(piece, x):
         return tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def load(saved):
-        if torch.is_tensor(saved):
+        if torch.is_tensor(saved):  # else a shape, strides and an offset
             return saved
         if not again:  # only once for all matrices of the block
             again.append(gather(piece.detach()))
@@ -341,9 +348,10 @@ def gather_twice(piece, x):
         return block(whole, x)
 
 
-freed, memory_freed = ranks.run(passes, gather_twice)[0]
+runs = [ranks.run(passes, gather_twice)[0] for _ in range(5)]  # gloo disturbs some
+freed, memory_freed = min(runs, key=lambda run: run[1])
 print("between the passes {:,.0f} KiB, at the peak {:,.0f}".format(*memory_freed))
-assert memory_kept[0] - memory_freed[0] == 4 * 4 * E / 1024  # all weights
+assert memory_kept[0] - memory_freed[0] == 4 * 4 * E / 1024  # 4 blocks in fp32
 assert torch.equal(freed, kept)  # and not one bit of the gradients has changed
 
 
@@ -353,6 +361,10 @@ _model(rows).square().sum().backward()
 _expected = [flatten(p.grad for p in block.parameters()) for block in _model]
 _found = [gradients for gradients, _ in ranks.run(passes, gather_twice)]
 _found = [torch.cat(two) for two in zip(*(g.chunk(4) for g in _found), strict=True)]
+_whole, _pieces = 4 * E / KIB, 4 * 4 * E / 2 / KIB  # of a block; of all blocks
+assert [round(size) for size in (_whole, _pieces)] == [129, 258]
+assert [round(memory_freed[at]) for at in (0, 1)] == [144, 521]
+assert 0 <= memory_freed[1] - (_pieces + 2 * _whole) < 5
 for _ours, _right in zip(_found, _expected, strict=True):
     assert (_ours - _right).norm() < 1e-5 * _right.norm()
 
@@ -385,15 +397,16 @@ course.show(
 )
 
 # %% [markdown]
-# The gradients are the same, bit for bit, and between the passes no weights are whole. At the peak one block and its
-# gradient are whole. This is stage 3 of ZeRO. torch's `fully_shard` does the same, and it *prefetches*: it gathers the
-# next block while this one computes.
+# The gradients are the same, bit for bit, and between the passes no weights are whole: the 144 KiB are saved
+# activations. The peak of 521 KiB comes when the last gradient is scattered. It holds the gradients of all pieces (258
+# KiB), one whole gradient (129), and gloo's copy of it (129). This is stage 3 of ZeRO. torch's `fully_shard` has the
+# same effect, and it *prefetches*: it gathers the next block while this one computes.
 #
 # ## 3. Prove it
-# The claim is *exact within rounding*, with half of the bytes. We train 20 AdamW steps in one process, and in two with
-# the package's `Sharded` (our three steps for any module) and with torch's `fully_shard`. AdamW treats each weight by
-# itself, so it can update a piece as it updates a matrix. `fully_shard` takes the *mean* of the gradients, so its loss
-# is multiplied by $N$.
+# The claim is *exact within rounding*, with half of the bytes between steps. We train 20 AdamW steps in one process,
+# and in two with the package's `Sharded` (our three steps for any module) and with torch's `fully_shard`. AdamW treats
+# each weight by itself, so it can update a piece as it updates a matrix. `fully_shard` takes the *mean* of the
+# gradients, so its loss is multiplied by $N$.
 
 
 # %%
@@ -436,13 +449,13 @@ assert sent == {"all_gather": 20 * 2 * 4 * 4 * E, "reduce_scatter": 20 * 4 * 4 *
 
 # %% [markdown]
 # ## 4. What it costs
-# **The link.** The last line of the proof counted what travels: in each step the weights twice, and their gradients
-# once. An all-reduce is a reduce-scatter followed by an all-gather. So data parallelism takes two such transfers of
-# the model, and sharding three: 1.5 times the bytes (ZeRO, section 7).
+# **The link.** The last line of the proof counted what travels in each step: two all-gathers of the weights, and one
+# reduce-scatter of their gradients. The all-reduce of data parallelism is one of each, so sharding sends 1.5 times as
+# much (ZeRO, section 7).
 #
-# This well-known factor holds for full fine-tuning with one micro-batch a step. In our job the weights are frozen, so
-# DDP sends none of them. FSDP sends the blocks' weights twice for each of a card's four micro-batches, and the
-# embedding once, all as they are stored. How many times the bytes of DDP is that?
+# This factor holds for full fine-tuning with one micro-batch a step. In our job most weights are frozen, so DDP sends
+# little. For each of a card's four micro-batches FSDP sends the blocks with their adapters twice, and the embedding
+# once, all as they are stored. How many times the bytes of DDP is that?
 
 # %% Your guess: times the bytes of DDP tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -460,21 +473,36 @@ course.reveal(guess, megabytes["fsdp"] / megabytes["ddp"], "times")
 # %% Hold the numbers of the text tags=["hide-input"]
 assert 70 < megabytes["fsdp"] / megabytes["ddp"] < 75
 assert on_link / seconds < 0.05
+_calls = {call.why: call.sent / 1e6 for call in fsdp.traffic(job, shape, 2)}
+assert [round(size) for size in _calls.values()] == [1064, 1064, 90, 1051]
+_of_full = sum(call.sent for call in fsdp.traffic(full, shape, 2))
+_full_step = folds.step(
+    with_settings(full, ["tricks.gradient_accumulation=4"]),
+    shape,
+    CARDS["t4"],
+    trained_share=TRAINED_SHARE,
+).seconds
+_full_link = _of_full / (CARDS["t4"].link_rate * LINK)
+print(
+    f"full fine-tuning: {_of_full / 1e6:,.0f} MB, {_full_link:.1f} s, next to "
+    f"{_full_step:.1f} s of computing"
+)
+assert (round(_full_link, 1), round(_full_step, 1)) == (2.3, 9.1)
 _with_fsdp = 2 * ring_share("all_gather", 2) + ring_share("reduce_scatter", 2)
 assert _with_fsdp == 1.5 * ring_share("all_reduce", 2)
 
 # %% [markdown]
-# More than seventy times as many bytes, and yet less than a twentieth of the step, because the blocks are stored in 4
-# bits. With prefetching even this time overlaps with the computation. (The seconds are predicted, 6.0 to 9.0 a step,
-# at 12 GB a second on PCIe 3.0.)
+# These are 2,127 MB of blocks in 4 bits, 1,051 of the 16-bit embedding, and 90 of gradients: over seventy times the
+# bytes of DDP, but less than a twentieth of the step. Full fine-tuning takes 2.3 s next to 9.1 s of computing, unless
+# prefetching overlaps them. (Predicted, at 12 GB a second on PCIe 3.0.)
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: when gradients are reduced, and what that does to the peak and the link
 # Gradients can be *reduced* (summed over the processes) once a step. Then each process keeps whole gradients until the
-# last micro-batch. Or they are reduced after each micro-batch, so that a process keeps only pieces. That is our
-# default (`parallel.reduce=micro_batch`). In full fine-tuning it halves the gradients at the peak, and 37 % more bytes
-# travel. QLoRA has so few gradients that it does not matter. If the link is slow and the card has room, choose
-# `parallel.reduce=step`. With it full fine-tuning of our model needs four T4s instead of two.
+# last micro-batch. Or they are reduced after each micro-batch, so that a process keeps only pieces. That is our default
+# (`parallel.reduce=micro_batch`). In full fine-tuning it halves the gradients at the peak, and 37 % more bytes travel.
+# QLoRA has so few gradients that it does not matter. If the link is slow and the card has room, choose
+# `parallel.reduce=step`. With it full fine-tuning of our model does not fit two T4s at all, and is tight on four.
 #
 # Gradient clipping also differs from a single process, because it looks at the norm of all gradients. So the processes
 # add up the squares of their pieces' norms, and take the square root of the sum.
@@ -508,18 +536,20 @@ print(diff(resolve(job, T4), resolve(shared, T4, processes=2)))
 
 # %% [markdown]
 # Every block is a group, and so are embedding and head if they are two matrices. If one matrix is both (a *tied*
-# embedding, as in Llama-3.2-1B), it belongs to the last call, on the whole model. Then it stays whole from the
-# beginning of the forward pass to the end of the backward pass. The complete command needs 32-bit AdamW:
+# embedding, as in Llama-3.2-1B), it belongs to the last call, and stays whole through both passes. Our trainer loads
+# the whole model on each card before it cuts it. The complete command for full fine-tuning:
 #
 # ```bash
 # cria launch kwanzaa --on torchrun --nproc 2 \
 #     --set parallel.strategy=fsdp --set tricks.optimizer=adamw \
-#     --set tricks.paged_optimizer=false
+#     --set tricks.paged_optimizer=false --set tricks.gradient_checkpointing=true \
+#     --set tricks.peft=none --set tricks.quantization=none \
+#     --set tricks.double_quantization=false
 # ```
 #
-# `cria plan kwanzaa --gpu t4 --nproc 2` with the same settings prints the bill. (On a T4 this recipe leaves out
-# checkpointing and the chunked loss, so that bill is larger than ours.) The table shows what the switch is worth: what
-# each card needs, with CUDA's own memory.
+# For QLoRA, replace the last three settings by `tricks.chunked_loss=true`. `cria plan kwanzaa --gpu t4 --nproc 2` with
+# the same settings prints the bill. The table shows the switch's worth: the least that each card needs, with CUDA's own
+# memory.
 
 # %%
 needs = {}
@@ -533,7 +563,17 @@ for name, recipe in models.items():
     print(f"{name:18}" + "".join(f"{size:11.2f}" for size in needs[name]))
 
 # %% Draw figure 3, and hold the numbers of the text tags=["hide-input"]
-assert needs["llama-3.2-1b"][1] > needs["llama-3.2-1b"][0]
+assert needs["llama-3.2-1b"][1] > needs["llama-3.2-1b"][0] > needs["llama-3.2-1b"][2]
+_PIECES = ("weights: blocks", "weights: all others", "weights: adapter")
+_arrives = bill(job, "fsdp").peak
+assert _arrives.name == "first block arrives"
+_sizes = {line.name: line.bytes / MIB for line in _arrives.lines}
+_embedding = 2 * shape.vocabulary * shape.width / MIB
+assert round(_embedding) == 501
+assert round(sum(_sizes[name] for name in _PIECES)) == 519
+assert round(_sizes["gradients"] + _sizes["optimizer states"]) == 64
+assert round(_sizes["weights: unsharded"] - 2 * _embedding) == 63
+assert [round(1 - needs["llama-3.2-3b"][1] / needs["llama-3.2-3b"][0], 2)] == [0.09]
 for name, less in {"llama-3.1-8b": 0.15, "llama-2-13b": 0.36}.items():
     assert round(1 - needs[name][1] / needs[name][0], 2) == less
 _of_once = [bill(once, "fsdp", n).least_bytes / GIB for n in (2, 4)]
@@ -562,22 +602,23 @@ def of_needs(theme: Theme):
 
 course.show(
     of_needs,
-    "Figure 3. Predicted need of each card. Sharding makes full fine-tuning of a "
-    "billion weights fit two T4s. QLoRA of the same model gains nothing from a second "
-    "card, but QLoRA of larger models does.",
+    "Figure 3. Predicted least need of each card. Full fine-tuning of a billion "
+    "weights is tight on two T4s, and fits four. QLoRA of the same model needs more "
+    "with a second card, but QLoRA of larger models needs less.",
 )
 
 # %% [markdown]
-# The switch is the last of the job, so adding it and taking it away give the same numbers. With our job each of two
-# cards needs *more* than one card alone, because the tied embedding is whole in both passes, in addition to the
-# process's own piece of it. Sharding pays if the blocks are most of the bill, or if embedding and head are two
-# matrices. Llama-2-13B has large blocks, so each of two cards needs 36 % less. Llama-3.1-8B needs 15 % less, because
-# only one of its two large matrices is whole at a time.
+# With our job each of two cards needs *more* than one card alone, because the peak moves to the beginning of the
+# forward pass. There the tied embedding (501 MiB) is whole twice: as a weight, and as the buffer in which it arrived.
+# With 519 MiB of pieces, 64 of gradients and states, 63 of the first block, and 9 of the rest, that is 1,657 MiB. So
+# two cards save half of weights and states, but add this embedding twice. Llama-3.2-3B needs only 9 % less, Llama-2-13B
+# with its large blocks 36 %, and Llama-3.1-8B 15 %, because only one of its two large matrices is whole at a time.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: how much the groups matter
-# A toy has an embedding and a head of 16 MiB each. First both belong to the call on the whole model, and then each is
-# a group of its own. The second way saves more than 30 MiB at the peak, with the same loss.
+# A toy has an embedding and a head of 16 MiB each. First both belong to the call on the whole model, and then each is a
+# group of its own. The second way saves more than 30 MiB at the peak, with the same loss.
+# (`reshard_after_forward=False` keeps the head whole after the forward pass, because the backward pass begins with it.)
 
 
 # %% tags=["deep"]
@@ -625,7 +666,7 @@ assert own < together - 30 * MIB
 # **`got mixed torch.Tensor and DTensor`.** `fully_shard` turns each weight into a
 # [DTensor](../docs/glossary.md#dtensor): a piece that knows of the whole. torch's operations take DTensors, but the
 # kernels of bitsandbytes, such as [8-bit AdamW](optimizers.py), do not. The cure is `tricks.optimizer=adamw`, whose
-# 32-bit states the cards divide among them. Our switch refuses the pair before anything is loaded.
+# 32-bit states the cards divide among them. Our switch refuses the pair before it loads anything.
 
 
 # %%
@@ -706,9 +747,10 @@ assert all(abs(p / q - 1) < 1e-5 for p, q in zip(one, two, strict=True))
 assert two_peak - one_peak > 0.9 * half
 
 # %% [markdown] tags=["deep"]
-# **A warning, and nothing is sharded.** The FSDP2 of accelerate leaves 4-bit weights whole if they are stored as
-# bytes. That is the default of bitsandbytes, and the base of QLoRA consists of such weights. The cure there is
-# `bnb_4bit_quant_storage`, a float type that holds the same bits. `fully_shard` itself takes bytes as they are.
+# **A warning, and nothing is sharded.** The FSDP2 of accelerate leaves 4-bit weights whole if they are stored as bytes.
+# That is the default of bitsandbytes, and the base of QLoRA consists of such weights. The cure there is
+# `bnb_4bit_quant_storage`, a float type that holds the same bits. `fully_shard` of torch 2.13 takes bytes as they are.
+# (torch 2.11 needs a patch, which is `bytes_allowed` below.)
 
 
 # %% tags=["deep"]
@@ -740,7 +782,7 @@ def four_bits(way, storage):
         if way == "accelerate":
             of_accelerate(model)
         else:
-            with fsdp.bytes_allowed():  # torch 2.11 needs it
+            with fsdp.bytes_allowed():  # only torch 2.11 needs it
                 fully_shard(layer)
                 fully_shard(model)
     (weight,) = model.parameters()
@@ -767,8 +809,8 @@ ranks.close()
 # 2. **Build.** Stage 1, in one process. Fill in `stage_1(weight, gradients, moments, rate)`. `weight` is a vector.
 #    `gradients` holds one vector of that length for each of $N$ processes. `moments` holds one vector for each of the
 #    $N$ *pieces* of the weight, and you change it in place. Add up the gradients. Then update each piece by SGD with
-#    momentum ($m \leftarrow 0.9\,m + g$, then $w \leftarrow w - \text{rate} \cdot m$), and put the pieces together.
-#    Return the new weight, as long as the old one. (About five lines. $N$ divides the length.)
+#    momentum ($m \leftarrow 0.9\,m + g$, then $w \leftarrow w - \text{rate} \cdot m$), and return all pieces together,
+#    as one new weight. (About five lines. $N$ divides the length.)
 # 3. **Reach.** Prefetching. Fill in `forward_seconds(computes, gathers)`, for two lists of seconds: the gather of
 #    block $i$ takes `gathers[i]`, and running it takes `computes[i]`. A block starts when its weights have arrived and
 #    the block before it is done. The gather of block $i + 1$ begins when block $i$ starts. Return the seconds from the
@@ -905,7 +947,7 @@ course.check(
 # - **Saves** $(N - 1) / N$ of weights, gradients and optimizer states. Stages 1 and 2 divide only what trains, stage 3
 #   divides everything.
 # - **Costs** the blocks' weights on the link, twice a micro-batch, frozen ones too. In memory it costs a whole block
-#   and a buffer for the next, and a tied embedding is whole in both passes.
+#   and a buffer for the next. A tied embedding is whole in both passes, and for a moment twice.
 # - **Exact within rounding**, as data parallelism is.
 # - **When**: the blocks do not fit one card (full fine-tuning, or a large base), and the link is fast.
 # - **When not**: LoRA of a model that fits. Its gradients and states are small already, and `ddp` sends a seventieth.

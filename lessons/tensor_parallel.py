@@ -9,26 +9,27 @@
 
 # %% [markdown]
 # # Tensor parallelism: half of every matrix
-# > **Promise.** The largest models are trained with a part of every matrix on each card. This needs only two short
-# > functions, but if you forget one of them, the loss stays right and the gradients are wrong. You will cut a Llama
-# > block with LoRA over two processes, prove that all gradients are right, count what is sent, and predict which link
-# > between the cards makes it worthwhile.
+# > **Promise.** The largest models are trained with a part of every matrix on each card. This needs only three short
+# > functions. But if you forget the first or the last, the loss stays right and the gradients are wrong. You will cut a
+# > Llama block with LoRA over two processes, prove that all gradients are right, count what is sent, and predict which
+# > link between the cards makes it worthwhile.
 # >
 # > **Card.** saves the blocks' matrices and the wide activations inside a block, of which each of $N$ processes has
-# > $1/N$ / costs four sums of $B\,T\,D$ numbers in every block, for which all processes wait / exact within rounding /
-# > about 25 minutes / after [sharding](sharding.py)
+# > $1/N$ / costs four sums in every block, each as large as the hidden states, for which all processes wait / exact
+# > within rounding / about 25 minutes / after [sharding](sharding.py)
 #
 # ## 1. The bill
-# With [sharding](sharding.py) a card keeps half of each block, but it gathers the whole block to compute with it.
-# [Tensor parallelism](../docs/glossary.md#tensor-parallelism) gathers no weights. All cards train on the *same* rows,
-# and each computes with its own part of every matrix. So a block's matrices are never whole, and neither are the wide
-# activations inside it: the attention heads, and the inside of the MLP.
+# With [sharding](sharding.py) a card keeps half of each block, but gathers the whole block to compute. [Tensor
+# parallelism](../docs/glossary.md#tensor-parallelism) gathers no weights. All cards train on the *same* rows, and each
+# computes with its own part of every matrix. So a block's matrices are never whole, and neither are the wide
+# activations inside attention and MLP.
 #
-# Our job is QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens. NF4, 8-bit and paged AdamW, and fp16 do
-# not work with cut matrices (section 6 says why). So this lesson trains LoRA in bf16 with plain AdamW, and plans with
-# A100s, because a T4 has no bf16. On one card the peak is 2,970 MiB: 1,856 for the blocks' matrices, 194 for the
-# adapter with its gradients and optimizer states, and 920 for the rest, such as the embedding, the logits and saved
-# block inputs. What is the peak in each of eight cards?
+# Our job, QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens, does not need it, but is small enough to
+# check. Our switch takes no NF4, no 8-bit or paged AdamW, and no fp16 (section 6). So this lesson trains LoRA in bf16
+# with plain AdamW, and plans with A100s, because a T4 has no bf16. On one card the peak is 2,970 MiB: 1,856 for the
+# blocks' matrices, 194 for the adapter with its gradients and optimizer states, and 920 for the rest, such as the
+# embedding, the logits and saved block inputs. Only the matrices are divided by $N$, and about half of the adapter.
+# What is the peak in each of eight cards?
 
 # %% Your guess: MiB of the peak in each of eight cards tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -155,14 +156,14 @@ course.show(
 )
 
 # %% [markdown]
-# Each of eight cards still needs more than a third of 2,970 MiB, because the embedding is whole in every process, and
-# so are the hidden states between blocks.
+# Each of eight cards still needs more than a third, because the rest is whole in every process.
 #
 # ## 2. From scratch, in four steps
 # **Step 1: cut one matrix.** A layer computes $y=x\,W^\top$, and there are two ways to divide it among processes:
 #
-# - By *outputs*: each process takes all of $x$ and computes some of the numbers of $y$. These are columns of $W^\top$,
-#   so the layer is called *column-parallel*. In torch they are dimension 0 of $W$.
+# - By *outputs*: each process takes all of $x$ and computes some of the numbers of $y$. In torch $W$ has the shape
+#   (outputs, inputs), so this cuts dimension 0. The layer is called *column-parallel*, because these are columns of
+#   $W^\top$.
 # - By *inputs*, dimension 1: each process takes some of the numbers of $x$. Its result is as wide as $y$, but it is
 #   only one term of a sum. The layer is called *row-parallel*.
 
@@ -189,11 +190,11 @@ torch.testing.assert_close(by_inputs, x @ up.T)
 # %% [markdown]
 # **Step 2: two matrices, one sum.** An MLP is `down(gelu(up(x)))`. If `up` is cut by outputs, each process can apply
 # gelu to its own numbers. If `down` is cut by inputs, its part needs just these. So the processes talk once, where an
-# [all-reduce](../docs/glossary.md#all-reduce) adds up the terms. We call this sum `g`. Its backward pass does nothing,
-# because the gradient of a sum is also that of each term, and every process has it already.
+# [all-reduce](../docs/glossary.md#all-reduce) adds up the terms. We call this sum `g`. Its backward pass sends nothing:
+# every process computes the gradient of the sum, which is also that of its own term.
 #
-# `Ranks(2)` starts two [processes](../docs/glossary.md#rank), and `ranks.run(function)` calls the function in both.
-# Are the loss and the gradients now those of a single process?
+# `Ranks(2)` starts two [processes](../docs/glossary.md#rank), and `ranks.run(function)` calls the function in both. Are
+# the loss and the gradients now right?
 
 
 # %%
@@ -244,7 +245,7 @@ def apart(found, right):
 ranks = Ranks(2)
 loss, of_x, of_up = step(first_try)  # here, in one process
 first, second = ranks.run(step, first_try)
-# each process knows the gradient of its own part of up; elsewhere it has zeros
+# only to compare: each process has the gradient of its part of up, and zeros elsewhere
 print(f"loss off by {apart(first[0], loss):.0e}")
 print(f"gradient of up off by {apart(first[2] + second[2], of_up):.0e}")
 print(f"gradient of x off by {apart(first[1], of_x):.0%}")
@@ -263,7 +264,7 @@ assert apart(first[1], of_x) > 0.3
 class Copied(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        return x.view_as(x)
+        return x.view_as(x)  # a tensor of its own, for autograd
 
     @staticmethod
     def backward(ctx, gradient):
@@ -322,14 +323,15 @@ course.show(
 
 # %% [markdown]
 # **Step 4: a Llama block with LoRA.** An attention head is a group of neighbouring outputs of q, k and v, and heads do
-# not look at each other. So cut q, k and v by outputs, which gives each process half of the heads, and cut o by
-# inputs. As q, k and v multiply the same input, they share one `f`, and so do gate and up in the MLP. A block
-# therefore makes two sums forward and two backward.
+# not look at each other. So cut q, k and v by outputs, which gives each process half of the heads, and cut o by inputs.
+# As q, k and v have the same input, they share one `f`, as do gate and up in the MLP. So a block makes two sums forward
+# and two backward.
 #
-# Next to each matrix, [LoRA](lora.py) adds $B A x$. If the matrix is cut by outputs, so is $B$, and $A$ is whole. If
-# it is cut by inputs, so is $A$, and $B$ is whole. All this happens between `f` and `g`, so the loss and the gradient
-# of $x$ are right. But the gradients of the whole matrices are wrong again, because a process uses only its own part
-# of the other matrix. So each has a part of such a gradient, and we add up these parts once a step.
+# Next to each matrix, [LoRA](lora.py) adds $B A x$. If the matrix is cut by outputs, so is $B$, and $A$ is whole. If it
+# is cut by inputs, so is $A$, and $B$ is whole. The loss and the gradient of $x$ are right again, but `f` repairs only
+# what comes *before* it. A whole $A$ comes after it, and its gradient flows only through this process's part of $B$. So
+# it is one term of a sum, as is that of a whole $B$. We add up these terms once a step, or the copies would drift
+# apart.
 
 # %%
 H, K, C, r = 4, 2, 16, 4  # heads, key heads, width of a head, rank of LoRA
@@ -368,8 +370,8 @@ def once_a_step(w):
 
 # %% [markdown]
 # ## 3. Prove it
-# The claim is *exact within rounding*. If rounding is the only difference, it must shrink with more digits, so we
-# compare the loss and all 22 gradients in fp32 and in fp64. `CountCollectives` counts what is sent.
+# The claim is *exact within rounding*. A difference by rounding must shrink with more digits, so we compare the loss
+# and all 22 gradients in fp32 and in fp64.
 
 
 # %%
@@ -413,8 +415,9 @@ print(
 # In the package f and g are `Copied` and `Summed`, and `tensor.mlp` is the MLP of step 3. `tensor.split` puts both
 # around attention and MLP of a transformers model, with peft's LoRA inside, and turns the cut weights into torch's
 # [DTensors](../docs/glossary.md#dtensor). We compare a tiny Llama before and after. The very first `f` sends nothing,
-# because nobody needs the gradient of the frozen embedding's result. `once_a_step` is `add_up_partial`, which puts all
-# gradients into one call.
+# because nobody needs the gradient of the frozen embedding's result. (With checkpointing it sends, because then the
+# inputs of all blocks need gradients.) `once_a_step` is `add_up_partial`, which puts all gradients into one call. The
+# job itself adds up in bf16, so there each term of a sum is first rounded to 8 significant bits.
 
 
 # %% tags=["deep"]
@@ -478,8 +481,8 @@ assert sent == [2 * 2 * wide, 2 * 2 * wide - wide, 2 * 4 * r * (5 * D + 2 * D)]
 # %% [markdown]
 # ## 4. What it costs
 # **Bytes.** The proof counted two sums forward and two backward in a block, of $B\,T\,D$ numbers each, and once a step
-# the gradients of LoRA's whole matrices. In our job a step has 8 rows, and the model 16 blocks. Because of
-# checkpointing each block runs forward twice, but the second run stops before its last sum, which nobody needs. So a
+# the gradients of LoRA's whole matrices. In our job a step has 8 rows, and the model 16 blocks. With checkpointing each
+# block runs forward twice, but the second time without its last sum, because no gradient needs the block's output. So a
 # block makes $2+1+2$ sums for each row, in bf16. [Data parallelism](data_parallel.py) adds up 43 MiB in a step. How
 # many times as much is it here?
 
@@ -496,8 +499,8 @@ course.reveal(guess, summed / of_ddp, "times")
 
 # %% [markdown]
 # **Time.** Hardly any of these sums can overlap with computation, because the next matrix needs the result. The table
-# shows the predicted seconds of a step. It takes the rates that NCCL really reaches, such as 24 GB a second on PCIe
-# 4.0 ([the interconnect](interconnect.py)). In the last column the cards share rows instead.
+# of predicted seconds takes rates that NCCL really reaches, such as 24 GB a second on PCIe 4.0 (see [the
+# interconnect](interconnect.py)). In the last column the cards share rows.
 
 
 # %% Helper: predicted seconds of a step tags=["hide-input"]
@@ -531,6 +534,14 @@ assert round(on_nvlink[0] / on_nvlink[3], 1) == 2.1
 assert min(on_ethernet[1:]) > 3 * on_ethernet[0]
 assert abs(shared[1] / on_nvlink[3] - 1) < 0.1
 single = folds.step(job, shape, CARDS["a100"])
+_computed = [compute_seconds(job, shape, A100, "tensor", cards) for cards in (1, 2, 4)]
+_divided = 2 * (_computed[0] - _computed[1])
+assert abs(_computed[0] - _divided * 3 / 4 - _computed[2]) < 1e-3
+assert round(_computed[0], 2) == 1.63
+assert round(_computed[0] - _divided, 2) == 0.57
+_sent = [sum(call.sent for call in tensor.traffic(job, shape, n)) for n in (2, 4)]
+for _bytes, _with in zip(_sent, _computed[1:], strict=True):
+    assert round(_bytes / (_computed[0] - _with) / 1e9, 1) == 10.2
 assert [round(one, 1) for one in (single.low, single.seconds, single.high)] == [
     1.3,
     1.6,
@@ -563,15 +574,17 @@ def over_links(theme: Theme):
 
 course.show(
     over_links,
-    "Figure 3. Predicted, middles of ranges. With tensor parallelism each doubling "
-    "gains less, because the sums stay and some parts of the work are not divided.",
+    "Figure 3. Predicted, middles of ranges (1.3 to 2.0 seconds for one card; all "
+    "share this error). With tensor parallelism each doubling "
+    "gains less, because the sums stay, and 0.57 of the 1.63 seconds are not divided, "
+    "such as the loss and the work on hidden states between blocks.",
 )
 
 # %% [markdown]
 # Over PCIe eight cards are only 1.4 times as fast as one. Over NVLink two are 1.4 times and eight 2.1 times as fast.
-# Over Ethernet a step takes more than three times as long as on a single card, which needs 1.3 to 2.0 seconds. Two
-# cards on plain PCIe that share *rows* are about as fast as eight on NVLink that share matrices. So share rows
-# whenever you can, and cut matrices if a card cannot hold even one row.
+# Over Ethernet a step takes more than three times as long as on one card. Two cards on plain PCIe that share *rows* are
+# about as fast as eight on NVLink that share matrices. So share rows whenever you can, and cut matrices if a card
+# cannot hold the model with one row.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: five sums or two, and slower cards
@@ -644,18 +657,18 @@ assert round(two_t4 / t4) == 3
 # %% [markdown]
 # ## 5. The production switch
 # In plain PyTorch a plan names each matrix. There `PrepareModuleInput` is our `f`, and `RowwiseParallel` makes the sum
-# `g`. torch has no rule for LoRA's two matrices, so our switch cuts peft's adapter itself, as in step 4. The saved
-# adapter is whole again. The complete command:
+# `g`. torch has no rule for LoRA's two matrices, so our switch cuts peft's adapter itself. The complete command, for
+# cards with bf16, is:
 #
 # ```bash
 # cria launch kwanzaa --on torchrun --nproc 2 \
 #     --set parallel.strategy=tensor \
 #     --set tricks.quantization=none --set tricks.double_quantization=false \
-#     --set tricks.optimizer=adamw --set tricks.paged_optimizer=false
+#     --set tricks.optimizer=adamw --set tricks.paged_optimizer=false \
+#     --set tricks.gradient_checkpointing=true --set tricks.chunked_loss=true
 # ```
 #
-# The switch is the last of the job, so adding it and taking it away give the same numbers. The table shows its worth:
-# the predicted need of each A100 for LoRA of four models, with CUDA's own memory.
+# The table shows its worth: the predicted need of each A100 in a step, with CUDA's own memory.
 
 # %%
 print(tensor.PLAIN)
@@ -678,10 +691,10 @@ _sharded = per_process(job, _large, A100.device, "fsdp", 2).least_bytes / GIB
 assert round(1 - _sharded / needs["llama-2-13b"][0], 2) == 0.42
 
 # %% [markdown]
-# These A100s have 39.4 GiB, so Llama-3.1-70B in bf16 fits eight of them, and not four. A second card saves 30 % with
-# our small model, whose embedding is a large part of it. With Llama-2-13B it saves 46 %, because nearly all weights
-# are in the blocks. [Sharding](sharding.py) would save 42 % there. It gathers weights, whose size does not depend on
-# the row, while here hidden states are summed, whose size does.
+# These A100s have 39.4 GiB, so a step of Llama-3.1-70B in bf16 fits eight of them, and not four. But our trainer cannot
+# start that run, because it loads the whole model on each card before it cuts it. A second card saves 30 % with our
+# small model, and 46 % with Llama-2-13B, where nearly all weights are in the blocks. [Sharding](sharding.py) would save
+# 42 % there. It sends weights instead of hidden states: more with short rows, and less with long ones.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: the same losses in the real trainer
@@ -728,9 +741,10 @@ for name, settings in (("two", []), ("two, fused", ["tricks.fused_lora=true"])):
 
 # %% [markdown]
 # ## 6. Where it breaks
-# **Some models and settings cannot be cut.** Half of a head is not a head, so the number of processes must divide the
-# heads of keys and values. Weights in 4 bits are packed before they could be cut. 8-bit AdamW and the loss scaler of
-# fp16 do not work with cut weights. Our switch refuses all of these before anything is loaded:
+# **Some models and settings cannot be cut.** Half of a head is not a head. So for our switch the number of processes
+# must divide the heads, those of keys and values, and the MLP's columns. (Two divides the 1,536 columns below, but not
+# 9 and 3 heads.) Weights in 4 bits are packed before they could be cut. 8-bit AdamW takes no cut weights, and fp16's
+# loss scaler takes no mixture of cut and whole ones. Our switch refuses all of these:
 
 # %%
 cannot = ["model=smollm2", "tricks.quantization=nf4"]
@@ -748,7 +762,9 @@ for setting in cannot:
 # ### Deeper: a silent mistake, peft on a model that is already cut, and 4-bit weights
 # **Another loss, and no error.** Here the *first* matrix is cut by inputs. So gelu sees one term of a *sum*, and the
 # gelus of the terms do not add up to the gelu of the sum. The cure is to cut by outputs first. (A missing `f` does not
-# even change the loss, as step 2 showed.)
+# even change the loss, as step 2 showed.) Three more mistakes are as silent. All processes must get the same rows.
+# Dropout outside of `f` and `g` must draw the same mask in each of them. And the norm for gradient clipping must count
+# whole gradients once, and cut ones of all processes.
 
 
 # %% tags=["deep"]
@@ -836,17 +852,17 @@ assert all(inputs % (64 * 8) == 0 for inputs, _ in shape.linears.values())
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** Llama-3.1-8B has width 4,096 and 32 blocks. One row of 4,096 tokens goes through it in bf16, without
-#    an adapter and without checkpointing. How many MiB does a process sum for this row, forward and backward, if
-#    attention has one `f` and one `g`, and the MLP too? The answer is a number of MiB.
+# 1. **Predict.** Llama-3.1-8B has width 4,096 and 32 blocks. One row of 4,096 tokens goes through it in bf16. All
+#    weights train, without adapter or checkpointing. How many MiB does a process sum for this row, forward and
+#    backward, if attention has one `f` and one `g`, and the MLP too?
 # 2. **Build.** Megatron cuts the head, too, so a process has the logits of some *words*. Fill in `loss_of_parts`,
 #    which returns the mean cross entropy over all words: one number, the same in every process. Send only a few
 #    numbers for each token. `hidden` is (tokens, D), `my_head` is (some words, D) and begins with word number `first`,
 #    and `labels` are (tokens). (About nine lines, forward pass only. Some logits are above 88, where the exponential
 #    overflows in fp32. `dist.all_reduce` also takes `dist.ReduceOp.MAX`.)
 # 3. **Reach.** From which rate of the link on are two A100s faster than one, without the fixed time of the calls? Use
-#    `compute_seconds`, as `seconds` does, and `call.sent`, the bytes that a process sends for each of `calls`. The
-#    answer is a number of bytes a second.
+#    `compute_seconds`, as `seconds` does, and `call.sent`, the bytes that a process sends for each of `calls` (all its
+#    `times` together). The answer is a number of bytes a second.
 
 # %% tags=["exercise"]
 mib_of_a_row = None
@@ -945,7 +961,7 @@ course.check(3, break_even_rate, course.about(rate, hint), "a number of bytes a 
 #
 #
 # one, two = (compute_seconds(job, shape, A100, "tensor", N) for N in (1, 2))
-# break_even_rate = sum(call.sent for call in calls) / (one - two)
+# break_even_rate = sum(call.sent for call in calls) / (one - two)  # 10.2e9
 # ```
 #
 # </details>
@@ -953,14 +969,14 @@ course.check(3, break_even_rate, course.about(rate, hint), "a number of bytes a 
 # ## In one breath
 # - **Saves** all but $1/N$ of the blocks' matrices, of one of LoRA's two matrices next to each, and of the wide
 #   activations inside a block. The embedding, the head and the hidden states between blocks stay whole.
-# - **Costs** two sums of $B\,T\,D$ numbers forward and two backward in every block, for which all processes wait, and
-#   one more with checkpointing. Once a step the gradients of LoRA's whole matrices are summed.
+# - **Costs** two sums of $B\,T\,D$ numbers (rows, tokens, width) forward and two backward in every block, for which all
+#   processes wait, and one more with checkpointing. Once a step the gradients of LoRA's whole matrices are summed.
 # - **Exact within rounding**, if every `f` and `g` is in its place, and the gradients of whole matrices are summed. A
-#   missing one causes no error.
-# - **When**: a card cannot hold even one row, and NVLink connects the cards. If only the row is too long, take
-#   [context parallelism](context_parallel.py).
+#   missing `f` or sum at the end causes no error and no other loss.
+# - **When**: a card cannot hold the model with even one row, and NVLink connects the cards. If only the row is too
+#   long, take [context parallelism](context_parallel.py).
 # - **When not**: over a network, or over PCIe only to be faster; if rows can be shared ([data
-#   parallelism](data_parallel.py)); with 4-bit weights ([sharding](sharding.py)). Our job needs it never.
+#   parallelism](data_parallel.py)); with 4-bit weights ([sharding](sharding.py)). Our job never needs it.
 #
 # ## Sources
 # - Shoeybi et al. 2019, *Megatron-LM*, arXiv 1909.08053, section 3 (outputs first, then inputs; f and g; the cut
