@@ -298,8 +298,8 @@ ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
 _ = ranks.run(quiet_libraries)
 
 # %% [markdown]
-# **Step 3: do one task for each dimension.** The toy model has four blocks with an MLP each. A process holds the blocks
-# of its stage, and of each matrix the piece for its *tensor* coordinate.
+# **Step 3: do one task for each dimension.** The toy model has four blocks, each an MLP. A process holds the blocks of
+# its stage, and of each matrix the piece for its *tensor* coordinate.
 #
 # - *tensor*: each process computes a part of a sum, so an all-reduce adds up the parts at the end of each block. All
 #   processes use the same `n`, each with its own piece of `up`, so the gradient of `n` is such a sum, too. A hook adds
@@ -464,7 +464,7 @@ assert all(ranks.run(both_ways))
 # the beginning and the end of a step (the [bubble](../docs/glossary.md#bubble)).
 #
 # Rank $r$ runs in machine $\lfloor r / 4 \rfloor$, so a dimension uses the slow link if one of its groups has ranks of
-# both machines. Each of $N$ groups takes $k = 8 / N$ of the eight micro-batches. We predict the time of a step:
+# both machines. Each of $N$ groups takes $k = 8 / N$ of the eight micro-batches. The predicted time:
 #
 # $$t = (t_\text{compute} + t_\text{tensor}) \cdot \frac{k + S - 1}{k} + t_\text{stage} + t_\text{data}$$
 #
@@ -537,8 +537,9 @@ course.reveal(guess, name(best))
 
 # %% [markdown]
 # 2 x 2 x 2 is fastest for the large model, and 8 x 1 x 1 (plain data parallelism) for our small one. If it runs out of
-# memory, take 1 x 4 x 2, with 22.3 GiB and 11.7 s. The seconds are the middles of ranges whose high end is 1.5 times
-# the low end, so do not trust the order of close ones. The large differences give a rule:
+# memory, 1 x 4 x 2 needs 22.3 GiB and 11.7 s. (Our trainer runs neither; section 5 says what it runs.) The seconds are
+# the middles of ranges whose high end is 1.5 times the low end, so do not trust the order of close ones. The large
+# differences give a rule:
 #
 # - Take as large a *data* dimension as memory allows, unless it needs many stages (2 x 4 x 1). Let it cross between
 #   machines, because it sends once a step.
@@ -642,8 +643,8 @@ print(diff(resolve(ours, A100), resolve(two_by_two, A100, processes=4)))
 
 # %% [markdown]
 # The data dimension is what remains, here $4 / 2$, so each group takes four of the eight micro-batches. Our trainer
-# runs two dimensions: data x tensor (on cards with bf16) or data x stage. Train our job on four cards, or plan the 70B
-# model with QLoRA on eight, which needs 24.3 GiB:
+# runs data x tensor (on cards with bf16) or data x stage. Train our job on four cards, or plan the 70B model with QLoRA
+# on eight, which needs 24.3 GiB:
 #
 # ```bash
 # cria launch kwanzaa --on torchrun --nproc 4 \
@@ -788,7 +789,7 @@ for cards, link, title in ((8, "hdr", "FSDP"), (4, "nvlink_a100", "HSDP, 2 x 4")
 #
 # **The loss falls, but even the first one is wrong.** Each process shuffles the rows with a seed of its own, so two
 # processes that share a matrix add up parts of different sums. The cure: choose the rows and their order by the *data*
-# coordinate. Here are both mistakes on 2 x 1 x 2:
+# coordinate. Both mistakes on 2 x 1 x 2:
 
 # %%
 sizes = {"data": 2, "stage": 1, "tensor": 2}
