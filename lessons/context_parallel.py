@@ -19,17 +19,18 @@
 # > [data parallelism](data_parallel.py)
 #
 # [The lesson on long rows](long_rows.py) made rows several times as long on one card: it cut the MLP into tiles and
-# sent block inputs to the host. But the attention of one block still grows with the row. The other ways to share a step
-# hardly help: [data parallelism](data_parallel.py), [sharding](sharding.py) and [pipelines](pipeline_parallel.py) give
-# each process whole [rows](../docs/glossary.md#row). Therefore this lesson cuts the row itself.
+# sent block inputs to the host. But attention still grows with the row. [Data parallelism](data_parallel.py),
+# [sharding](sharding.py) and [pipelines](pipeline_parallel.py) give each process whole [rows](../docs/glossary.md#row),
+# and [tensor parallelism](tensor_parallel.py) keeps the hidden states of whole rows. Therefore this lesson cuts the row
+# itself.
 #
 # ## 1. The bill
 # The job is that of [the lesson on long rows](long_rows.py): QLoRA of Llama-3.1-8B with checkpointing, the chunked loss
-# and tiled MLPs, one row a step. To keep the bill short, block inputs stay on the card.
+# and tiled MLPs, one row a step. Here block inputs stay on the card.
 #
-# With *context parallelism*, every process holds all frozen weights and the whole adapter. But of each tensor that has
-# a dimension of tokens, it holds only its own tokens. How many times as long is the longest row on four T4s, compared
-# with one T4?
+# With *context parallelism*, every process holds all weights, but of each tensor with a dimension of tokens it holds
+# only its own tokens. A row *fits* if 5 % of a card stays free, even with what PyTorch's allocator may [reserve and not
+# use](a_full_card.py). How many times as long is the longest row on four T4s, compared with one T4?
 
 # %% Your guess: times as long on four T4s tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -74,11 +75,12 @@ shape = find_shape(job.model)
 
 
 def longest(N):
-    """Return the longest row that fits N cards, to 256 tokens, by bisection."""
+    """Return the longest row that fits N cards, to 256 tokens, by bisection. The
+    verdict is "tight", not "fits", if less than 5 % of a card may stay free."""
     fits, too_long = 1, 4096
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
-        if bill(N, 256 * middle).fits:
+        if bill(N, 256 * middle).verdict == "fits":
             fits = middle
         else:
             too_long = middle
@@ -100,7 +102,9 @@ for N, tokens in rows.items():
 
 # %% Draw figure 1, and hold the numbers of the text tags=["hide-input"]
 assert 4 < rows[4] / rows[1] < 4.3
-assert (rows[1], rows[4]) == (22_016, 91_392)
+assert (rows[1], rows[4]) == (15_616, 64_768)
+_sizes = [bill(4, tokens).peak_bytes for tokens in (40_960, 81_920)]
+assert round((_sizes[1] - _sizes[0]) / 10_240 / MIB, 2) == 0.38  # for each own token
 # the peak comes in the MLP
 assert all(
     any("second norm" in line.why for line in bill(N, rows[N]).lines) for N in rows
@@ -139,18 +143,18 @@ course.show(
 )
 
 # %% [markdown]
-# A little more than four times (predicted). The weights take 5.5 GiB of every card, and each process has the remaining
-# memory for its own tokens. In addition, a process stores keys and values of 8 heads, while the single T4
-# must store them repeated for 32 heads ([FlashAttention](flash_attention.py)).
+# A little more than four times (predicted). The weights take 5.5 GiB of every card, and each of its own tokens takes
+# 0.38 MiB. A single T4 needs a little more for a token, because it saves keys and values
+# [repeated](../docs/glossary.md#expand-kv) for 32 heads. The ring repeats them for one pair at a time.
 #
 # ## 2. From scratch, in four steps
-# The norms, the MLP and the loss compute each token by itself, so there a process simply has fewer tokens. Only in
-# attention does a token look at other tokens, and these may be in another process.
+# The norms, the MLP and the loss compute each token by itself, so there a process simply has fewer tokens, and only
+# attention needs those of other processes.
 #
 # **Step 1: attention over some of the keys.** The softmax divides by a sum over *all* keys: the sum of the exponentials
-# of their scores. Suppose that we take only some of the keys, and also store the logarithm of their sum, the
-# [log-sum-exp](../docs/glossary.md#log-sum-exp). Then we can merge two such partial results, because the two
-# log-sum-exps tell us which share of the whole sum each part has.
+# of their scores. Suppose that one part of the keys has the sum $s_1$ and the output $o_1$, and the other part $s_2$
+# and $o_2$. Then the whole output is $(s_1 o_1 + s_2 o_2) / (s_1 + s_2)$. We store the logarithm of each sum, the
+# [log-sum-exp](../docs/glossary.md#log-sum-exp), because the sum itself can overflow.
 
 # %%
 import torch
@@ -194,14 +198,13 @@ whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
 torch.testing.assert_close(merged, whole[:, :, half:])
 
 # %% [markdown]
-# **Step 2: divide the tokens fairly.** We cut the row into $2N$ pieces of equal length, which we call *chunks*, and
-# give two of them to each of $N$ processes. The simplest way is in order: process 0 gets chunks 0 and 1, and process 3
-# gets chunks 6 and 7. However, attention is causal: a query sees only keys that come before it. So the first tokens
-# have little work, and the last tokens have most.
+# **Step 2: divide the tokens fairly.** We cut the row (padded, if necessary) into $2N$ pieces of equal length, the
+# *chunks* (unrelated to the chunked loss), and give two of them to each of $N$ processes. The simplest way is in order:
+# process 0 gets chunks 0 and 1, and process 3 gets chunks 6 and 7. However, a query does not see the keys after it, so
+# the last tokens have most work.
 #
-# We count work in pairs of one chunk of queries and one chunk of keys. A chunk paired with itself counts as half,
-# because half of its scores are masked. With four processes, how many times as much work does the last process have as
-# the first?
+# We count pairs of one chunk of queries and one of keys. A chunk with itself counts as half, because half of its scores
+# are masked. With four processes, how many times the work of the first process does the last one have?
 
 # %% Your guess: times as much work in the last process tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -223,9 +226,9 @@ def work(layout, N=4):
 
 
 print("in order:", work(in_order), "zigzag:", work(zigzag))
-assert work(zigzag) == [8, 8, 8, 8]
 
 # %% Draw figure 2 tags=["hide-input"]
+assert work(zigzag) == [8, 8, 8, 8]
 course.reveal(guess, work(in_order)[-1] / work(in_order)[0], "times")
 
 
@@ -247,10 +250,10 @@ course.show(
 )
 
 # %% [markdown]
-# In order, the last process has seven times the work of the first, and all others must wait for it. If process $r$ gets
-# chunk $r$ and chunk $2N - 1 - r$ instead, all have the same work. This layout is called *zigzag*.
+# In order, the last process has seven times the work of the first, and all others wait for it. If process $r$ gets
+# chunk $r$ and chunk $2N - 1 - r$ instead (*zigzag*), all have the same work, two pairs in each turn of the ring below.
 #
-# **Step 3: the ring.** Each process keeps its queries. It sends its keys and values to its right neighbor, and receives
+# **Step 3: the ring.** Each process keeps its queries, sends its keys and values to its right neighbor, and receives
 # those of its left neighbor. After $N - 1$ such turns, every query has met every key.
 
 
@@ -276,8 +279,9 @@ def visible_pairs(owner):
     rank, N = dist.get_rank(), dist.get_world_size()
     for mine, query in enumerate(zigzag(rank, N)):
         for its, key in enumerate(zigzag(owner, N)):
-            if key <= query:  # later keys are not seen
-                yield mine, its, key == query  # a chunk with itself is causal
+            if key <= query:
+                # earlier chunks are seen whole; a chunk sees itself with a mask
+                yield mine, its, key == query
 
 
 def forward(q, k, v):
@@ -299,14 +303,17 @@ def forward(q, k, v):
 
 # %% [markdown]
 # **Step 4: the backward pass.** Let $S$ be the scores of one pair of chunks. With the merged log-sum-exp, the softmax
-# of this pair is $P=\exp(S-\text{lse})$. So we can compute it again, and we never store anything of size
-# $T \times T$. The rest is the backward pass of [FlashAttention](flash_attention.py). With the output $O$ and its
-# gradient $dO$:
+# of this pair is $P=\exp(S-\text{lse})$. So we compute it again, and store nothing of size $T \times T$. The rest is
+# the backward pass of [FlashAttention](flash_attention.py). With the output $O$ and its gradient $dO$:
 #
-# $$dS = P\,(dO\,V^T - \text{sum}(dO \cdot O)),\quad dQ = dS\,K,\quad dK = dS^T Q,\quad dV = P^T dO$$
+# $$dS = P \odot (dO\,V^T - \text{sum}(dO \odot O)),\quad dV = P^T dO,$$
+#
+# $$dQ = dS\,K / \sqrt{D},\quad dK = dS^T Q / \sqrt{D}$$
+#
+# Here $\odot$ multiplies element by element, and the sum is over the width: one number for each query.
 #
 # A key's gradient is a sum over queries in all processes. Therefore this gradient travels together with its key, and
-# each process adds its part. After the last addition, one more send returns it to the process that owns the key.
+# each process adds its part. It moves in each of $N$ turns, so at the end it is back at its owner.
 
 
 # %%
@@ -326,7 +333,7 @@ def backward(q, k, v, out, lse, dout):
             part(dq, mine).add_(dscores @ key)
             part(dkv[0], its).add_(dscores.mT @ query)
             part(dkv[1], its).add_(weights.mT @ grad)
-        dkv = pass_on(dkv)  # one send more than the keys: the last one brings it home
+        dkv = pass_on(dkv)  # in every turn, so the last one brings it home
         if turn < N - 1:
             kv = pass_on(kv)
     return dq, *dkv
@@ -350,12 +357,11 @@ print("largest differences:", ", ".join(f"{e:.0e}" for e in ranks.run(error_forw
 
 # %% [markdown]
 # ## 3. Prove it
-# Every process computes attention over the whole row with PyTorch, and takes its own two chunks of the result and of
-# the three gradients. The ring must give the same numbers, except for rounding in fp64.
+# Every process also computes attention over the whole row with PyTorch. Its own two chunks of the result and of the
+# three gradients must be those of the ring, within rounding.
 #
-# We also count bytes. In the forward pass a process sends 3 times the bytes of its own keys and values, because
-# $N - 1 = 3$. How many times does it send them in the backward pass, if the gradients of keys and values have the same
-# size?
+# In the forward pass a process sends $N - 1 = 3$ times its own keys and values. How many times in the backward pass, if
+# their gradients have the same size?
 
 # %% Your guess: times the bytes of its keys and values, backward tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -389,19 +395,19 @@ course.reveal(guess, back, "times")
 #
 # ## 4. What it costs
 # Keys and values are sent in every block: in the forward pass, once more when checkpointing repeats the block, and in
-# the backward pass. If the row becomes 64 times as long, 4,096 to 262,144 tokens, about 64 times as many bytes are
-# sent. How many times as long does the computing take, on four A100s?
+# the backward pass. Their gradients are in fp32, of twice the bytes. If the row becomes 64 times as long, 4,096 to
+# 262,144 tokens, 64 times as many bytes are sent. (The adapter's gradients, 0.23 GiB in every line below, stay as they
+# are.) How many times as long does the computing take, on four A100s?
 
 # %% Your guess: times as long for a row 64 times as long tags=["predict"]
 guess = 0  # @param {type:"number"}
 
 # %%
-A100 = CARDS["a100"]
 computing, shares = [], []
 for tokens in (4096, 32_768, 262_144):
     recipe = with_settings(job, [f"data.max_length={tokens}", "tricks.precision=bf16"])
     calls = context.traffic(recipe, shape, 4)
-    seconds = compute_seconds(recipe, shape, A100, "context", 4)
+    seconds = compute_seconds(recipe, shape, CARDS["a100"], "context", 4)
     nvlink, pcie = (
         step_seconds(seconds, calls, LINKS[name]).communication / seconds
         for name in ("nvlink_a100", "pcie4")
@@ -409,7 +415,7 @@ for tokens in (4096, 32_768, 262_144):
     computing.append(seconds)
     shares.append((nvlink, pcie))
     sent = sum(call.sent for call in calls) / GIB
-    print(f"{tokens:8,} tokens: {sent:6.1f} GiB sent, computing {seconds:7.1f} s;")
+    print(f"{tokens:8,} tokens: {sent:6.1f} GiB sent, computing {seconds:7.3f} s;")
     print(f"{'':17} sending takes {nvlink:.1%} of that on NVLink, {pcie:.1%} on PCIe")
 course.reveal(guess, computing[-1] / computing[0], "times")
 
@@ -424,19 +430,18 @@ assert 200 < computing[-1] / computing[0] < 300
 # Computing grows faster than sending, because the work of attention grows with $T^2$, while keys and values grow with
 # $T$. So the longer the row, the smaller the share of time for sending: on PCIe it falls from 20 % to 4 %.
 #
-# All these seconds are predicted, because we have not measured this strategy on such cards. They assume that a card
-# either computes or sends. The package begins to send before it computes, so a part of the sending is hidden.
+# All these seconds are predicted for a card that either computes or sends.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: the ring in the package, and why gradients travel in fp32
-# The package makes the same sends as we do (`parallel/ring_attention.py`), but it computes each pair with PyTorch's
-# fused kernel, so not even the scores of one pair exist in memory. A test checks its gradients with
-# `torch.autograd.gradcheck`. In addition, the gradients of the adapter are all-reduced once a step, as in
-# [data parallelism](data_parallel.py); the table above includes these bytes. The ring needs buffers for the keys and
-# values that arrive, and for their gradients. They do not raise the peak of our job, because it comes later in the
-# backward pass of a block, in the MLP.
+# The package makes the same sends as we do (`parallel/ring_attention.py`), and begins to send before it computes, which
+# hides a part. It computes each pair with PyTorch's fused kernel, so not even the scores of one pair exist in memory. A
+# test checks its gradients with `torch.autograd.gradcheck`. In addition, the gradients of the adapter are all-reduced
+# once a step, as in [data parallelism](data_parallel.py). The ring needs buffers for the keys and values that arrive,
+# and for their gradients. They do not raise the peak of our job, because it comes later in the backward pass of a
+# block, in the MLP.
 #
-# Only 8 key heads travel. With 32, as many as query heads, four times as much would be sent.
+# If 32 key heads travelled, as many as query heads, instead of 8, four times as much would be sent.
 #
 # The formula of the peak was checked on a CPU. In 48 committed cases with two and four processes, the counted peak of a
 # process is within 0.5 % of it.
@@ -447,19 +452,23 @@ assert 200 < computing[-1] / computing[0] < 300
 #
 # Llama 3 was trained with a different method: it gathers all keys and values of a row in every process at once. That
 # needs more memory than a ring, but fewer calls, and with 8 key heads the keys are small. The layout of $2N$ chunks
-# comes from there.
+# comes from there. *DeepSpeed Ulysses* is a third method: before attention, an all-to-all exchanges tokens for heads,
+# so each process computes whole rows of some heads.
 
 # %% [markdown]
 # ## 5. The production switch
-# PyTorch has a switch of its own, which is experimental in torch 2.13. It runs on CUDA cards only and takes no mask,
-# so it cannot train [packed sequences](packing.py):
+# PyTorch has a switch of its own, which is experimental in torch 2.13. It runs on CUDA cards only and takes no mask, so
+# no padded or [packed](packing.py) rows. (`labels` asks for a loss; `shift_labels` are used as they are.)
 
 # %%
 print(context.PLAIN)
 
 # %% [markdown]
-# With this package, the switch is `parallel.strategy=context`. It also runs on a CPU, and it takes packed sequences.
-# Ask for the bill first, then train; `--nproc` is the number of cards:
+# We have not run it, and it lacks two things (see below): the sum of the gradients, and with checkpointing a cure for a
+# mask.
+#
+# With this package, the switch is `parallel.strategy=context`. It also runs on a CPU and takes packed sequences. It
+# needs `expand_kv=false`, so that 8 heads travel and not 32. Ask for the bill first, then train:
 #
 # ```bash
 # cria plan kwanzaa --model llama-3.1-8b --gpu t4 --nproc 4 \
@@ -467,16 +476,15 @@ print(context.PLAIN)
 #   --set tricks.gradient_checkpointing=true --set tricks.chunked_loss=true \
 #   --set tricks.tiled_mlp=true --set data.max_length=65536
 # cria launch kwanzaa --on torchrun --nproc 4 --set model=llama-3.1-8b \
+#   --set data.train=long.jsonl \
 #   --set parallel.strategy=context --set tricks.expand_kv=false \
 #   --set tricks.gradient_checkpointing=true --set tricks.chunked_loss=true \
 #   --set tricks.tiled_mlp=true --set data.max_length=65536
 # ```
 #
-# The plan calls 65,536 tokens tight: 12.4 GiB of 14.7, and up to 14.3 with the memory that PyTorch's allocator may
-# [reserve but not use](a_full_card.py).
+# The plan calls 65,536 tokens *tight*: up to 14.3 GiB of 14.7, with what the allocator may reserve.
 #
-# The next cells show what the switch is worth for a long and a short row, and train a tiny model on rows of odd
-# lengths, in one process and in four:
+# The next cell shows what the switch is worth, and trains a tiny model in one process and in four:
 
 # %% Helper: train a tiny model tags=["hide-input"]
 ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
@@ -528,32 +536,47 @@ one = tiny("one")
 four = ranks.run(tiny, "four", "parallel.strategy=context")[0]
 print("losses and gradient norms in one process:", *(f"{x:.5f}" for x in one))
 print("losses and gradient norms in four:       ", *(f"{x:.5f}" for x in four))
-assert max(abs(a / b - 1) for a, b in zip(four, one, strict=True)) < 1e-4
 
 # %% Check the numbers of the section tags=["hide-input"]
+assert max(abs(a / b - 1) for a, b in zip(four, one, strict=True)) < 1e-4
 assert [[round(peak) for peak in both] for both in peaks.values()] == [
-    [14_602, 8_245],
+    [11_997, 7_586],
     [6_738, 6_116],
 ]
 
 # %% [markdown]
-# For the long row, each process needs 6,357 MiB less, 44 % of the peak. For the short row it is only 623 MiB, 9 % of
-# the peak, because nearly all of that is weights, which stay whole. So use context parallelism for long rows only.
+# For the long row, each process needs 4,411 MiB less, 37 % of the peak. For the short row it is about 620 MiB, 9 %,
+# because nearly all of that peak is weights.
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: what PyTorch's switch still needs
+# By default each process gathers all keys and values, as in Llama 3. `set_rotate_method("alltoall")` makes it a ring.
 #
+# **Gradients and the mean.** Each process has the mean loss and the gradients of its own tokens. Pass
+# `num_items_in_batch`, the number of labels of the whole row, so that its loss is its part of the mean, and then
+# all-reduce the gradients as a sum.
+#
+# **The mask.** With checkpointing, transformers has no KV cache, so it looks at the positions, and takes the jump
+# between the two chunks of process 0 for the beginning of another packed row. It builds a mask, which the switch
+# refuses. accelerate removes this mask. So it is easier to start from the Trainer, with `ParallelismConfig(cp_size=2)`
+# and FSDP2.
+
+# %% [markdown]
 # ## 6. Where it breaks
 # **The loss is slightly wrong, without any error.** The label of a token is the next token, so labels are shifted by
-# one place. If each process shifts the labels of its own chunks, the last token of a chunk loses its label, because the
-# next token is in another chunk. With eight chunks, 7 of 63 labels are missing. The cure is to shift the labels of the
-# whole row, and then cut, as `context.cut` of the package does. transformers takes such labels as `shift_labels` and
-# does not shift them again.
+# one place. If each process shifts the labels of its own two chunks, the label of the first chunk's last token is the
+# first token of the second chunk, which is far away. The second chunk's last token has no label. The cure is to shift
+# the labels of the whole row, and then cut, as `context.cut` does.
 
 # %%
 ids = torch.arange(100, 164)[None]  # 64 tokens, in chunks of 8
-cut_first = sum(chunk[:, 1:].numel() for chunk in ids.chunk(8, dim=1))
 batch = {"input_ids": ids, "labels": ids}
 pieces = [context.cut(batch, rank, 4) for rank in range(4)]
-shift_first = sum(int((piece["labels"] != -100).sum()) for piece in pieces)
-print(f"labels, if we cut first: {cut_first}, and if we shift first: {shift_first}")
+right = sum(int((piece["labels"] != -100).sum()) for piece in pieces)
+print(f"shifted, then cut: {right} labels")
+steps = torch.cat([piece["input_ids"].diff() for piece in pieces])  # 1: the next token
+found, wrong = steps.numel(), int((steps != 1).sum())
+print(f"cut, then shifted: {found} labels, {wrong} of them wrong")
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: wrong positions, NaN in packed sequences, and the refused switches
@@ -564,7 +587,7 @@ print(f"labels, if we cut first: {cut_first}, and if we shift first: {shift_firs
 # %% tags=["deep"]
 print("positions in process 0:", pieces[0]["position_ids"][0].tolist())
 assert pieces[0]["position_ids"][0, 8] == 56
-assert (cut_first, shift_first) == (56, 63)
+assert (found, wrong, right) == (60, 3, 63)
 
 # %% [markdown] tags=["deep"]
 # **NaN in packed sequences.** In a packed sequence a query sees keys of its own document only. If this document begins
@@ -582,7 +605,8 @@ assert merge(torch.zeros(1, 1), nothing, torch.zeros(1, 1), nothing)[0].isnan()
 
 # %% [markdown] tags=["deep"]
 # Three kinds of switches cannot be combined with the ring: another attention kernel, a switch that adds tokens or
-# changes attention, and stored attention results. Each of them is refused with one line that names the cure:
+# changes attention, and `keep_attention`, which stores attention results so that checkpointing need not compute them
+# again. Each of them is refused with one line that names the cure:
 
 # %% tags=["deep"]
 usual = ["tricks.attention=sdpa", "tricks.peft=lora", "parallel.strategy=context"]
@@ -601,14 +625,13 @@ for refused in (
 # ## 7. Exercises
 # 1. **Predict.** Llama-3.1-8B has 8 key heads of width 128 in each of 32 blocks. Eight processes share one row of
 #    65,536 tokens in bf16. How many MiB of keys and values does a process send in *one* forward pass?
-# 2. **Build.** A model answers over a long prompt: all queries are in one place, and only the *keys* are cut. Fill in
-#    `over_parts(q, parts)`. `q` has the shape (heads, 1, D). `parts` is a list of pairs (keys, values), each (heads,
-#    tokens, D), and the query sees all of them. Return the attention, (heads, 1, D). Use `attend` and `merge`; about
-#    five lines.
+# 2. **Build.** A model answers over a long prompt, of which only the *keys* are cut. Fill in `over_parts(q, parts)`.
+#    `q` has the shape (heads, 1, D). `parts` is a list of pairs (keys, values), each (heads, tokens, D), and the query
+#    sees all of them. Return the attention, (heads, 1, D). Use `attend` and `merge`; about five lines.
 # 3. **Reach.** For the attention of one block, forward, a process computes $2 \cdot 2 \cdot T^2 / 2 / N \cdot H D$
 #    operations and sends $(N - 1) / N \cdot 2 \cdot T \cdot K D \cdot 2$ bytes. There are $H = 32$ query heads and
-#    $K = 8$ key heads. A card computes 100e12 operations a second, and a link sends 10e9 bytes a second. From which
-#    $T$ on does attention take longer than sending, on $N = 4$ cards?
+#    $K = 8$ key heads of width $D$, which cancels. A card computes 100e12 operations a second, and a link sends 10e9
+#    bytes a second. From which $T$ on does attention take longer than sending, on $N = 4$ cards?
 
 # %% tags=["exercise"]
 mib_sent = None
@@ -697,7 +720,7 @@ course.check(
 # - **Saves** memory for tokens: each process has 1/N of every tensor with a dimension of tokens, such as activations,
 #   block inputs and logits. Weights stay whole.
 # - **Costs** keys and values, sent in every block: $N - 1$ sends forward (twice with checkpointing), and backward
-#   $N - 1$ for them and $N$ for their gradients.
+#   $N - 1$ for them and $N$ for their gradients, which are in fp32.
 # - **Exact within rounding**, because partial results are merged by their log-sum-exp.
 # - **When**: one row does not fit a card, although checkpointing, the chunked loss and tiled MLPs are on.
 # - **When not**: your rows fit. Then give each card other rows ([data parallelism](data_parallel.py)), which needs
@@ -708,6 +731,8 @@ course.check(
 #   2310.01889, section 3. Grattafiori et al. 2024, *The Llama 3 Herd of Models*, arXiv 2407.21783, section 3.3.2 (2N
 #   chunks; Llama 3 gathers all keys and values at once instead of a ring).
 # - Dao 2023, *FlashAttention-2*, arXiv 2307.08691, algorithm 2 (the backward pass from the log-sum-exp).
+# - Jacobs et al. 2023, *DeepSpeed Ulysses*, arXiv 2309.14509.
 # - torch 2.13: `torch/distributed/tensor/experimental/_context_parallel/_attention.py`. transformers 5.23:
-#   `loss/loss_utils.py` (`shift_labels`).
+#   `loss/loss_utils.py` (`shift_labels`), `masking_utils.py` (`find_packed_sequence_indices`). accelerate:
+#   `big_modeling.py` (`_attach_context_parallel_hooks`).
 # - Ours: `cria_tricks/parallel/context.py`, `ring_attention.py`; `tests/parallel/test_context.py`.

@@ -19,8 +19,8 @@
 # > [tensor parallelism](tensor_parallel.py) and [pipeline parallelism](pipeline_parallel.py)
 #
 # Our own job, QLoRA of Llama-3.2-1B, fits one T4. So this lesson also uses a larger job: LoRA of Llama-3.1-70B in bf16
-# (tensor parallelism refuses 4-bit weights), on two machines with four A100s of 40 GB each. NVLink connects the cards
-# of a machine, and InfiniBand the machines; per card it is about a tenth as fast.
+# (our tensor parallelism refuses 4-bit weights), on two machines with four A100s of 40 GB each. NVLink connects the
+# cards of a machine, and InfiniBand the machines: one HDR port for each card, about a tenth as fast.
 #
 # ## 1. The bill
 # The lessons before divided a step in three ways:
@@ -34,8 +34,8 @@
 # $N$ x $S$ x $M$, $N$ groups share the rows, each group is a pipeline of $S$ stages, and $M$ processes share the
 # matrices of a stage. A process holds about $1 / (S M)$ of the weights.
 #
-# There are ten such grids of eight processes. The 70.6 billion weights of two bytes take 131 GiB, and a card has 39.4
-# GiB. In how many of the ten grids does the job fit?
+# Eight is a product of three numbers in ten ways, such as 2 x 2 x 2. The 70.6 billion weights of two bytes take 131
+# GiB, and a card has 39.4 GiB. In how many of the ten grids does the job fit?
 
 # %% Your guess: grids that fit, of ten tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -116,8 +116,8 @@ lines = []
 for sizes in GRIDS:
     of_70b, of_1b = bill(large, sizes), bill(ours, sizes)
     needs = [f"{found.least_bytes / GIB:.1f}" for found in (of_70b, of_1b)]
-    lines.append((name(sizes), *needs, "yes" if of_70b.fits else "no"))
-columns = (WAYS, "70B, GiB in each card", "1B, GiB", "70B fits")
+    lines.append((name(sizes), *needs, of_70b.verdict))
+columns = (WAYS, "70B, GiB in each card", "1B, GiB in each card", "70B")
 course.show_table(table(columns, lines))
 fitting = [sizes for sizes in GRIDS if bill(large, sizes).fits]
 course.reveal(guess, len(fitting), "grids")
@@ -126,7 +126,9 @@ course.reveal(guess, len(fitting), "grids")
 assert len(fitting) == 6
 assert all(bill(ours, sizes).fits for sizes in GRIDS)
 _cube = bill(large, {"data": 2, "stage": 2, "tensor": 2})
-assert 0 < A100.memory_bytes - _cube.least_bytes < GIB
+assert _cube.verdict == "tight"
+assert _cube.needed_bytes > A100.memory_bytes
+assert [bill(large, sizes).verdict for sizes in GRIDS].count("tight") == 2
 _quarter = find_shape(large.model).weights * 2 / 4 / GIB
 assert round(_quarter) == 33
 _two_by_four = bill(large, {"data": 2, "stage": 1, "tensor": 4}).least_bytes
@@ -163,15 +165,15 @@ course.show(
 )
 
 # %% [markdown]
-# Six of them fit, and our small job fits in all ten (predicted). A quarter of the large model's weights is 33 GiB, but
-# 2 x 1 x 4 needs 40.9 GiB, because tensor parallelism keeps embedding, head and the tensors between blocks whole in
-# every process. So memory tells us which grids are possible, and in section 4 time decides among them.
+# Six fit (predicted), but two of them are *tight*: what PyTorch's allocator may [reserve](../docs/glossary.md#reserved)
+# could take them above 39.4 GiB. A quarter of the weights is 33 GiB, but 2 x 1 x 4 needs 40.9 GiB, because our tensor
+# parallelism keeps embedding, head and the tensors between blocks whole in every process. (Megatron can divide them,
+# too.) With two stages, a process holds only embedding or head.
 #
 # ## 2. From scratch, in three steps
-# **Step 1: find the coordinates.** At first a process knows only its [rank](../docs/glossary.md#rank). Suppose that the
-# last dimension counts fastest, like the seconds of a clock. Then one division for each dimension gives the
-# *coordinates* in the grid. Along each dimension, a process talks to those whose coordinates differ from its own in
-# this dimension only.
+# **Step 1: find the coordinates.** At first a process knows only its [rank](../docs/glossary.md#rank). The last
+# dimension counts fastest: in 2 x 2 x 2, rank 5 is $1 \cdot 4 + 0 \cdot 2 + 1$, so its *coordinates* are 1, 0 and 1.
+# Along each dimension, a process talks to those whose coordinates differ from its own in this dimension only.
 
 # %%
 import math
@@ -264,7 +266,7 @@ course.show(
 # %% [markdown]
 # **Step 2: let torch make the groups.** torch calls such a grid a [device mesh](../docs/glossary.md#mesh). For each
 # dimension it makes a [process group](../docs/glossary.md#process-group). An all-reduce with `group=` adds up tensors
-# of that group only. With four processes, we compare torch's groups with ours for all six grids.
+# of that group only. We compare torch's groups with ours for all six grids of four processes.
 
 # %%
 # data and stage of each grid of four; tensor is what remains
@@ -296,13 +298,14 @@ ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
 _ = ranks.run(quiet_libraries)
 
 # %% [markdown]
-# **Step 3: do one task for each dimension.** The toy model has four blocks with an MLP each. A process holds only its
-# own part: the blocks of its stage, and of each matrix the piece for its *tensor* coordinate.
+# **Step 3: do one task for each dimension.** The toy model has four blocks, each an MLP. A process holds the blocks of
+# its stage, and of each matrix the piece for its *tensor* coordinate.
 #
-# - *tensor*: each process computes a part of a sum, so an all-reduce adds up the parts at the end of each block. The
-#   gradient of the block's input is such a sum, too, and a hook adds it up.
+# - *tensor*: each process computes a part of a sum, so an all-reduce adds up the parts at the end of each block. All
+#   processes use the same `n`, each with its own piece of `up`, so the gradient of `n` is such a sum, too. A hook adds
+#   it up, on `n` only, because `x` also goes around the MLP.
 # - *stage*: a process receives hidden states from the stage before, and sends its own to the next one. In the backward
-#   pass gradients go the other way. For simplicity all forward passes come first.
+#   pass gradients go the other way.
 # - *data*: a process takes its share of the [window](../docs/glossary.md#window). An all-reduce adds up the gradients,
 #   once a step.
 
@@ -316,14 +319,15 @@ def my_weights(at, sizes):
     mine = []
     for number in range(4):
         up, down = torch.randn(INNER, D) / D**0.5, torch.randn(D, INNER) / INNER**0.5
-        if number * sizes["stage"] // 4 == at["stage"]:  # a block of my stage
+        if number * sizes["stage"] // 4 == at["stage"]:  # 2 stages: 0-1 and 2-3
             mine.append(up.chunk(sizes["tensor"], dim=0)[at["tensor"]])
             mine.append(down.chunk(sizes["tensor"], dim=1)[at["tensor"]])
     return [weight.clone().requires_grad_() for weight in mine]
 
 
 def summed(x, group):
-    """The sum over a group. Autograd takes it for a copy of x."""
+    """The sum over a group. Autograd sees only the copy, so the gradient passes
+    unchanged. That is right, because each part enters the sum with factor 1."""
     total = x.clone()
     dist.all_reduce(total.data, group=group)
     return total
@@ -340,7 +344,7 @@ def run_blocks(x, weights, group):
 
 
 # %% [markdown]
-# The three tasks do not depend on each other, so in the training loop each is a few lines:
+# In the training loop each task is a few lines, marked by its name:
 
 
 # %%
@@ -352,16 +356,16 @@ def train_on(sizes, windows, mistake=None):
     weights, history = my_weights(at, sizes), []
     optimizer = torch.optim.SGD(weights, 0.5)
     for window in windows:
-        mine = window[at["data"] :: sizes["data"]]
+        mine = window[at["data"] :: sizes["data"]]  # data
         if mistake == "own order" and at["tensor"] == 1:
             mine = mine[::-1]
         passed, loss = [], torch.zeros(())
         for x, target in mine:  # all forward passes
-            if s > 0:
+            if s > 0:  # stage
                 x = torch.empty_like(x)
                 dist.recv(x, stages[s - 1])
                 x.requires_grad_()
-            y = run_blocks(x, weights, groups["tensor"])
+            y = run_blocks(x, weights, groups["tensor"])  # tensor
             if last:
                 y = (y - target).square().mean() / len(window)
                 loss += y.detach()
@@ -370,14 +374,14 @@ def train_on(sizes, windows, mistake=None):
             passed.append((x, y))
         for x, y in passed:  # all backward passes
             gradient = None
-            if not last:
+            if not last:  # stage
                 gradient = torch.empty_like(y)
                 dist.recv(gradient, stages[s + 1])
             y.backward(gradient)
             if s > 0:
                 dist.send(x.grad, stages[s - 1])
         for weight in weights:
-            group = None if mistake == "no group" else groups["data"]
+            group = None if mistake == "no group" else groups["data"]  # data
             dist.all_reduce(weight.grad, group=group)
         dist.all_reduce(loss, group=groups["data"])
         optimizer.step()
@@ -388,9 +392,8 @@ def train_on(sizes, windows, mistake=None):
 
 # %% [markdown]
 # ## 3. Prove it
-# The claim is *exact within rounding*, for every grid. So we train five steps of four
-# [micro-batches](../docs/glossary.md#micro-batch) on each of the six grids. We compare with `alone`: the same model in
-# one process, with whole matrices and no groups.
+# The claim is *exact within rounding*. We train five steps of four [micro-batches](../docs/glossary.md#micro-batch) on
+# each of the six grids, and on 2 x 2 x 2 with eight processes. We compare with `alone`, the same model in one process.
 
 
 # %% Helpers: train in one process, and compare tags=["hide-input"]
@@ -426,6 +429,14 @@ for sizes in FOURS:
     print(f"off by at most {apart(found, expected):.0e}")
     assert apart(found, expected) < 1e-5
 
+# %% The same for all three dimensions, with eight processes tags=["hide-input"]
+with Ranks(8) as eight_ranks:
+    eight_ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
+    found = eight_ranks.run(train_on, cube, [rows] * 5)[-1]
+print(f"{name(cube)}:   loss {found[0]:.6f} -> {found[-1]:.6f},", end=" ")
+print(f"off by at most {apart(found, expected):.0e}")
+assert apart(found, expected) < 1e-5
+
 # %% [markdown] tags=["deep"]
 # ### Deeper: the package takes the mean, in one call
 # `average_gradients` of the package takes the *mean* along *data*, as torch's DDP does, which is our sum divided by
@@ -449,21 +460,17 @@ assert all(ranks.run(both_ways))
 
 # %% [markdown]
 # ## 4. What it costs
-# The dimensions cost different things:
-#
-# - *tensor* sends in every block.
-# - *stage* sends little, but stages are idle at the beginning and the end of a step (the
-#   [bubble](../docs/glossary.md#bubble)).
-# - *data* sends gradients once a step, and of LoRA these are few.
+# *tensor* sends in every block, *stage* in every micro-batch, and *data* once a step. In addition, stages are idle at
+# the beginning and the end of a step (the [bubble](../docs/glossary.md#bubble)).
 #
 # Rank $r$ runs in machine $\lfloor r / 4 \rfloor$, so a dimension uses the slow link if one of its groups has ranks of
-# both machines. Each of $N$ groups takes $k = 8 / N$ of the eight micro-batches. We predict the time of a step:
+# both machines. Each of $N$ groups takes $k = 8 / N$ of the eight micro-batches. The predicted time:
 #
 # $$t = (t_\text{compute} + t_\text{tensor}) \cdot \frac{k + S - 1}{k} + t_\text{stage} + t_\text{data}$$
 #
-# The fraction stands for the bubble. Computing is estimated as in
-# [the lesson on choosing hardware](choose_your_hardware.py), and calls run at rates that NCCL reaches. Which grid is
-# fastest for the 70B model?
+# A stage is busy in $k$ of $k + S - 1$ turns, so the fraction adds the bubble. We take the slowest stage for all. We
+# estimate computing as in [choosing hardware](choose_your_hardware.py). NCCL reaches 232 GB/s on NVLink and 24 GB/s on
+# InfiniBand. Which grid is fastest for the 70B model?
 
 # %% Your guess: the fastest grid of the 70B model tags=["predict"]
 guess = "no guess"  # @param ["no guess", "1 x 1 x 8", "2 x 2 x 2", "2 x 4 x 1"]
@@ -529,19 +536,20 @@ best = min(fitting, key=lambda sizes: seconds(large, sizes))
 course.reveal(guess, name(best))
 
 # %% [markdown]
-# 2 x 2 x 2 is fastest for the large model, and 8 x 1 x 1 (plain data parallelism) for our small one. The seconds are
-# the middles of wide ranges, so do not trust the order of close ones. However, the large differences give a rule:
+# 2 x 2 x 2 is fastest for the large model, and 8 x 1 x 1 (plain data parallelism) for our small one. If it runs out of
+# memory, 1 x 4 x 2 needs 22.3 GiB and 11.7 s. (Our trainer runs neither; section 5 says what it runs.) The seconds are
+# the middles of ranges whose high end is 1.5 times the low end, so do not trust the order of close ones. The large
+# differences give a rule:
 #
-# - Take as large a *data* dimension as memory allows, and let it cross between machines, because it sends once a step.
-# - Keep *tensor* inside a machine, because in 1 x 1 x 8 it crosses, and this grid is slowest by far.
-# - If one more dimension must cross, take *stage*. It sends little, but its bubble grows: with 8 stages and 8
-#   micro-batches, a stage is idle for 7 of 15 turns.
-#
-# (2 x 2 x 2 leaves less than 1 GiB for NCCL's buffers, which our bill does not count.)
+# - Take as large a *data* dimension as memory allows, unless it needs many stages (2 x 4 x 1). Let it cross between
+#   machines, because it sends once a step.
+# - Keep *tensor* inside a machine. It crosses in 1 x 1 x 8, the slowest grid by far.
+# - If one more dimension must cross, take *stage*. It sends little, but with 8 stages and 8 micro-batches a stage is
+#   idle for 7 of 15 turns.
 #
 # **The order of the dimensions matters, too.** Take 2 x 2 x 2 again, with *tensor* as the first dimension and *data* as
-# the last. Now ranks 0 and 4 share matrices, without an error, and with the same memory and losses. How many times as
-# many bytes go to the other machine?
+# the last. Now ranks 0 and 4 share matrices, with the same memory and losses. How many times as many bytes go to the
+# other machine?
 
 # %% Your guess: times as many bytes to the other machine tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -562,7 +570,7 @@ for sizes in (best, turned):
     print(
         f"{', '.join(sizes)}: {to_other_machine(large, sizes) / 1e9:.2f} GB,", end=" "
     )
-    print(f"{seconds(large, sizes):.1f} s a step")
+    print(f"{seconds(large, sizes):.2f} s a step")
 times = to_other_machine(large, turned) / to_other_machine(large, best)
 course.reveal(guess, times, "times")
 
@@ -575,6 +583,13 @@ assert name(_slowest) == "1 x 1 x 8"
 assert seconds(large, _slowest) > 2 * seconds(large, best)
 assert round(times) == 96
 assert round(seconds(large, turned) / seconds(large, best), 2) == 1.12
+_sums = sent_along(large, best)["tensor"]
+_sums = [sum(map(LINKS[link].seconds, _sums)) for link in ("nvlink_a100", "hdr")]
+assert [round(took, 1) for took in _sums] == [0.1, 1.2]
+assert round(computing(large, best, "a100"), 1) == 8.1
+_second = {"data": 1, "stage": 4, "tensor": 2}
+assert round(bill(large, _second).least_bytes / GIB, 1) == 22.3
+assert f"{seconds(large, _second):.1f}" == "11.7"
 
 
 def time_of_grids(theme: Theme):
@@ -613,11 +628,12 @@ course.show(
 )
 
 # %% [markdown]
-# 96 times as many bytes, and a step takes 12 % longer (predicted).
+# 96 times as many bytes, but a step takes only 12 % longer (predicted). It computes for 8.1 s, and the sums of tensor
+# groups take 1.2 s instead of 0.1 s.
 #
 # ## 5. The production switch
-# In plain PyTorch it is a mesh, whose dimensions go to the tools of the lessons before. In a recipe, a strategy names
-# the combination:
+# In plain PyTorch it is a mesh, whose dimensions go to the tools of the lessons before (`to_local` is the process's own
+# piece). In a recipe, a strategy names the combination:
 
 # %%
 print(hybrid.PLAIN)
@@ -626,22 +642,29 @@ two_by_two = with_settings(ours, both)
 print(diff(resolve(ours, A100), resolve(two_by_two, A100, processes=4)))
 
 # %% [markdown]
-# Each group takes four of the eight micro-batches. The trainer runs data x tensor (on cards with bf16) and data x
-# stage. These are the complete commands for four cards:
+# The data dimension is what remains, here $4 / 2$, so each group takes four of the eight micro-batches. Our trainer
+# runs data x tensor (on cards with bf16) or data x stage. Train our job on four cards, or plan the 70B model with QLoRA
+# on eight, which needs 24.3 GiB:
 #
 # ```bash
 # cria launch kwanzaa --on torchrun --nproc 4 \
 #     --set parallel.strategy=ddp_tensor --set parallel.tensor_size=2 \
 #     --set tricks.quantization=none --set tricks.double_quantization=false \
 #     --set tricks.optimizer=adamw --set tricks.paged_optimizer=false
-# cria launch kwanzaa --on torchrun --nproc 4 \
-#     --set parallel.strategy=pipeline --set parallel.pipelines=2
+# cria plan kwanzaa --model llama-3.1-70b --gpu a100 --nproc 8 \
+#     --set parallel.strategy=pipeline --set parallel.pipelines=4 \
+#     --set tricks.gradient_checkpointing=true --set tricks.chunked_loss=true
 # ```
 #
-# No strategy has all three dimensions, but a function of this course runs them (`course.hybrid_demo.over_the_cube`).
-# What is a second dimension worth for Llama-2-13B, on four A100s?
+# For all three dimensions, this course has only a function (`course.hybrid_demo.over_the_cube`).
 
-# %% Compare five grids of four, and hold the numbers of the text tags=["hide-input"]
+# %% [markdown] tags=["deep"]
+# ### Deeper: what a second dimension is worth for Llama-2-13B
+# On four A100s, tensor groups of two added to data parallelism free 12.3 GiB in each card and cost 20 % more time. Two
+# data groups added to tensor parallelism save 25 % of the time and cost 6.1 GiB (all predicted). Where the model fits
+# one card, plain data parallelism is fastest. So our own job needs `ddp`, or one card.
+
+# %% Compare five grids of four tags=["deep"]
 medium = with_settings(ours, ["model=llama-2-13b"])
 lines = []
 for N, S, M in ((4, 1, 1), (2, 1, 2), (1, 1, 4), (2, 2, 1), (1, 4, 1)):
@@ -662,11 +685,6 @@ _theirs = per_process(
     with_settings(medium, both), find_shape("llama-2-13b"), A100, "ddp_tensor", 4
 )
 assert round(_theirs.least_bytes / GIB, 1) == _both[0]
-
-# %% [markdown]
-# Added to data parallelism, tensor groups of two free 12.3 GiB in each card and cost 20 % more time. Added to tensor
-# parallelism, two data groups save 25 % of the time and cost 6.1 GiB (all predicted). Where the model fits one card,
-# plain data parallelism is fastest. So our own job needs `ddp`, or one card.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: the same losses in the real trainer, and with all three dimensions
@@ -741,8 +759,10 @@ print_runs(runs)
 # over the fast link, and a process sends to the other machine only its piece of the gradients.
 #
 # For our large job (one micro-batch for each process) HSDP would be faster than 2 x 2 x 2, but it does not fit 40 GB.
-# With cards of 80 GB it is the first thing to try. Plain FSDP over all eight cards fits, but it gathers the weights
-# over the slow link too, and is as fast as 2 x 2 x 2 only if two thirds of the gathering overlap with the computation.
+# With cards of 80 GB it is the first thing to try. Plain FSDP over all eight cards fits with 14 GiB to spare, in one
+# line of code. But it gathers the weights over the slow link, too, and is as fast as 2 x 2 x 2 only if two thirds of
+# the gathering overlap with the computing. More than that cannot overlap, because gathering takes longer than
+# computing.
 
 # %% tags=["deep"]
 shape = find_shape(large.model)
@@ -754,7 +774,8 @@ for cards, link, title in ((8, "hdr", "FSDP"), (4, "nvlink_a100", "HSDP, 2 x 4")
     gathers = sum(LINKS[link].seconds(call) for call in calls)
     computes = compute_seconds(each, shape, CARDS["a100"], "fsdp", cards)
     print(f"{title:12} {sharded.least_bytes / GIB:.1f} GiB in each card;", end=" ")
-    print(f"gathering {gathers:.1f} s, computing {computes:.1f} s")
+    print(f"gathering {gathers:.1f} s, computing {computes:.1f} s,", end=" ")
+    print(f"together {gathers + computes:.1f} s")
     assert sharded.fits == (cards == 8)
     if cards == 8:
         hidden = (gathers + computes - seconds(large, best)) / gathers
@@ -762,14 +783,13 @@ for cards, link, title in ((8, "hdr", "FSDP"), (4, "nvlink_a100", "HSDP, 2 x 4")
 
 # %% [markdown]
 # ## 6. Where it breaks
-# **The first loss is right, and then training goes wrong.** Somebody forgot `group=`, so gradients are added up over
-# *all* processes. Then a process adds the gradient of the other half of a matrix to that of its own half. Both have the
-# same shape, so there is no error. The cure is a group in every collective, and a test that compares the *second* loss
-# with that of one process.
+# **The first loss is right, and then training goes wrong.** Somebody forgot `group=`, so a process also adds the
+# gradient of the other half of a matrix. It has the same shape, so there is no error. The cure is a group in every
+# collective, and a test that compares the *second* loss with that of one process.
 #
-# **The loss falls, but even the first one is wrong.** Each process shuffles the rows with a seed of its own. Then two
-# processes that share a matrix see different rows, and parts of different sums are added up. The cure: choose the rows
-# and their order by the *data* coordinate. Here are both mistakes on 2 x 1 x 2:
+# **The loss falls, but even the first one is wrong.** Each process shuffles the rows with a seed of its own, so two
+# processes that share a matrix add up parts of different sums. The cure: choose the rows and their order by the *data*
+# coordinate. Both mistakes on 2 x 1 x 2:
 
 # %%
 sizes = {"data": 2, "stage": 1, "tensor": 2}
@@ -799,15 +819,16 @@ except BadInput as refusal:
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** 64 processes form the grid 4 x 4 x 4 (data x stage x tensor). Which ranks are in the *data* group of
-#    rank 27? The answer is a list of four ranks, in order.
-# 2. **Build.** An all-reduce in two levels, which sends little between machines. Fill in `two_levels(tensor, inside,
-#    across)`. `inside` is the group of the processes in the same machine. `across` is the group of those that have the
-#    same place in the other machines. Between machines each process sends only its own piece. Return the sum over all
-#    processes, a tensor of the same shape. (Five lines: a new piece, `dist.reduce_scatter_tensor`, `dist.all_reduce`,
-#    `dist.all_gather_into_tensor`. The length divides evenly.)
+#    rank 27? Answer with a list, in order.
+# 2. **Build.** An all-reduce in two levels. Fill in `two_levels(tensor, inside, across)`. `inside` is the group of the
+#    processes in the same machine. `across` is the group of those that have the same place in the other machines.
+#    Between machines each process sends only its own piece. Return the sum over all processes, a tensor of the same
+#    shape. (Five lines: a new piece, `dist.reduce_scatter_tensor`, `dist.all_reduce`, `dist.all_gather_into_tensor`.
+#    The length divides evenly.)
 # 3. **Reach.** Llama-2-13B (the recipe `medium`) trains on two machines with four L4s (`l4`) each. Inside there is PCIe
-#    4.0 (`pcie4`), and between them 10 Gbit Ethernet (`10gbe`). Which of `GRIDS` fits and is the fastest? The answer is
-#    $(N, S, M)$, in brackets. (`bill` and `seconds` take a card, and `seconds` takes links.)
+#    4.0 (`pcie4`), and between them 10 Gbit Ethernet (`10gbe`). Which of `GRIDS` fits and is fastest? Answer with
+#    $(N, S, M)$. (`bill` and `seconds` take a card, and `seconds` takes links. `bill` and `medium` are in folded cells
+#    of sections 1 and 5.)
 
 # %% tags=["exercise"]
 data_group_of_27 = None
@@ -908,7 +929,8 @@ course.check(3, best_grid, of_grid, "three whole numbers in round brackets, (N, 
 #   bubble.
 # - **Exact within rounding**, for every grid. A wrong group or wrong rows give wrong results without an error.
 # - **When**: the model does not fit one card, and you have more cards than one copy needs. *tensor* comes last and
-#   stays inside a machine, *data* comes first, and *stage* between them. If the cards are large enough, try HSDP first.
+#   stays inside a machine, *data* comes first, and *stage* between them. But try FSDP first, or HSDP if the cards are
+#   large enough.
 # - **When not**: the model fits one card. Then use `ddp`, or one card.
 #
 # ## Sources

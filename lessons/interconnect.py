@@ -16,13 +16,12 @@
 # > within a range / about 25 minutes / after [hybrid parallelism](hybrid.py)
 #
 # ## 1. The bill
-# The last lessons counted the bytes that processes send. This lesson asks how many seconds these bytes take. Our job is
-# QLoRA of Llama-3.2-1B, with eight [rows](../docs/glossary.md#row) a step.
+# This lesson asks how many seconds the bytes of the last lessons take. Our job is QLoRA of Llama-3.2-1B, with eight
+# [rows](../docs/glossary.md#row) a step. (Tensor parallelism refuses 4-bit weights, so there they have 16 bits.)
 #
-# Take two A100s that are connected by NVLink. Its data sheet says 300 GB a second in each direction. In one step,
-# [data parallelism](data_parallel.py) sends 45 MB, and [tensor parallelism](tensor_parallel.py) 119 times as much. If
-# we divide these bytes by the rate, we get 0.15 ms and 17.9 ms. How many times these 17.9 ms will the calls of tensor
-# parallelism take, by this lesson's prediction?
+# Take two A100s on NVLink, whose data sheet says 300 GB a second in each direction. In one step, [data
+# parallelism](data_parallel.py) sends 45 MB, and [tensor parallelism](tensor_parallel.py) 119 times as much. Divided by
+# this rate, they take 0.15 ms and 17.9 ms. How many times these 17.9 ms will the calls of tensor parallelism take?
 
 # %% Your guess: times as long as by division tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -30,6 +29,7 @@ guess = 0  # @param {type:"number"}
 # %% Imports, settings, and the bill tags=["hide-input"]
 import logging
 import os
+import statistics
 import subprocess
 import sys
 import warnings
@@ -91,18 +91,17 @@ assert [round(100 * _found[way][3]) for way in _found] == [7, 30]
 # %% [markdown]
 # They take nearly twice as long, for two reasons. No link reaches the rate of its data sheet. In addition, each of 641
 # calls takes some time, however few bytes it has. This time is its *latency*, and here it is 30 % of the whole. (A call
-# is one [collective](../docs/glossary.md#collective), such as an all-reduce.)
+# is one [collective](../docs/glossary.md#collective), such as an all-reduce. Each row takes five in each of 16 blocks:
+# two forward, one repeated by checkpointing, and two backward.)
 #
 # ## 2. From scratch, in four steps
 # A message of $s$ bytes takes $t = \alpha + s / \beta$, where $\alpha$ is the latency and $\beta$ is the rate. An
 # [all-reduce](../docs/glossary.md#all-reduce) consists of messages, whose number and size depend on the algorithm.
 #
 # **Step 1: let one process add up.** All processes send their tensors to process 0, which adds them up, and sends the
-# sum back. `sent_by_each` runs such an all-reduce in four processes. It compares the sum with torch's, and counts what
-# each process sends: 1 means as many bytes as the tensor has.
+# sum back. We count what each of four processes sends.
 
 # %%
-import statistics
 import time
 
 import torch
@@ -138,6 +137,7 @@ def trial(all_reduce, dtype=torch.int64):
 
 
 def sent_by_each(all_reduce):
+    """What each process sends: 1 means as many bytes as the tensor has."""
     shares = []
     for ours, theirs, sent, _ in ranks.run(trial, all_reduce):
         assert torch.equal(ours, theirs)
@@ -159,8 +159,8 @@ _ = ranks.run(warnings.simplefilter, "ignore", FutureWarning)
 #
 # **Step 2: send pieces around a ring, and add.** Now each process talks only to its two neighbours, and the tensor is
 # cut into $N$ pieces. In each turn, every process sends *one* piece to the right, and adds the piece that comes from
-# the left to its own. After $N - 1$ turns, each process has one complete piece of the sum. Such a collective is called
-# a [reduce-scatter](../docs/glossary.md#all-reduce).
+# the left to its own. After $N - 1$ turns, each process has one complete piece of the sum. This is a
+# [reduce-scatter](../docs/glossary.md#all-reduce).
 
 
 # %%
@@ -173,6 +173,7 @@ def exchange(sent, to, received, source):
 
 def reduce_scatter(pieces):
     rank, N = dist.get_rank(), dist.get_world_size()
+    # Rank 1 sends piece 1 and adds to piece 0; then it sends piece 0, and adds to 3.
     for turn in range(N - 1):
         growing = pieces[(rank - turn - 1) % N]
         received = torch.empty_like(growing)
@@ -248,16 +249,17 @@ course.show(
 )
 
 # %% [markdown]
-# It is 1.5 times: six turns with a quarter of the tensor each. In general a process sends $1 / N$ of the tensor in
-# $2 (N - 1)$ turns, always less than twice the tensor. So with more processes the bytes hardly grow, but the number of
-# messages does:
+# These are six turns with a quarter of the tensor each. In general a process sends $1 / N$ of the tensor in $2 (N - 1)$
+# turns, always less than twice the tensor. So with more processes the bytes hardly grow, but the number of messages
+# does:
 #
 # $$t = 2 (N - 1)\,\alpha + \frac{2 (N - 1)}{N} \cdot \frac{s}{\beta}$$
 #
 # **Step 4: get the two numbers from measurements.** If we measure calls of several sizes, the seconds lie on a line
-# over the bytes that a process sends. At zero bytes the line shows the latency of a call, and its slope is $1 / \beta$.
-# A usual fit would let the largest size decide alone, because its error in seconds is largest. Therefore we minimise
-# the *relative* error: predicted seconds divided by measured seconds should be near to 1.
+# over the bytes that a process sends. At zero bytes the line shows the latency of a whole call, with all its messages,
+# and its slope is $1 / \beta$. A usual fit minimises the squared errors in seconds, so the largest size would decide
+# nearly alone. Therefore we minimise the *relative* error: predicted seconds divided by measured seconds should be near
+# to 1.
 
 
 # %%
@@ -276,12 +278,10 @@ latency, rate = line_through(made_up)
 print(f"latency {latency:.1e} s, rate {rate:.1e} bytes a second")
 
 # %% [markdown]
-# These are the two numbers that we put into the made-up measurements.
-#
 # ## 3. Prove it
 # For whole numbers, our sum was equal to torch's. Floating-point numbers are added in another order, so there the claim
 # is *exact within rounding*. But all processes must hold the same bits, because otherwise their copies of the model
-# drift apart. We also count bytes and messages, for our ring and for the package's.
+# drift apart.
 
 # %%
 for name, way in (("ours", ring), ("package", ring_collectives.ring_all_reduce)):
@@ -308,10 +308,11 @@ for _line in (_ours, links.fit_line(_timings), line_through(made_up)):
 # **Measure your link.** nccl-tests, NVIDIA's benchmark, reports two bandwidths. The *algorithm bandwidth* is the size
 # of the tensor, divided by the seconds. The [bus bandwidth](../docs/glossary.md#bus-bandwidth) is what each process
 # *sends*, divided by the seconds. Only the bus bandwidth can be compared with the rate of a link, because a link takes
-# time for what is sent. (For an all-reduce between two processes the two are equal.)
+# time for what is sent. (For two processes both are equal, because $2 (N - 1) / N = 1$. Where a switch adds up, as with
+# NVLink SHARP, it can be higher.)
 #
-# We measure torch's all-reduce between two processes of this machine in five sizes, and fit the line. Then we predict a
-# sixth size, 8 MiB, and measure it too:
+# We measure torch's all-reduce between two processes of this machine in five sizes, and fit the line. Then we predict
+# and measure 8 MiB:
 
 
 # %%
@@ -327,8 +328,8 @@ def measure(sizes):
             start = time.perf_counter()
             dist.all_reduce(x, group=pair)
             took[size].append(time.perf_counter() - start)
-    # without the first call, which connects
-    return [(size, statistics.median(took[size][1:])) for size in sizes]
+    # The first call connects. Of the others the fastest: other programs only delay.
+    return [(size, min(took[size][1:])) for size in sizes]
 
 
 points = ranks.run(measure, [2**power for power in (12, 15, 18, 21, 24)])[0]
@@ -376,11 +377,13 @@ course.show(
 )
 
 # %% [markdown]
-# Errors of tens of per cent are usual, and good enough to choose by.
+# Errors of tens of per cent are usual, and good enough to choose by, because links differ by up to 200 times.
 #
 # **Without the cards, use their data sheet.** `LINKS` of the package has the rate of each link, and the part of it that
-# collectives reach, with sources. The latency has two parts there: a *start* for each call, and a *hop* for each turn
-# of the ring. For an all-reduce between two cards, at which size do the bytes take half of the time?
+# collectives reach, with sources.  The latency has two
+# parts there: a *start* for each call, and a *hop* for each turn of the ring. NCCL assumes the same hop for all
+# networks, which is too short for Ethernet. For an all-reduce between two cards, at which size do the bytes take half
+# of the time?
 
 
 # %%
@@ -390,31 +393,31 @@ def call_seconds(link, size, N):
     return link.start + turns * link.hop + turns / N * size / link.rate
 
 
-# %% Compare four links tags=["hide-input"]
+# %% Compare five links tags=["hide-input"]
 lines = []
 (gradients,) = STRATEGIES["ddp"].traffic(job, shape, 2)
-for name in NAMES:
+for name in (*NAMES, "nvlink_h100"):
     link = LINKS[name]
     latency_of_two = link.start + 2 * link.hop
     took = call_seconds(link, gradients.bytes, 2)
     assert abs(took / link.seconds(gradients) - 1) < 1e-9
     rates = f"{link.rate / 1e9:.2f} of {link.peak / 1e9:.2f}"
     half = f"{latency_of_two * link.rate / 1e6:.2f}"
-    times = f"{1e6 * latency_of_two:.1f}", f"{1000 * took:.2f}"
-    lines.append((link.name, rates, times[0], half, times[1]))
-columns = ("link", "GB/s reached", "latency, µs", "half is bytes at, MB")
-columns += ("gradients of our job, ms",)
+    times = [f"{1e6 * time:.1f}" for time in (link.start, link.hop, latency_of_two)]
+    lines.append((link.name, rates, *times, half, f"{1000 * took:.2f}"))
+columns = ("link", "GB/s reached", "start, µs", "hop, µs", "start + 2 hops, µs")
+columns += ("MB that take as long", "gradients of our job, ms")
 course.show_table(table(columns, lines))
-assert lines[0][3] == "3.53"
+assert lines[0][5] == "3.53"
 
 # %% [markdown]
-# Below 3.5 MB, NVLink needs more time for latency than for bytes. On a slower link the bytes are the larger part much
-# earlier.
+# Below 3.5 MB, NVLink needs more time for latency than for bytes.
 #
-# **When do more cards stop helping your training?** With $N$ cards a step takes the computing time of one card's share,
-# as in [the lesson on choosing hardware](choose_your_hardware.py), and then the time of its calls. (We assume that
-# nothing overlaps.) We double $N$ as long as a doubling makes the step at least 1.5 times as fast. There are three
-# strategies ([sharding](sharding.py) is one) and four links. How many of these 12 cases stop at one card?
+# **When do more cards stop helping your training?** With $N$ cards a step takes as long as one of them computes, as in
+# [choosing hardware](choose_your_hardware.py), and then the time of its calls. (Nothing overlaps.) We double $N$ as
+# long as the step becomes at least 1.5 times as fast, so that the new cards do at least half as much as the old ones.
+# We take four links and three strategies: `ddp`, `fsdp` ([sharding](sharding.py)) and `tensor`. How many of these 12
+# cases stop at one card?
 
 # %% Your guess: cases of 12 that stop at one card tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -426,10 +429,16 @@ for way, recipe in RECIPES.items():
         traffic = STRATEGIES[way].traffic
         found = when_it_stops(recipe, shape, A100, LINKS[name], way, traffic)
         stops[way, name] = found.stops
-        last = found.points[-1]
-        speed = f"{last.processes} cards: {last.speedup:.2f} times"
-        lines.append((way, LINKS[name].name, str(found.stops), speed))
-columns = ("strategy", "link", "stops at", "as fast as one card")
+        # each doubling, whether it helps or not
+        found = when_it_stops(
+            recipe, shape, A100, LINKS[name], way, traffic, gain=0, most=8
+        )
+        speeds = [f"{found.points[place].speedup:.2f} times" for place in (1, 3)]
+        lines.append((way, LINKS[name].name, str(stops[way, name]), *speeds))
+ideal = [compute_seconds(bf16, shape, A100, "tensor", N) for N in (1, 2, 8)]
+speeds = [f"{ideal[0] / ideal[place]:.2f} times" for place in (1, 2)]
+lines.append(("tensor", "sending takes no time", "1", *speeds))
+columns = ("strategy", "link", "stops at", "speed of 2 cards", "of 8 cards")
 course.show_table(table(columns, lines))
 course.reveal(guess, sum(number == 1 for number in stops.values()), "cases")
 
@@ -437,8 +446,9 @@ course.reveal(guess, sum(number == 1 for number in stops.values()), "cases")
 assert {number for (way, _), number in stops.items() if way == "ddp"} == {8}
 assert {number for (way, _), number in stops.items() if way == "tensor"} == {1}
 assert [stops["fsdp", name] for name in NAMES] == [8, 8, 8, 1]
-_speeds = {(way, link): speed for way, link, _, speed in lines}
-assert _speeds["tensor", nvlink.name] == "2 cards: 1.44 times"
+_speeds = {(way, link): (two, eight) for way, link, _, two, eight in lines}
+assert _speeds["tensor", nvlink.name][0] == "1.44 times"
+assert _speeds["tensor", "sending takes no time"][0] == "1.48 times"
 _slow_ddp, _fast_tensor = (
     when_it_stops(
         RECIPES[way], shape, A100, LINKS[name], way, STRATEGIES[way].traffic, gain=0
@@ -502,13 +512,12 @@ course.show(
 )
 
 # %% [markdown]
-# Five cases stop at one card: tensor parallelism over every link, and sharding over Ethernet. Over NVLink, tensor
-# parallelism just misses our limit, because two cards are 1.44 times as fast. (All of this is predicted.)
+# Five cases stop at one card (all of this is predicted). For sharding over Ethernet, the reason is the link. Tensor
+# parallelism would stop at one card over any link: even if sending took no time, two cards would be only 1.48 times as
+# fast, because every card computes the norms, the head and the loss for all tokens.
 #
-# The other seven cases stop at eight cards for another reason: a step has only eight rows. Compare the lines of one
-# strategy to see what a better link is worth, and the lines of one link to see what another strategy is worth. For our
-# job the strategy matters more: from two to eight cards, data parallelism over Ethernet gains more than tensor
-# parallelism over NVLink.
+# The other seven cases stop at eight cards, because a step has only eight rows. For our job the strategy matters more
+# than the link: data parallelism over Ethernet gains more than tensor parallelism over NVLink.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: all-gather and reduce-scatter
@@ -557,8 +566,8 @@ course.show_table(table(columns, lines))
 # %% [markdown] tags=["deep"]
 # ### Deeper: more rows for more cards, and Amdahl's law
 # **A window that grows.** If each new card brings eight more rows, every card computes as much as before. Then over
-# Ethernet 256 cards are 244 times as fast. But a step has 2,048 rows, and we have 107: already with 14 cards an epoch
-# is one step. Such a run is another training, with other results.
+# Ethernet 256 cards are 244 times as fast as one card that does all these rows. But a step has 2,048 rows, and we have
+# 107: already with 14 cards an epoch is one step. Such a run is another training, with other results.
 #
 # **Amdahl's law** is about the part of a step that does not become shorter. If this part is a share $a$ of a step on
 # one card, $N$ cards are $1 / (a + (1 - a) / N)$ times as fast, and never more than $1 / a$. Full fine-tuning with data
@@ -616,24 +625,28 @@ assert waits[1024] > waits[1]
 
 # %% [markdown]
 # ## 5. The production switch
-# There is nothing to switch on, but you should measure your link before you believe a data sheet. In plain PyTorch it
-# takes a few lines for two GPUs (we have run them only on CPUs, with gloo):
+# There is nothing to switch on, but measure your link before you believe a data sheet. These lines do it on two GPUs
+# (we have run them only on CPUs, with gloo):
 #
 # ```python
 # # torchrun --nproc-per-node 2 link.py
+# import os
 # import time
 # import torch
 # import torch.distributed as dist
 #
+# torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 # dist.init_process_group("nccl")
-# torch.cuda.set_device(dist.get_rank())
-# x = torch.zeros(2**22, device="cuda")  # 16 MiB
-# for _ in range(11):
-#     torch.cuda.synchronize()
-#     start = time.perf_counter()
-#     dist.all_reduce(x)
-#     torch.cuda.synchronize()  # the call itself returns at once
-#     print(dist.get_rank(), time.perf_counter() - start)
+# for power in (12, 16, 20, 24, 28):
+#     x = torch.zeros(2**power // 4, device="cuda")
+#     took = []
+#     for _ in range(21):
+#         torch.cuda.synchronize()
+#         start = time.perf_counter()
+#         dist.all_reduce(x)
+#         torch.cuda.synchronize()  # the call itself returns at once
+#         took.append(time.perf_counter() - start)
+#     print((x.nbytes, min(took[1:])))  # a point for line_through
 # dist.destroy_process_group()
 # ```
 #
@@ -712,14 +725,14 @@ assert times["1 card"] > times["8 in two, InfiniBand"] > 1.3 * times["4 in a mac
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** With eight cards, an all-reduce of 1 GiB takes 5.1 ms. What is its bus bandwidth? The answer is a
-#    number of bytes a second. (Which link of `LINKS` is it?)
+#    number of bytes a second. (Which link of section 4 is it?)
 # 2. **Build.** An all-reduce for *small* tensors. Swap whole tensors with the process whose rank differs in the lowest
 #    bit, and add. Then do the same with the next bit, until all bits are done: $\log_2 N$ turns. Fill in `doubling(x)`,
 #    which returns the sum, a tensor shaped like `x`. (Six lines with `exchange`; $N$ is any power of two. `rank ^ 2`
 #    differs from `rank` in the second bit.)
 # 3. **Reach.** Doubling sends whole tensors, so for large tensors the ring is faster. From which size on, for 64
-#    processes over InfiniBand HDR? The answer is a number of bytes. (Both start once, and each turn costs a hop.
-#    `LINKS["hdr"].hop` is in seconds, and `.rate` in bytes a second.)
+#    processes over InfiniBand HDR? The answer is a number of bytes. (Both start once, and each turn costs a hop:
+#    `LINKS["hdr"].hop`, in seconds. `.rate` is in bytes a second. )
 
 # %% tags=["exercise"]
 bus_bandwidth = None
@@ -828,7 +841,8 @@ course.check(3, break_even_bytes, of_break_even, "a number of bytes")
 # - Patarasuk and Yuan 2009, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, section 3 (the
 #   ring). Thakur, Rabenseifner and Gropp 2005, *Optimization of Collective Communication Operations in MPICH*, IJHPCA
 #   19(1) (latency and rate; doubling for small messages).
-# - nccl-tests, `doc/PERFORMANCE.md`: the two bandwidths. What links reach: the sources in `LINKS`.
+# - nccl-tests, `doc/PERFORMANCE.md`: the two bandwidths. What links reach: the sources in `LINKS`; for NVLink of an
+#   A100 it was measured on eight cards by nccl-tests (issue 175).
 # - Amdahl 1967, *Validity of the single processor approach*, AFIPS 30. Li et al. 2020, arXiv 2006.15704, section 3.2
 #   (buckets, overlap).
 # - NVML API reference, `nvmlUtilization_t`: a card is busy while a kernel executes, whatever it does. axolotl,

@@ -16,19 +16,16 @@
 # > **Card.** saves the rent of cards that wait / costs arithmetic / counts of operations and bytes are exact, seconds
 # > are as good as the rates / about 25 minutes / after [the interconnect](interconnect.py)
 #
-# This lesson starts no processes, because it only counts.
-#
 # ## 1. The bill
 # How fast is a run *for its card*? The number that people compare is [MFU](../docs/glossary.md#mfu), model FLOP
-# utilisation: the additions and multiplications that the training *needs* in a second, divided by the peak rate of the
-# card. What [gradient checkpointing](gradient_checkpointing.py) computes a second time is not needed, so it does not
-# count. *HFU*, hardware FLOP utilisation, counts it too. Neither is the "GPU utilisation" of `nvidia-smi`, which shows
-# 100 % while any kernel runs ([monitoring](monitoring.py)).
+# utilisation: the operations (additions and multiplications) that the training *needs* for a token, times its tokens a
+# second, divided by the peak rate of the card. What [gradient checkpointing](gradient_checkpointing.py) computes a
+# second time is not needed, so it does not count. *HFU*, hardware FLOP utilisation, counts it too.
 #
-# A public run trained Llama-3.2-1B with QLoRA on a T4, at 1,060 tokens a second. The peak of a T4 is 65 trillion
-# operations a second in fp16. The model has 1.24 billion weights, and nearly all are frozen. A frozen weight needs one
-# multiplication and one addition for each token in the forward pass, and the same in the backward pass, for the
-# gradient of its input. How many per cent is the MFU?
+# A public run trained Llama-3.2-1B with QLoRA on a T4, at 1,060 tokens a second, evaluations and checkpoints included.
+# The peak of a T4 is 65 trillion operations a second in fp16. The model has 1.24 billion weights, and nearly all are
+# frozen. A frozen weight needs one multiplication and one addition for each token in the forward pass, and the same in
+# the backward pass, for the gradient of its input. How many per cent is the MFU?
 
 # %% Your guess: MFU of the T4, in per cent tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -99,21 +96,22 @@ assert round(_by_hand, 2) == 0.08
 #
 # [The lesson on choosing hardware](choose_your_hardware.py) has higher shares for the same runs, because it compares
 # each part of a step with its own limit: the card's arithmetic, or its memory. MFU compares every part with the
-# arithmetic, so it says how far a run is from a step that only multiplies matrices.
+# arithmetic.
 #
 # ## 2. From scratch, in three steps
 # **Step 1: compare computing with sending.** A card can send while it computes, and at best this takes no extra time.
-# But if sending takes longer than computing, the card waits. So a way to share a model pays while
+# But if sending takes longer, the card waits. So we say that a way to share a model *pays* while
 #
 # $$\text{seconds of computing} \ge \text{seconds of sending}.$$
 #
-# We write down both sides for the blocks of Llama-3.1-8B on a ring of eight A100s. All their weights are trained, which
-# takes 6 operations for each weight and token.
+# (Below that, more cards may still be faster, but they wait.) We write down both sides for the blocks of Llama-3.1-8B
+# on eight A100s, all joined by the same link. All weights are trained: 4 operations for each weight and token, as
+# above, and 2 for its gradient.
 #
 # - **[Data parallelism](data_parallel.py)** sums the fp32 gradients over all cards once a step, in an
-#   [all-reduce](../docs/glossary.md#all-reduce).
-# - **[Sharding](sharding.py)** gathers the 16-bit weights for both passes of a micro-batch, and scatters the fp32
-#   gradients.
+#   [all-reduce](../docs/glossary.md#all-reduce). Only the backward pass, 4 of the 6 operations, can hide it.
+# - **[Sharding](sharding.py)** gathers the 16-bit weights for both passes of every micro-batch, and scatters the fp32
+#   gradients of each.
 
 # %%
 import math
@@ -121,7 +119,9 @@ import math
 L, D, INNER, Q, KV = 32, 4096, 14_336, 4096, 1024  # Llama-3.1-8B: blocks and widths
 P = 2 * D * Q + 2 * D * KV + 3 * D * INNER  # weights of a block
 N = 8  # cards
-RATE = 0.525 * 312e12  # operations a second: the share of the peak in public runs
+# Operations a second: the share of the peak that matrix products reached in six public
+# runs. MFU is lower, because a step does more. At a lower rate, cards wait less.
+RATE = 0.525 * 312e12
 LINK_RATES = {  # bytes a second in one direction, as collectives reach them
     "NVLink of an A100": 232.5e9,
     "InfiniBand HDR": 24e9,
@@ -130,15 +130,16 @@ LINK_RATES = {  # bytes a second in one direction, as collectives reach them
 
 
 def data(n, rate):
-    """Seconds of computing and of sending, for n tokens of each card in a step."""
+    """Seconds of the backward pass and of sending, for n tokens of each card: those of
+    the last micro-batch of a step."""
     all_reduced = 2 * (N - 1) / N * 4 * L * P  # bytes
-    return 6 * n * L * P / RATE, all_reduced / rate
+    return 4 * n * L * P / RATE, all_reduced / rate
 
 
 def sharded(n, rate):
-    """The same for n tokens of each card in a micro-batch."""
+    """The same for a whole micro-batch, with n tokens of each card."""
     gathered = (N - 1) / N * 2 * L * P
-    scattered = (N - 1) / N * 4 * L * P
+    scattered = (N - 1) / N * 4 * L * P  # by FSDP's default 16 bits, half of it
     return 6 * n * L * P / RATE, (2 * gathered + scattered) / rate
 
 
@@ -147,8 +148,8 @@ for name, rate in LINK_RATES.items():
     print(f"{name}: data pays from {math.ceil(sending / computing):,} tokens a card")
 
 # %% [markdown]
-# Computing grows with $n$ and sending does not, so with enough tokens these two ways pay on every link. The number of
-# weights cancels, so a larger model does not change the answer.
+# Computing grows with $n$ and sending does not, so with enough tokens these two ways pay on every link. (Over Ethernet
+# data parallelism needs 119 rows of 2,048 tokens, for a model of any size.)
 #
 # **Step 2: add three ways in which all cards share the same $n$ tokens.**
 #
@@ -157,7 +158,7 @@ for name, rate in LINK_RATES.items():
 # - **[Pipeline parallelism](pipeline_parallel.py)** sends the hidden states to the next stage, and their gradients back
 #   to the stage before.
 # - **[Context parallelism](context_parallel.py)** passes the keys and values of a long row around the ring in each
-#   block: once forward, and again backward together with their gradients. Meanwhile each card computes attention.
+#   block: once forward, and again backward together with their fp32 gradients. Meanwhile each card computes attention.
 
 
 # %%
@@ -176,7 +177,8 @@ def context(n, rate):
     keys_and_values = 2 * 2 * n / N * KV
     # each token sees half of the row: 2 n^2 Q operations forward, twice that backward
     attention = L * 6 * n * n * Q / N
-    return attention / RATE, 3 * L * (N - 1) * keys_and_values / rate
+    sends = (N - 1) + (N - 1) + 2 * N  # forward, backward, gradients of twice the bytes
+    return attention / RATE, sends * L * keys_and_values / rate
 
 
 def ratio(way, n, rate):
@@ -191,24 +193,32 @@ for n in (1_000, 10_000):
     print(f"{n:6,} tokens:", *(f"{name} {value:.1f}" for name, value in found.items()))
 
 # %% Table 1: when each way pays tags=["hide-input"]
-ways = {
-    "data": data,
-    "sharded": sharded,
-    "context": context,
-    "tensor": tensor,
-    "pipeline": pipe,
-}
 lines = []
 for name, rate in LINK_RATES.items():
     cells = [
         f"{math.ceil(1 / ratio(way, 1, rate)):,} tokens"
         for way in (data, sharded, context)
     ]
-    cells += [f"{ratio(way, 1, rate):.3g} times" for way in (tensor, pipe)]
+    waits = 1 / (1 + ratio(tensor, 1, rate))  # nothing hides what it sends
+    cells += [f"{ratio(tensor, 1, rate):.2f} times, waits {waits:.0%}"]
+    cells += [f"{ratio(pipe, 1, rate):.1f} times"]
     lines.append((name, *cells))
-course.show_table(table(("link", *ways), lines))
-assert [line[1] for line in lines] == ["822 tokens", "7,963 tokens", "162,362 tokens"]
-assert [line[3] for line in lines[:2]] == ["2,466 tokens", "23,888 tokens"]
+columns = (
+    "link",
+    "data, of a card, last micro-batch",
+    "sharded, of a card, micro-batch",
+)
+columns += ("context, of a row", "tensor, computing / sending", "pipeline, the same")
+course.show_table(table(columns, lines))
+assert [line[1] for line in lines] == [
+    "1,233 tokens",
+    "11,944 tokens",
+    "243,543 tokens",
+]
+assert round(243_543 / 2048) == 119
+assert [line[2] for line in lines[:2]] == ["822 tokens", "7,963 tokens"]
+assert [line[3] for line in lines[:2]] == ["3,523 tokens", "34,125 tokens"]
+assert [line[4][-3:] for line in lines[:2]] == ["20%", "71%"]
 assert [round(ratio(tensor, 1, rate), 1) for rate in LINK_RATES.values()] == [4, 0.4, 0]
 assert 2 < ratio(pipe, 1, LINK_RATES["10 Gbit Ethernet"]) < 2.5
 
@@ -227,7 +237,7 @@ def by_tokens(theme: Theme):
     """Computing over sending, against tokens, on NVLink and on InfiniBand."""
     drawn, axes = course.figure(height=3.4)
     many = [2**k for k in range(7, 21)]
-    drawn_ways = {"data, sharded": data, "context": context}
+    drawn_ways = {"data": data, "context": context}
     drawn_ways |= {"tensor": tensor, "pipeline": pipe}
     for (label, way), colour in zip(drawn_ways.items(), theme.series, strict=False):
         for name, style in (("NVLink of an A100", "-"), ("InfiniBand HDR", ":")):
@@ -254,23 +264,25 @@ course.show(
     by_tokens,
     "Figure 1. Llama-3.1-8B on eight A100s, all weights trained. Above the line at 1 "
     "a card computes longer than it sends. Solid lines: NVLink. Dotted lines: "
-    "InfiniBand HDR. Tokens are those of each card for data and sharded, and of all "
-    "cards for the others.",
+    "InfiniBand HDR. Tokens are those of each card for data, and of all cards for the "
+    "others. The line of sharded would be near that of data.",
 )
 
 # %% [markdown]
-# The table says from how many tokens the first three ways pay. With *context* these are the tokens of a single row.
-# With *tensor* and *pipeline* $n$ cancels, so more tokens change nothing, and the table shows computing over sending.
-# Only the link and the width of the model decide there. For this reason tensor parallelism stays inside a machine with
-# NVLink, while a pipeline may cross even Ethernet.
+# The table says from how many tokens the first three ways pay. With *tensor* and *pipeline* $n$ cancels. There the
+# link, the number of cards and the model's width decide, and for a pipeline also its depth. Nothing hides the sums of
+# *tensor*, because the next operation needs them, so a card waits 20 % of the time on NVLink, and 71 % on InfiniBand.
+# So *tensor* stays inside a machine, while a pipeline may cross even Ethernet. ([Our small job](interconnect.py) is
+# different, because norms, head and loss, which we leave out here, stay whole.)
 #
 # **Step 3: fill the bubble of a pipeline.** Each stage of a [pipeline](pipeline_parallel.py) waits at the beginning and
 # at the end of a step, and this time is the [bubble](../docs/glossary.md#bubble). The backward pass has two halves: B
-# computes the gradient of the input, which the stage before needs at once, and W computes the gradients of the weights,
-# which nobody needs before the optimizer's step. *Zero bubble* moves W into the time in which the stage would wait.
+# computes the gradient of the input, which the stage before needs at once, and W those of the weights, which nobody
+# needs before the optimizer's step. *Zero bubble* moves W into the time in which the stage would wait.
 #
 # One rule gives the old and the new order. Of all passes that can begin, the earliest one is next; of several, B comes
-# before F (forward), and F before W. Without `split`, W belongs to B, and this is *1F1B* of the lesson on pipelines.
+# before F (forward), and F before W. A stage $s$ begins F only with fewer than $S - s$ micro-batches between F and B,
+# as in 1F1B, and fewer than $S + 2$ between F and W. Without `split`, W belongs to B, and this is *1F1B*.
 
 
 # %%
@@ -284,8 +296,8 @@ def passes(S, k, F, B, W, split):
     def earliest(s, kind):
         """When the stage's next pass of this kind can begin; None if unknown."""
         n = done[s][kind]
-        if kind == "F" and n - done[s]["B"] == S - s:
-            return None  # one more would need more memory than 1F1B
+        if kind == "F" and (n - done[s]["B"] == S - s or n - done[s]["W"] == S + 2):
+            return None  # one more would need too much memory
         needs = {"F": ("F", s - 1, n), "B": ("B", s + 1, n), "W": ("B", s, n)}[kind]
         if kind == "B" and s == S - 1:  # the last stage has the loss
             needs = ("F", s, n)
@@ -345,10 +357,10 @@ assert [12 + waiting(3, 4, 1, 1, 1, split) for split in (False, True)] == [18, 1
 # %% [markdown]
 # ## 3. Prove it
 # By the paper of zero bubble (Qi et al.) a stage waits for $(S - 1)(F + B + W)$ with 1F1B, and for $(S - 1)(F + B - W)$
-# with its schedule ZB-H1, which needs no more memory than 1F1B. Our rule must wait exactly as long as the first, and at
-# most as long as the second. Our operations and bytes must be those that the package counts for its own strategies. And
-# the operations of MFU must be those of PaLM's formula for a token of a row of $T$: 6 for each weight, and
-# $12\,L\,Q\,T$ for attention.
+# with its schedule ZB-H1, which needs no more memory than 1F1B. (Ours keeps up to two micro-batches more.) Our rule
+# must wait exactly as long as the first, and at most as long as the second. Our operations and bytes must be those that
+# the package counts for its own strategies. And the operations of MFU must be those of PaLM's formula for a token of a
+# row of $T$: 6 for each weight, and $12\,L\,Q\,T$ for attention.
 
 # %%
 for S, k in ((4, 8), (4, 16), (8, 32)):
@@ -367,6 +379,10 @@ assert parts["blocks forward"] + parts["blocks backward"] == 6 * n * L * P
 [gradients] = STRATEGIES["ddp"].traffic(full, shape, N)
 by_us = data(n, 1)[1] / (L * P)  # bytes for each weight, at a rate of 1
 assert math.isclose(gradients.sent / shape.weights, by_us)
+calls = STRATEGIES["context"].traffic(full, shape, N)
+sent = sum(call.sent for call in calls if call.kind == "send")
+row = full.data.max_length
+assert math.isclose(sent, n / row * context(row, 1)[1])
 calls = STRATEGIES["pipeline"].traffic(full, shape, N, stage=1)
 sent = sum(call.sent for call in calls if call.kind == "send")
 itemsize = folds.work(full, shape, card.device).hidden_itemsize  # ours is 2
@@ -380,13 +396,14 @@ print("bubbles, operations and bytes are as published and as the package counts 
 # %% [markdown]
 # ## 4. What it costs
 # **Experts on other cards cost an exchange.** A mixture of experts has many MLPs in each block, the *experts*, and
-# sends each token to $k$ of them. With *expert parallelism* each card holds some experts, so tokens travel to their
+# sends each token to $m$ of them. With *expert parallelism* each card holds some experts, so tokens travel to their
 # experts and back, and in the backward pass their gradients do the same. These are four *all-to-alls* for each block,
-# in which each card sends a different piece to every other card: $k D$ numbers for each token.
+# in which each card sends a different piece to every other card: $m D$ numbers for each token.
 #
-# The computing is that of $k$ experts with three matrices of $D \times F$. So $k$ and $D$ cancel, and only the width
-# $F$ of an expert decides. It is 14,336 in Mixtral 8x7B, and 2,048 in DeepSeek-V3, where each token goes to 8 of 256
-# experts. Which of the two waits for the link if eight A100s are joined by InfiniBand HDR?
+# The computing is that of $m$ experts with three matrices of $D \times E$, or $6 \cdot 3 \cdot D E m$ operations. So
+# $m$ and $D$ cancel, and only the width $E$ of an expert decides (if a token's experts are on different cards). It is
+# 14,336 in Mixtral 8x7B, and 2,048 in DeepSeek-V3, where each token goes to 8 of 256 experts. Which of the two waits
+# for the link if eight A100s are joined by InfiniBand HDR?
 
 # %% Your guess: which model waits for InfiniBand tags=["predict"]
 guess = "no guess"  # @param ["no guess", "neither", "Mixtral 8x7B", "DeepSeek-V3"]
@@ -407,11 +424,13 @@ for model, width in {"Mixtral 8x7B": 14_336, "DeepSeek-V3": 2048}.items():
 course.reveal(guess, "DeepSeek-V3")
 course.show_table(table(("computing / sending", *list(LINK_RATES)[:2]), lines))
 assert experts(2048, 24e9) < 1 < experts(14_336, 24e9)
+assert round(2 * experts(2048, 24e9), 2) == 1.54
 assert find_shape("mixtral-8x7b").inner == 14_336
 
 # %% [markdown]
-# Newer mixtures have many narrow experts, which makes the ratio worse. The report on DeepSeek-V3 found nearly the same
-# on its own cluster: a "computation-to-communication ratio of approximately 1:1" (section 3.2.1).
+# Newer mixtures have many narrow experts, which makes the ratio worse. The report on DeepSeek-V3, with another cluster,
+# names a "computation-to-communication ratio of approximately 1:1" (section 3.2.1). With half of our `RATE`, near the
+# MFU of section 1, ours would be 1.54.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: cures for narrow experts, and the memory of zero bubble
@@ -427,22 +446,22 @@ assert find_shape("mixtral-8x7b").inner == 14_336
 
 # %% [markdown]
 # ## 5. The production switch
-# MFU needs no switch. The first command below shows it, and writes it into `report.md`. (On a CPU, and on a card whose
-# peak is not known, it says `unknown`.) The second command measures your own links, for the inequality:
+# MFU needs no switch. The first command below shows it, and writes it into `report.md`. (On a CPU it is `unknown`.) The
+# second command measures your own links, for the inequality:
 #
 # ```bash
 # cria train kwanzaa
 # cria doctor --collectives --nproc 8
 # ```
 #
-# Our package has neither zero bubble nor expert parallelism, and torchtitan has both. The schedules are torch's. In
-# plain code only the schedule changes, here with two stages in each process:
+# Our package has neither zero bubble nor expert parallelism, and torchtitan has both. The schedules are torch's. In the
+# plain code of [the lesson on pipelines](pipeline_parallel.py) only the schedule changes:
 #
 # ```python
-# from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+# from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 #
-# schedule = ScheduleZBVZeroBubble(
-#     [first_stage, second_stage],
+# schedule = ScheduleInterleavedZeroBubble(
+#     [stage],  # ZBV takes two: rank r of S holds stages r and 2 S - 1 - r
 #     n_microbatches=8,
 #     loss_fn=summed_loss,
 #     scale_grads=False,
@@ -457,29 +476,35 @@ for schedule in ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"):
 # %% [markdown]
 # ## 6. Where it breaks
 # **With zero bubble, LoRA waits nearly as long as before.** A frozen weight has no gradient, so W belongs to the
-# adapter alone, and there is hardly anything to move into the bubble. With rank $r$, W takes
-# $r\,(1/D_{in} + 1/D_{out})$ of B, which is 0.016 for $r = 16$ and a width of 2,048.
+# adapter alone, and hardly anything moves into the bubble. B multiplies by a matrix of $D_{in} D_{out}$ numbers, and W
+# by $r D_{in}$ and $r D_{out}$ numbers. So W takes $r\,(1/D_{in} + 1/D_{out})$ of B, which is 0.016 for $r = 16$ and a
+# width of 2,048.
 
 # %%
 lines = []
 for W in (1, 0.5, 16 * (1 / 2048 + 1 / 2048)):
     plain, zero = (waiting(4, 16, 1, 1, W, split) for split in (False, True))
     lines.append((f"{W:.3f}", f"{plain:.2f}", f"{zero:.2f}", f"{zero / plain:.0%}"))
-course.show_table(table(("W", "1F1B waits", "zero bubble waits", "of 1F1B"), lines))
+columns = ("W, if F = B = 1", "1F1B waits", "zero bubble waits", "of 1F1B")
+course.show_table(table(columns, lines))
 assert zero > 0.9 * plain
 
 # %% [markdown]
-# The cure is to use more micro-batches, which make the bubble a smaller share of the step.
+# The cure is more micro-batches, which make the bubble a smaller share of the step.
 #
-# **Two reports give MFUs that cannot be compared.** PaLM's formula counts all pairs of tokens in attention, but a
-# causal kernel computes only half of them. A frozen weight takes 4 operations for each token, and a trained one 6. An
-# fp8 run whose rate is divided by the 16-bit peak seems twice as good. So ask which operations were counted, and which
-# peak. (Ours counts the pairs that the kernel computes, and takes the peak of the precision that is used.)
-#
-# **The inequality holds, but the cards still wait.** It assumes that all sending is hidden behind computing, and that
-# nothing else uses the link. But the last gradient of a step has nothing behind which it could hide, and each call
-# takes a fixed time before it sends anything ([the interconnect](interconnect.py)). The cure is to measure a few steps.
-#
+# **The inequality holds, but the cards still wait.** The last gradient of a step has nothing behind which it could
+# hide, and each call takes a fixed time before it sends anything ([the interconnect](interconnect.py)). Measure a few
+# steps.
+
+# %% [markdown] tags=["deep"]
+# ### Deeper: two MFUs that cannot be compared
+# PaLM's formula counts 6 operations for each weight and token, and all pairs of tokens in attention. But a frozen
+# weight takes only 4, and a causal kernel computes only half of the pairs. An fp8 run whose rate is divided by the
+# 16-bit peak seems twice as good. So ask which operations were counted, and which peak. (Ours counts 4 for a frozen
+# weight, and the pairs that the kernel computes, so a kernel that computes all pairs seems better than it is. It takes
+# the peak of the precision that is used.)
+
+# %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** Eight A100s train all weights of a model with 6.74 billion weights, at 20,000 tokens a second
 #    together, without checkpointing. The peak of each card is $312 \cdot 10^{12}$ operations a second. What is the MFU,
@@ -488,7 +513,7 @@ assert zero > 0.9 * plain
 #    takes at least as long as sending. `flops` are operations for each token, `sent` are bytes of a step, and the other
 #    two are operations and bytes a second.
 # 3. **Reach.** How wide must an expert be at least, so that eight cards with our `RATE` on InfiniBand HDR compute as
-#    long as they send, if all weights are trained and 16-bit numbers are sent? The answer is a number.
+#    long as they send, if all weights are trained and 16-bit numbers are sent?
 
 # %% tags=["exercise"]
 share_of_the_peak = None
@@ -554,7 +579,7 @@ course.check(
 #     return math.ceil(sent / link * rate / flops)
 #
 #
-# # 18 F / RATE = 4 * 7 / 8 * 2 / rate, solved for F
+# # 18 E / RATE = 4 * 7 / 8 * 2 / rate, solved for E
 # least_width = 4 * 7 / 8 * 2 * RATE / (18 * LINK_RATES["InfiniBand HDR"])  # 2,654
 # ```
 #
