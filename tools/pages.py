@@ -118,7 +118,8 @@ class ForTheSite(Preprocessor):
 def page(lesson: Path, book: nbformat.NotebookNode) -> tuple[str, dict[str, bytes]]:
     """A lesson's page, and the files beside it."""
     resources: dict[str, Any] = {}
-    book.cells = [cell for cell in book.cells[1:] if cell.source != notebooks.INSTALL]  # nor the badge
+    installing = {notebooks.install_cell(extra) for extra in ("", *notebooks.PROJECT["optional-dependencies"])}
+    book.cells = [cell for cell in book.cells[1:] if cell.source not in installing]  # nor the badge
     join_predictions(book.cells, lesson.stem)
     mark_deep(book.cells)
     book, resources = ForTheSite(lesson.stem).preprocess(book, resources)

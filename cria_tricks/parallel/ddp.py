@@ -38,11 +38,13 @@ LESSON = "data_parallel"
 REFERENCE = ("Replicated",)
 PLAIN = """
 # torchrun --nproc-per-node 2 train.py
+import os
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # this process's GPU
 torch.distributed.init_process_group()
-replica = DistributedDataParallel(model)
+replica = DistributedDataParallel(model.cuda())
 """
 BUCKET_BYTES = 25 * 2**20
 """The size of a bucket, the gradients that one all-reduce sums [bytes]; torch calls it ``bucket_cap_mb``.

@@ -40,9 +40,11 @@ LESSON = "sharding"
 REFERENCE = ("Gather", "Sharded")
 PLAIN = """
 # torchrun --nproc-per-node 2 train.py
+import os
 import torch
 from torch.distributed.fsdp import fully_shard
 
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # this process's GPU
 torch.distributed.init_process_group()
 for block in model.model.layers:
     fully_shard(block)

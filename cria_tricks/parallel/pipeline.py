@@ -49,7 +49,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 stage = PipelineStage(my_blocks, stage_index=rank, num_stages=stages, device=device)
 schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=summed_loss, scale_grads=False)
-schedule.step(*([input_ids] if rank == 0 else []), target=labels if rank == stages - 1 else None)
+if rank == 0:
+    schedule.step(input_ids)
+elif rank == stages - 1:
+    schedule.step(target=labels)
+else:
+    schedule.step()
 """
 
 NOT_LORA = {

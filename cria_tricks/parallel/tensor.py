@@ -46,18 +46,32 @@ PLAIN = """
 # torchrun --nproc-per-node 2 train.py
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 mesh = init_device_mesh("cuda", (2,))
-whole = {"hidden_states": Replicate()}
+column, row, whole = ColwiseParallel(), RowwiseParallel(), (Replicate(),)
+named = {"hidden_states": Replicate()}
+# PrepareModuleInput is f. The matrices of one input share it, so each sum is made once.
+plan = {
+    "self_attn": PrepareModuleInput(
+        input_kwarg_layouts=named, desired_input_kwarg_layouts=named
+    ),
+    "self_attn.q_proj": column,
+    "self_attn.k_proj": column,
+    "self_attn.v_proj": column,
+    "self_attn.o_proj": row,
+    "mlp": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole),
+    "mlp.gate_proj": column,
+    "mlp.up_proj": column,
+    "mlp.down_proj": row,
+}
 for block in model.model.layers:
-    # PrepareModuleInput is f: q, k and v share one input, and gate and up another, so each sum is made once.
-    parts = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")} | {"o_proj": RowwiseParallel()}
-    f = PrepareModuleInput(input_kwarg_layouts=whole, desired_input_kwarg_layouts=whole)
-    parallelize_module(block, mesh, {"self_attn": f} | {f"self_attn.{name}": part for name, part in parts.items()})
-    parts = {name: ColwiseParallel() for name in ("gate_proj", "up_proj")} | {"down_proj": RowwiseParallel()}
-    f = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
-    parallelize_module(block, mesh, {"mlp": f} | {f"mlp.{name}": part for name, part in parts.items()})
+    parallelize_module(block, mesh, plan)
 """
 
 
