@@ -13,22 +13,22 @@
 # > process without losing a bit, and compute when another machine is worth a restart.
 # >
 # > **Card.** saves minutes that are paid for nothing, and runs that would be lost / costs half an hour's rent around
-# > each job, and a few steps for each restart / exact, on a CPU: a resumed run ends with the same bits / about 20
+# > each job, and a few steps for each restart / exact, on a CPU: a resumed run ends with the same bits / about 25
 # > minutes / after [resuming](checkpoint_and_resume.py), [choosing hardware](choose_your_hardware.py) and [data
 # > parallelism](data_parallel.py)
 #
-# So far our training ran on the machine in front of you: QLoRA of Llama-3.2-1B on 107 training rows, 42 steps. A
-# [job](../docs/glossary.md#job) is a command in a container on a machine that somebody else starts, bills by the
-# minute, and takes away: at the end, at a timeout, or when a process dies. Only its log is left, and what the command
-# has sent elsewhere.
+# So far we started our training by hand, in a notebook: QLoRA of Llama-3.2-1B on 107 training rows, 42 steps. A
+# [job](../docs/glossary.md#job) is a command in a container on a rented machine. It is billed by the minute, and the
+# machine is taken away at the end, at a timeout, or when a process dies. Then only the log is left, and what the
+# command has sent elsewhere.
 #
 # ## 1. The bill
 # By Hugging Face's price list of 2026-08-21 a machine with a T4 costs 0.40 USD an hour, and one with an A100 2.50 USD.
-# By our estimate the training takes 7.3 minutes on the T4 and 0.7 on the A100, so the training alone costs a few cents
-# on either. But you also pay while the machine installs packages, downloads the model, evaluates and publishes. We
-# assume half an hour for that, on every machine.
+# By our estimate the training takes 7.3 minutes on the T4 and 0.7 on the A100, which costs a few cents on either. But
+# you also pay while the machine installs packages, downloads the model, evaluates and publishes. We have not measured
+# this, and assume half an hour.
 #
-# The estimate may be too low, so the *timeout*, after which the job is ended, is twice the estimate and the half hour.
+# The estimate may be too low, so the *timeout*, after which the job is ended, is half an hour plus twice the estimate.
 # How many dollars can the job on the T4 cost at most?
 
 # %% Your guess: dollars that the job on a T4 costs at most tags=["predict"]
@@ -36,6 +36,7 @@ guess = 0  # @param {type:"number"}
 
 # %% Imports and settings tags=["hide-input"]
 import logging
+import textwrap
 import threading
 
 # on some CPUs it tells of a package that is not needed
@@ -66,6 +67,7 @@ for name in FLAVORS:
 course.reveal(guess, job_on["t4-small"].most, "USD")
 columns = ("machine", "USD an hour", "training, min", "timeout, min")
 course.show_table(table((*columns, "training, USD", "at most, USD"), lines))
+print("medium, large: the same card with more host memory; x2, x4: 2 and 4 cards")
 
 # %% Draw figure 1, and hold the numbers of the text tags=["hide-input"]
 t4_job, a100_job = job_on["t4-small"], job_on["a100-large"]
@@ -84,9 +86,20 @@ usd = {
     ]
     for name in ("t4-small", "l4x1", "a100-large")
 }
-longest = [most[-1] for most in usd.values()]
-# so the estimate, whose ranges overlap, cannot tell them apart
-assert max(longest) < 2 * min(longest)
+cheapest = [min(usd, key=lambda name: usd[name][n]) for n in range(len(EPOCHS))]
+assert cheapest == 3 * ["t4-small"] + 3 * ["a100-large"]  # from 100 epochs on
+assert round(a100_job.training_cost / t4_job.training_cost, 1) == 0.6
+_ends = {  # of the training's cost, in USD
+    name: [job_on[name].price * end / 3600 for end in job_on[name].training_range]
+    for name in usd
+}
+assert _ends["a100-large"][1] < _ends["t4-small"][0] < 1.15 * _ends["a100-large"][1]
+assert _ends["l4x1"][0] < _ends["a100-large"][1]
+assert _ends["l4x1"][1] > _ends["t4-small"][1]
+_early = t4_job.price * (30 + t4_job.training_seconds / 60) / 60
+assert round(_early, 2) == 0.25
+_five = [j.price * (5 + 2 * j.training_seconds / 60) / 60 for j in (t4_job, a100_job)]
+assert [round(most, 2) for most in _five] == [0.13, 0.27]
 
 
 def by_length(theme: Theme):
@@ -107,21 +120,22 @@ def by_length(theme: Theme):
 course.show(
     by_length,
     "Figure 1. What the job costs at most, by how long it trains (predicted). Short "
-    "jobs pay mostly for the half hour. In long jobs the three machines cost the same "
-    "within a factor of two.",
+    "jobs pay mostly for the half hour, so the cheapest hour wins. (With five minutes "
+    "instead of the half hour, too: 0.13 USD on the T4 against 0.27 on the A100.) Long "
+    "jobs pay for training, which costs least on the A100.",
 )
 
 # %% [markdown]
-# Of the 0.30 USD for the T4, only 0.05 pay for training. The A100 trains ten times as fast, but its job costs four
-# times as much, and even if it trained in no time, its half hour alone would cost 1.25 USD. (A job that ends before its
-# timeout costs less. All times are predicted.) So for a short training take the machine with the cheapest hour.
+# Of the 0.30 USD for the T4, only 0.05 pay for training. (If the estimate is right, the job ends earlier and costs
+# 0.25.) The A100 trains ten times as fast, but its half hour alone costs 1.25 USD. So for a short training take the
+# machine with the cheapest hour.
 #
-# For a long training all three machines of Figure 1 cost the same within a factor of two, and our estimate is too rough
-# to say which is cheapest. What the A100 saves in any case is time. Before a long job, measure a few steps on each.
+# For a long training the A100 costs least by our estimate, in Figure 1 from 100 epochs on. Its training costs 0.6 of
+# the T4's, and the ranges of the two estimates nearly touch. The L4's range overlaps with both, because no public run
+# backs it. So before a long job, measure a few steps on each.
 #
 # ## 2. From scratch, in three steps
-# **Step 1: choose the machine whose job costs least.** Its cards must have enough memory ([the bill](the_bill.py)). We
-# take the numbers of three machines from the table above.
+# **Step 1: choose the machine whose job costs least.** Its cards must have enough memory ([the bill](the_bill.py)).
 
 # %%
 import math
@@ -152,7 +166,8 @@ print(f"{best}: at most {dollars:.2f} USD, ended after {timeout} minutes")
 # **Step 2: write a run that survives.** A process that may be killed at any moment needs three things
 # ([resuming](checkpoint_and_resume.py)):
 #
-# - a file with *everything* that decides the next step
+# - a file with *everything* that decides the next step: here its number and the weights, in practice also optimizer
+#   states, random state, and the place in the data
 # - a rename, so that the file is the old one or the new one, and never half of one
 # - a start that looks for the file
 #
@@ -171,14 +186,18 @@ from cria_tricks.processes import world
 
 
 def gradient(w, rank, size):
-    """Of the squared error, over every size-th row; the right weights are ones."""
+    """The gradient of the squared error, of this process's rows: rank, rank + size,
+    ... The right weights are all 1."""
     X = torch.arange(64.0).outer(torch.arange(1.0, 9)).sin()
     return X[rank::size].T @ (X @ w - X.sum(1))[rank::size] / 64
 
 
 def save(file, state):
     new = file.with_suffix(".new")
-    torch.save(state, new)
+    with new.open("wb") as out:
+        torch.save(state, out)
+        out.flush()
+        os.fsync(out.fileno())  # on the disk, in case the machine dies, too
     os.replace(new, file)  # the rename: all of it or nothing
 
 
@@ -190,6 +209,7 @@ def train(file, restarts):
     for step in range(state["step"] + 1, 21):
         total = gradient(state["w"], rank, size)
         if (restarts, rank, step) == (0, 1, 12):
+            # process 0 then waits in the all-reduce, until the agent ends it
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(total)
         state = {"step": step, "w": state["w"] - 0.5 * total}
@@ -198,6 +218,7 @@ def train(file, restarts):
 
 
 if __name__ == "__main__":
+    # like dist.init_process_group("gloo"), but safe after a restart (section 6)
     with world.joined(timeout=60):
         train(Path(sys.argv[1]), int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
 '''
@@ -209,9 +230,8 @@ _ = script.write_text(CODE)
 
 # %% [markdown]
 # **Step 3: let an agent start it again.** Something outside must notice the death, end the other processes, which
-# cannot continue alone, and start all of them again. torchrun's [agent](../docs/glossary.md#agent) does that. It is the
-# process that started them, and `--max-restarts` says how often it may start them again. After which step will the run
-# begin again?
+# cannot continue alone, and start all of them again. That is torchrun's [agent](../docs/glossary.md#agent), the process
+# that started them. `--max-restarts` says how often it may do so. After which step will the run begin again?
 
 # %% Your guess: the step after which the run begins again tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -269,8 +289,8 @@ course.show(
 
 # %% [markdown]
 # ## 3. Prove it
-# The interrupted run must end with the same bits as an uninterrupted one. Here the uninterrupted run is a single
-# process that adds up both shares of the rows:
+# The interrupted run must end with the same bits as an uninterrupted one, which here is a single process that adds up
+# both shares of the rows. (`tests/parallel/test_elastic.py` tests a real `cria train`.)
 
 # %%
 sys.path.insert(0, folder.name)
@@ -302,10 +322,11 @@ for setting in (f"name={token}", "data.train=mine.jsonl", "model=/models/mine"):
 # %% [markdown]
 # ## 4. What it costs
 # **Restarts and checkpoints cost time.** A restart costs a new start, and the steps since the last checkpoint, which is
-# half an interval on average. A checkpoint costs the time to write it. [The lesson on
-# resuming](checkpoint_and_resume.py) has the best interval: if a save takes $C$ seconds and a machine is lost every $M$
-# seconds, save every $\sqrt{2CM}$ seconds. Suppose that a save takes 3 seconds, a step of our job takes 11 seconds on a
-# T4 (predicted), and the machine is lost every two hours. How many steps should lie between two checkpoints?
+# half an interval on average. A checkpoint costs the time to write it. If a save takes $C$ seconds and a machine is
+# lost every $M$ seconds, save every $\sqrt{2CM}$ seconds ([resuming](checkpoint_and_resume.py)). Suppose that a save
+# takes 3 seconds, a step of our job 11 seconds on a T4, and the machine is lost every two hours. (11 is predicted.
+# [Data parallelism](data_parallel.py) has 14.7, with checkpointing and the chunked loss, which the T4's recipe leaves
+# out.) How many steps should lie between two checkpoints?
 
 # %% Your guess: steps between two checkpoints tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -315,11 +336,13 @@ t4 = CARDS["t4"]
 recipe = recipes.kwanzaa(t4.device)
 shape = find_shape(recipe.model)
 tokens = 8 * 2048  # of a step
+# .seconds is the predicted time of one token
 step_seconds = Target(shape, t4.device).bill(recipe).seconds * tokens
 
 
 def lost(every, save=3, between=7200):
-    """The share of the time that is lost: writing, and steps that are done again."""
+    """The share of the time that is lost: writing, and steps that are done again.
+    The new start is left out, because it does not depend on the interval."""
     return save / every + every / (2 * between)
 
 
@@ -374,15 +397,15 @@ for factor in (0.5, 2):
 # %% [markdown]
 # ### Growing
 # torchrun can also take in machines while it runs: `--nnodes 1:4` means at least one and at most four. When a machine
-# comes, all processes stop, save, and start again as more processes. That is worth it if the saved time is longer than
-# the restart, for which *all* of them wait. Suppose that a restart takes 90 seconds: imports, loading, joining. A
-# second T4 nearly halves a step ([data parallelism](data_parallel.py)). How long must the run still take, so that the
-# second T4 is worth a restart?
+# comes, torchrun ends all processes with SIGTERM, on which `cria train` saves, and starts more of them. That is worth
+# it if the saved time is longer than the restart. Suppose that *all* processes wait 90 seconds for a restart, and that
+# a second T4 halves a step, as with rows of one length. How long must the run still take, so that it is worth it?
 
 # %%
 shared = with_settings(recipe, ["parallel.strategy=ddp"])
 on_two = Target(shape, t4.device, 2).bill(shared).seconds * tokens
 saved_share = 1 - on_two / step_seconds
+# 321 rows of 8 a step; the last step of each epoch has only three
 seconds_left = job_on["t4-small"].training_seconds
 print(f"a step takes {step_seconds:.1f} s on one card and {on_two:.1f} s on two")
 print(f"worth a restart of 90 s with more than {90 / saved_share:.0f} s to go")
@@ -394,16 +417,22 @@ assert round(best_interval / step_seconds) == 19
 assert lost(best_interval) < min(lost(best_interval / 2), lost(best_interval * 2))
 _of_300 = 100 * seconds_left / 3600  # hours of 300 epochs
 assert 12 < _of_300 < 12.5
-assert 6 < 0.25 + _of_300 * on_two / step_seconds < 7
+_on_two = _of_300 * on_two / step_seconds
+assert (round(_of_300, 1), round(_on_two, 1)) == (12.2, 6.1)
+assert 2 * (0.25 + _on_two) > _of_300  # hours that are paid
+assert round(step_seconds) == 11
+assert round(90 / (1 - 1 / 1.8), -1) == 200
 
 # %% [markdown]
-# A new machine needs perhaps 15 minutes to install, and by then our run of 440 seconds is over. So an *autoscaler*,
-# which rents machines by itself, is worth nothing for this job. For 300 epochs it would pay: twelve hours become less
-# than seven. (The second card is in the same machine here, but 10 Gbit Ethernet between two machines would add less
-# than a hundredth.)
+# With our rows of many lengths two T4s are 1.8 times as fast ([data parallelism](data_parallel.py)), so the limit is
+# about 200 seconds. But a new machine needs perhaps 15 minutes to install, and by then our run of 440 seconds is over.
+# So an *autoscaler*, which rents machines by itself, is worth nothing for this job.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: what an autoscaler needs beyond torchrun
+# - It pays for long runs. For 300 epochs, a hundred times ours, 12.2 hours become 0.25 + 6.1. That saves time, but no
+#   money, because two machines are paid. (The second card is in the same machine here. 10 Gbit Ethernet between two
+#   machines would add less than a hundredth.)
 # - It repeats the decision above, with measured step times. It grows from $n$ machines to $m$ if
 #   $R < S\,(1 - t_m / t_n)$, where a restart takes $R$ seconds, $S$ seconds are left on $n$ machines, and a step takes
 #   $t_n$. The price matters too, because all machines are paid while they wait for each other.
@@ -420,8 +449,9 @@ assert 6 < 0.25 + _of_300 * on_two / step_seconds < 7
 
 # %% [markdown]
 # ## 5. The production switch
-# **Send a job.** In plain code it is one call of `huggingface_hub`, for which you choose the machine and the timeout,
-# and write a command that installs, trains and publishes:
+# **Send a job.** (We have sent it only to a stand-in of the hub. Until our repository is public, a real job fails in
+# its line `uv pip install`.) In plain code it is one call of `huggingface_hub`, with a machine, a timeout, and a
+# command that installs, trains and publishes:
 #
 # ```python
 # from huggingface_hub import get_token, run_job
@@ -431,7 +461,7 @@ assert 6 < 0.25 + _of_300 * on_two / step_seconds < 7
 #     command=["bash", "-c", "... && python train.py && hf upload ..."],
 #     flavor="t4-small",
 #     timeout="45m",
-#     secrets={"HF_TOKEN": get_token()},
+#     secrets={"HF_TOKEN": get_token()},  # safer: a token for one repository
 # )
 # ```
 #
@@ -444,17 +474,19 @@ assert 6 < 0.25 + _of_300 * on_two / step_seconds < 7
 # %%
 job = jobs.prepare("kwanzaa", "me/adapter", budget=1)
 for line in hub.shown(job):
-    print(line if len(line) < 100 else line[:97] + "...")
+    print(textwrap.fill(line, 88, subsequent_indent=10 * " ", break_long_words=False))
 assert job.most <= 1
 
 # %% [markdown]
-# `cria train` gets 15 minutes less than the timeout, so that some time is left to publish. The token travels in a field
-# of its own, which the hub encrypts. Without `--print` the command follows the log, fetches the adapter, and compares
-# it with its manifest. With `--attempts 2 --bucket me/checkpoints` the hub starts a failed job again, and it continues
-# from its checkpoint. (We have sent all this only to a stand-in of the hub.)
+# It needs 9.5 GiB instead of 1.5, because the T4's recipe spends memory to save time. `cria train` gets 15 minutes less
+# than the timeout, which are left for installing and publishing. If these take longer, the timeout may come before the
+# result is published. The token travels in a field of its own, which the hub encrypts. Without `--print` the command
+# follows the log, fetches the adapter, and compares it with its manifest, a list of hashes. With `--attempts 2 --bucket
+# me/checkpoints` the hub starts a failed job again, and it continues from its checkpoint in the bucket, a storage that
+# outlives the job.
 #
-# **Survive restarts.** `cria launch` writes torchrun's command, which is the plain code here. The first command is for
-# one machine. The second is for one or two machines that meet at node0, and each of them gets the same command:
+# **Survive restarts.** `cria launch` writes torchrun's command. The first is for one machine, the second for one or two
+# that meet at node0. Each of them gets the same command:
 #
 # ```bash
 # cria launch kwanzaa --on torchrun --nproc 1 --max-restarts 3
@@ -474,10 +506,10 @@ for elastic, out in ((one, None), (some, Path("/shared/run"))):
 # variable at the beginning, a machine that joins later does not find the others (torch 2.13).
 #
 # ## 6. Where it breaks
-# **The job ran for 30 minutes, its log ends in the middle of the training, and there is no adapter.** The timeout took
-# the container and its disk. The hub's default is 30 minutes, whatever the job needs. The cure is a timeout from an
-# estimate, *and* a training that ends by itself before it, so that what it has learnt is published. Here the timeout is
-# too short, and half of it is kept for installing and publishing:
+# **The job ran for 30 minutes, its log ends in the middle of the training, and there is no adapter.** The timeout, by
+# default 30 minutes, took the container and its disk. The cure is a timeout from an estimate, *and* a training that
+# ends by itself before it, so that what it has learnt is published. Here the timeout is too short, and half of it is
+# kept for installing and publishing:
 
 # %%
 short = jobs.prepare("kwanzaa", "me/adapter", timeout="10m", flavor="t4-small")
@@ -488,8 +520,10 @@ assert not short.finishes
 
 # %% [markdown]
 # **It trained here, and there it is out of memory.** The rented card is another one, and runs other kernels. The cure
-# is to ask for the bill of *that* card before you rent it. For example, full fine-tuning of our model without any
-# switches needs 26.7 GiB. `cria launch` refuses to send this job to a T4, which has 14.7 GiB, and accepts an A100.
+# is to ask for the bill of *that* card before you rent it. For example, full fine-tuning by the recipe `baseline`, with
+# rows of 1,024 tokens, needs 26.7 GiB: 20.6 of tensors, the rest for CUDA and the allocator. (With 2,048 tokens the
+# tensors take 31.3: [the bill](the_bill.py).) `cria launch` refuses to send this job to a T4 with 14.7 GiB, and accepts
+# an A100.
 
 # %% Hold the numbers of this failure tags=["hide-input"]
 for flavor in ("t4-small", "a100-large"):
@@ -499,6 +533,11 @@ for flavor in ("t4-small", "a100-large"):
     except OutOfMemory as error:
         print(error)
         assert "needs 26.7 GiB of 14.7 GiB" in str(error)
+_baseline = with_settings(recipes.get("baseline"), ["model=llama-3.2-1b"])
+for _tokens, _gib in ((1024, 20.6), (2048, 31.3)):
+    _bill = course.bill(with_settings(_baseline, [f"data.max_length={_tokens}"]))
+    assert round(_bill.peak_bytes / 2**30, 1) == _gib
+assert _baseline.data.max_length == 1024
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: after a restart the processes sometimes say `Connection refused`
@@ -508,9 +547,9 @@ for flavor in ("t4-small", "a100-large"):
 # each agent counts only its own failures.
 #
 # The cure is a new name for every start, under which everything else is stored (`dist.PrefixStore`). Process 0 makes up
-# the name. Every other process writes a random token under the name that it read, and process 0 echoes all tokens under
-# its new name. A process that finds its own token there has the name of this start. `rendezvous.agree` does that, and
-# `world.joined` of our survivor calls it.
+# the name. But another process may read the name of an earlier start first. Therefore it writes a random token under
+# the name that it has read, and reads again until process 0 confirms its token. Process 0 looks only under its new
+# name, so an old name is never confirmed. `rendezvous.agree` does that, and `world.joined` of our survivor calls it.
 
 # %% tags=["deep"]
 store = HashStore()  # stands for torchrun's

@@ -11,26 +11,28 @@
 # # Monitoring: a card that is 100 % busy and does nothing
 # > **Promise.** Your GPU is 100 % busy, and the run is slow. Or `nvidia-smi` shows 14 GiB, although the tensors of the
 # > run take 2. You will build three instruments, a sampler, a trace and a memory snapshot. With them you find a stall,
-# > a memory leak and a process that hangs. You will also know what each of four numbers for one memory counts.
+# > a memory leak and a process that hangs. You will also know what "100 % busy" counts, and each of four numbers for
+# > one memory.
 # >
-# > **Card.** saves hours of guessing / costs less than a thousandth of the run, and seconds where a trace is written /
-# > exact: no bit of the run changes / about 25 minutes / after [data at scale](data_at_scale.py)
+# > **Card.** saves hours of guessing / costs less than a thousandth of the run for samples, on a CPU; a trace slows
+# > three steps / exact: no bit of the run changes by samples and a trace / about 25 minutes / after [data at
+# > scale](data_at_scale.py)
 #
-# The job is QLoRA of Llama-3.2-1B on 107 training rows, on a T4 with 14.74 GiB. So far we predicted what a step takes.
-# Now we look at a step while it runs.
+# So far we predicted a step of our job, QLoRA of Llama-3.2-1B on a T4. Now we look at it while it runs.
 #
 # ## 1. The bill
 # Four numbers are called "the memory of the run":
 #
 # - **Allocated** are the bytes of living tensors, `torch.cuda.memory_allocated()`. Our bill predicts this number.
-# - **[Reserved](../docs/glossary.md#reserved)** is what torch's allocator has taken from the driver. It includes freed
-#   pieces that the allocator keeps.
-# - **The card's memory** is what `nvidia-smi` shows: the reserved bytes and the CUDA context of every process.
+# - **[Reserved](../docs/glossary.md#reserved)** is what torch's allocator has taken from the driver: the allocated
+#   bytes, and freed pieces that the allocator keeps.
+# - **The card's memory** is what `nvidia-smi` shows: the reserved bytes, the CUDA context of every process, and what
+#   libraries such as NCCL take without torch.
 # - **The process's memory** is its [resident memory](../docs/glossary.md#rss) on the host. Tensors of a CPU are in it,
 #   next to Python and its libraries.
 #
-# Each of the first three contains the one before it. At the peak, the tensors of our job take 1.5 GiB, and we bill a
-# context with 400 MB ([the bill](the_bill.py)). How many MiB does `nvidia-smi` show at least?
+# At the peak, our job has allocated 1,532 MiB (1,516 in its step, and 16 for the library cuBLAS), and we bill a context
+# with 400 MB ([the bill](the_bill.py)). How many MiB does `nvidia-smi` show at least?
 
 # %% Your guess: MiB that nvidia-smi shows tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -60,9 +62,8 @@ _ = atexit.register(disk.cleanup)  # "_ =", so that the cell shows no value
 
 # %%
 bill = course.bill(course.so_far("monitoring"))
-at_least = bill.allocated_bytes + CONTEXT
 print(f"allocated {bill.allocated_bytes / 2**20:,.0f} MiB (predicted)")
-course.reveal(guess, at_least / 2**20, "MiB")
+course.reveal(guess, (bill.allocated_bytes + CONTEXT) / 2**20, "MiB")
 
 
 # %% Draw figure 1 tags=["hide-input"]
@@ -89,16 +90,19 @@ def of_the_numbers(theme: Theme):
 course.show(
     of_the_numbers,
     "Figure 1. The memory of one card has three numbers. Each contains the number "
-    "above it, and more.",
+    "above it, and more. In our job 1,532.4 MiB are allocated at the peak, the context "
+    "takes 381.5, and a T4 has 15,095.1.",
 )
+_sizes = (bill.peak_bytes, bill.allocated_bytes, CONTEXT, T4.memory_bytes)
+assert [round(size / 2**20, 1) for size in _sizes] == [1516.2, 1532.4, 381.5, 15095.1]
 
 # %% [markdown]
 # ## 2. From scratch, in three instruments
-# **Instrument 1: a sampler.** It is a thread that reads a number again and again, and writes it down. Ours reads the
-# resident memory of its own process.
+# **Instrument 1: a sampler.** A thread reads a number again and again, and writes it down. Ours reads the resident
+# memory of its own process.
 #
-# We let it watch a tensor of 64 MiB. We create it with `torch.empty`, which writes nothing into it, then fill it, and
-# delete it. A tensor counter reports 64, 64 and 0 MiB. How many MiB larger is the *process* after `torch.empty`?
+# It watches a tensor of 64 MiB, which we create with `torch.empty`, fill, and delete. A tensor counter reports 64, 64
+# and 0 MiB. How many MiB larger is the *process* after `torch.empty`?
 
 # %% Your guess: MiB more in the process, after torch.empty tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -145,7 +149,7 @@ class Sampler(threading.Thread):
         while not self.ended.wait(self.seconds):
             self.samples.append(self.read())
 
-    def next(self):  # the second sample from now
+    def next(self):  # the second from now, because the next may have begun already
         seen = len(self.samples)
         while len(self.samples) < seen + 2:
             time.sleep(0.01)
@@ -173,23 +177,25 @@ torch.set_num_threads(1)
 place = Path(disk.name)
 
 # %% [markdown]
-# The process does not grow at first, because the system hands out a page of memory at its first use. So a process can
-# be smaller than its tensors, and be killed an hour later, when they are filled.
+# The process does not grow at first, because `torch.empty` writes nothing, and the system hands out a page of memory at
+# its first use. So a process can be smaller than its tensors, and be killed later, when they are filled.
 #
 # **Instrument 2: a [trace](../docs/glossary.md#trace).** It is a list of *spans* with a name, a start and a duration in
 # microseconds. Written as JSON, this is Chrome's trace format, which the viewer Perfetto (ui.perfetto.dev) draws. Here
 # we trace six training steps whose batches come from a slow drive.
 
 # %%
-events: list[dict] = []
+events: list[dict] = []  # "ph": "X" is a span; "pid", "tid": its process and thread
 
 
 @contextlib.contextmanager
 def span(name):
     begin = time.perf_counter()
-    yield
-    times = {"ts": 1e6 * begin, "dur": 1e6 * (time.perf_counter() - begin)}
-    events.append({"name": name, "ph": "X", "pid": 0, "tid": 0, **times})
+    try:
+        yield
+    finally:  # also if the run dies here
+        times = {"ts": 1e6 * begin, "dur": 1e6 * (time.perf_counter() - begin)}
+        events.append({"name": name, "ph": "X", "pid": 0, "tid": 0, **times})
 
 
 D, N = 256, 64  # width, rows of a batch
@@ -247,18 +253,20 @@ def of_the_stall(theme: Theme):
 course.show(
     of_the_stall,
     "Figure 2. The trace of six steps. Before each step the processor waits for its "
-    "batch.",
+    "batch. The first step is longer, because the optimizer creates its states.",
 )
 
 # %% [markdown]
-# The run spends most of its time waiting. (The first step is longer, because the optimizer creates its states.) Tokens
-# a second show *that* a run is slow, and only the trace shows *where*. The cure is to tokenize before training, or to
-# let a `DataLoader` fetch batches in other processes.
+# The run spends most of its time waiting. Tokens a second show *that* a run is slow, and only the trace shows *where*.
+# The cure is to tokenize before training, or to let a `DataLoader` fetch batches in other processes.
 #
-# **Instrument 3: a [snapshot](../docs/glossary.md#snapshot).** For every living tensor it has the bytes, and the line
-# of code that created it. On a card `torch.cuda.memory` writes one, with the whole stack of calls. On a CPU a *dispatch
-# mode* sees the result of every operation, as in [the bill](the_bill.py). `our_line` finds the line of this lesson in
-# the stack.
+# On a card an operation returns before its [kernel](../docs/glossary.md#kernel) has run, so our spans would be wrong.
+# There call `torch.cuda.synchronize()` at both ends of a span, or use `torch.profiler`.
+#
+# **Instrument 3: a [snapshot](../docs/glossary.md#snapshot).** For every living tensor that was created since it began,
+# it has the bytes and the line of code. On a card `torch.cuda.memory` writes one, with the whole stack of calls. On a
+# CPU a *dispatch mode* sees the result of every operation, as in [the bill](the_bill.py). `our_line` walks up the stack
+# to a line of this notebook.
 
 
 # %%
@@ -278,7 +286,7 @@ class Snapshot(TorchDispatchMode):
         key = storage._cdata  # the same for all views
         if key not in self.alive:
             self.alive[key] = our_line(), storage.nbytes()
-            # when the storage is freed, forget it
+            # calls self.alive.pop(key, None) when the storage is freed
             weakref.finalize(storage, self.alive.pop, key, None)
 
     def by_line(self):
@@ -289,15 +297,15 @@ class Snapshot(TorchDispatchMode):
 
 
 def our_line():
-    frame = sys._getframe(3)
-    while frame.f_back and frame.f_globals is not globals():
+    frame = sys._getframe(3)  # 0 to 2 are our_line, add and __torch_dispatch__
+    while frame.f_back and frame.f_globals is not globals():  # still in torch
         frame = frame.f_back
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
 
 
 # %% [markdown]
 # The evaluation below keeps one number for each batch, an fp32 loss of 4 bytes. How many bytes does each batch really
-# leave in memory? (`loss_of`, `N` and `D` are above.)
+# leave in memory? (`N` and `D` are above.)
 
 # %% Your guess: bytes that each batch leaves in memory tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -331,17 +339,19 @@ print("with no_grad:", cured)
 
 # %% Compare your guess, and hold the numbers of the text tags=["hide-input"]
 course.reveal(guess, sum(left.values()), "bytes")
+print("(The line of y: 65,536 bytes of y, and 262,144 of gelu's result.)")
+assert left["y = down(F.gelu(hidden))"] == 65_536 + 262_144 == (1 + 4) * 4 * N * D
 assert sum(left.values()) == 4 + 4 * (1 + 4 + 4 + 1) * N * D == 655_364
 assert sum(cured.values()) == 4
 
 # %% [markdown]
 # Each loss holds its graph, and the graph holds all activations, because no backward pass frees them. With
-# `torch.no_grad()` no graph exists, so only the 4 bytes remain. The snapshot names the lines that allocate the memory.
-# Divide the free memory by the growth, and you know at which batch the run will die.
+# `torch.no_grad()` no graph exists, so only the 4 bytes remain. (In training, keep `loss.item()`.) Divide the free
+# memory by the growth, and you know at which batch the run will die.
 #
 # ## 3. Prove it
 # The claim is *exact*: no bit of a run changes. We train a toy with dropout twice, once with the package's sampler and
-# trace, and once without. (The snapshot needs a card.) Losses and weights must have equal bits.
+# trace, and once without. (Its snapshot needs a card, so it is not tested here.) Losses and weights must be equal.
 
 # %% Helpers: a toy run tags=["hide-input"]
 rows = [
@@ -386,9 +396,12 @@ print("the same losses and the same adapter, bit for bit")
 # %% [markdown] tags=["deep"]
 # ### Deeper: the trace agrees with another clock
 # With `train.profile=true` two steps pass, one warms the profiler up, and steps 4 to 6 are traced. Each of them has two
-# micro-batches and an optimizer step. The trainer has a clock of its own. It starts when the span of a step has begun.
-# It stops after the end of this span and before the next one, `between steps`. So its seconds must lie between two
-# lengths in the trace, on a busy machine too.
+# micro-batches and an optimizer step. (On a GPU the trace has each of these spans twice: `user_annotation` is the span
+# on the CPU, and `gpu_user_annotation` that of its kernels. We take the CPU's.)
+#
+# The trainer has a clock of its own. It starts when the span of a step has begun. It stops after the end of this span
+# and before the next one, `between steps`. So its seconds must lie between two lengths in the trace, on a busy machine
+# too. These are wide bounds. They show that both clocks measure the same step, and no more.
 
 # %% tags=["deep"]
 with gzip.open(place / "watched" / "profile" / "trace.json.gz") as file:
@@ -396,7 +409,8 @@ with gzip.open(place / "watched" / "profile" / "trace.json.gz") as file:
     spans = [
         event
         for event in json.load(file)["traceEvents"]
-        if event.get("name", "").startswith(ours)
+        # without the category, a GPU's trace has each span a second time
+        if event.get("cat") == "user_annotation" and event["name"].startswith(ours)
     ]
 spans.sort(key=lambda event: (event["ts"], -event["dur"]))
 names = [event["name"] for event in spans]
@@ -425,8 +439,8 @@ for number in (4, 5):
 
 # %% [markdown]
 # ## 4. What it costs
-# For a sample, the package's monitor reads a few files under `/proc`, and on a card it asks the driver five questions,
-# once a second. We take 200 samples:
+# For a sample, the package's monitor reads a few files under `/proc`, and asks the driver of a card five questions. We
+# take 200 samples:
 
 # %%
 with Monitor(place / "cost.jsonl", 0.05) as monitor:
@@ -436,10 +450,10 @@ for _ in range(200):
     monitor.sample()
 each = (time.thread_time() - began) / 200
 print(f"{1e6 * each:.0f} microseconds a sample: {each:.4%} of a core at one a second")
-assert each < 0.001  # a thousandth of the run
 
 
 # %% Draw figure 3, and hold the report to the samples tags=["hide-input"]
+assert each < 0.001  # a thousandth of the run
 [_of_report] = report["monitor"]
 assert _of_report == summarise(read(place / "watched" / "monitor.jsonl"))
 assert _of_report["rss_bytes"]["peak"] > report["peak_bytes"]
@@ -478,12 +492,11 @@ course.show(
 )
 
 # %% [markdown]
-# In the middle of a training step a sample takes more, about 250 microseconds. A hundred samples a second made steps
-# 2.8 % slower, so one sample a second costs about 0.03 % (`make bench-monitor`, 60 pairs of steps on two quiet AMD EPYC
-# cores). What the driver's answers cost on a card has not been measured yet.
+# In the middle of a step a sample takes about 250 microseconds, so one a second costs about 0.03 % (`make
+# bench-monitor`, two quiet AMD EPYC cores). What a card's driver costs has not been measured yet.
 #
-# A trace costs more, because torch records every operator. Therefore we trace only three steps, and their seconds are
-# no benchmark.
+# A trace costs more, because torch records every operator. So we trace only three steps, whose seconds are no
+# benchmark.
 #
 # ## 5. The production switch
 # In plain PyTorch, the profiler writes a trace, and the allocator writes a snapshot:
@@ -502,19 +515,20 @@ course.show(
 #         train_step(batch)
 #         profiler.step()
 #
-# torch.cuda.memory._record_memory_history()  # needs a card
+# torch.cuda.memory._record_memory_history(max_entries=100_000)  # needs a card
 # train_step(batch)
 # torch.cuda.memory._dump_snapshot("snapshot.pickle")  # for pytorch.org/memory_viz
+# torch.cuda.memory._record_memory_history(enabled=None)  # off
 # ```
 #
-# With this package it is one command. The monitor is on by default, all files are in the run's folder, and nothing is
-# sent. (`pip install 'cria_tricks[monitor]'` brings TensorBoard and Trackio.)
+# With this package it is one command. The monitor is on by default, and all files stay in the run's folder.
 #
 # ```bash
-# cria train smoke --set train.profile=true --set train.report_to=tensorboard,trackio
+# cria train smoke --set train.profile=true
 # ```
 #
-# The report of our watched run has the peaks of the samples, and the operators that took most time:
+# The report of our watched run has the peaks of the samples, and the operators that took most time.
+# (`PythonDispatchMode` is the trainer's tensor counter.)
 
 # %%
 [found] = report["monitor"]
@@ -525,9 +539,9 @@ lines = [(row["name"], str(row["calls"]), f"{row['share']:.1%}") for row in oper
 course.show_table(table(("operator", "calls", "share of the time"), lines))
 
 # %% [markdown] tags=["deep"]
-# ### Deeper: an entry that is the trainer, and a curve on a server that you never chose
-# `PythonDispatchMode` in this table is the trainer itself. On a CPU it counts tensors as our snapshot did; on a card
-# the allocator counts them.
+# ### Deeper: TensorBoard, and where trackio sends your curves
+# `pip install 'cria_tricks[monitor]'` brings TensorBoard and Trackio, and `--set train.report_to=tensorboard,trackio`
+# switches them on.
 #
 # Libraries that report have defaults. trackio (0.43) asks the Hugging Face hub for your name, and sends the curves to
 # the Space that the variable `TRACKIO_SPACE_ID` names. The cure is to read what `report_to` switches on, and to unset
@@ -535,10 +549,10 @@ course.show_table(table(("operator", "calls", "share of the time"), lines))
 
 # %% [markdown]
 # ## 6. Where it breaks
-# **The card is 100 % busy, and the run is slow.** A card counts as busy while any [kernel](../docs/glossary.md#kernel)
-# runs, whatever the kernel does ([utilisation](../docs/glossary.md#utilisation)). A core is busy in the same way, so we
-# keep it busy with two loops: one multiplies large matrices, and the other adds to a single number. How many times as
-# many operations a second does the first loop reach?
+# **The card is 100 % busy, and the run is slow.** A card counts as busy while any kernel runs, whatever the kernel does
+# ([utilisation](../docs/glossary.md#utilisation)). As an analogy, we keep a core busy with two loops: one multiplies
+# large matrices, and the other adds to a single number. How many times as many operations a second does the first loop
+# reach?
 
 # %% Your guess: times as many operations a second tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -560,17 +574,19 @@ def rate(work, flops, seconds=0.4):
 A, one = torch.randn(512, 512), torch.zeros(1)
 products, busy = rate(lambda: A @ A, 2 * 512**3)
 print(f"large matrices: {busy:4.0%} busy, {products:16,.0f} operations a second")
-sums, busy = rate(lambda: one.add_(1), 1)
+sums, busy = rate(lambda: one.add_(1), 1)  # busy with the work of Python and torch
 print(f"one number:     {busy:4.0%} busy, {sums:16,.0f} operations a second")
 course.reveal(guess, products / sums, "times")
 assert products > 1000 * sums
 
 # %% [markdown]
-# The cure is to believe tokens a second, and the power in watts: a T4 whose kernels only wait stays far below its 70 W.
-# (If the clock falls while the temperature stays high, the card is too hot.)
+# The cure is to compare tokens a second with the estimate, and to look at the power: a T4 whose kernels only wait stays
+# far below its 70 W. Then a trace shows which kernels fill the time: products, small ones that only move memory, or
+# those of NCCL, which wait for other cards.
 #
-# **The monitor shows 2 GiB, and the run dies of 3.** A peak of some milliseconds can lie between two samples. We sample
-# before and after such a peak, and count with `LiveBytes`, the tensor counter of [the bill](the_bill.py):
+# **The monitor never showed more than 2 GiB, but the run needed 3 and stopped.** A peak of some milliseconds can lie
+# between two samples. We sample before and after such a peak, and count with `LiveBytes`, the tensor counter of [the
+# bill](the_bill.py):
 
 # %%
 with LiveBytes() as live:
@@ -587,15 +603,21 @@ assert live.peak >= 256 * MIB > 4 * (max(samples) - samples[0])
 #
 # **`nvidia-smi` shows 14 GiB for a job of 2, and another run does not fit.** The allocator keeps what was freed ([a
 # full card](a_full_card.py)). If *reserved* is far above *allocated*, either a peak has passed, and
-# `torch.cuda.empty_cache()` gives its memory back. Or rows of many lengths have cut the memory into pieces that are too
-# small. Then set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` before the start. It is a *leak* if *allocated*
-# itself rises from epoch to epoch.
+# `torch.cuda.empty_cache()` gives its memory back. Or rows of many lengths have cut it into small pieces. Then set
+# `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` (new name: `PYTORCH_ALLOC_CONF`) before the start. It is a *leak*
+# if *allocated* rises from epoch to epoch.
 #
 # **A run of several processes stands still, and prints nothing.** Each process waits for the others in the next
-# collective ([data parallelism](data_parallel.py)), so one process that never arrives stops all of them. Below, two
-# processes sum a tensor once a step, and rank 1 waits for rows that nobody sends. Two tools help. torch's *flight
-# recorder* keeps the last collectives of each process, if you set `TORCH_FR_BUFFER_SIZE=100`. *py-spy* reads the stack
-# of a running process, and `cria doctor --hang PID` asks it about all processes of a run. One process will be in
+# collective ([data parallelism](data_parallel.py)), so one that never arrives stops all of them. torch's *flight
+# recorder* keeps the last collectives of each process, and *py-spy* reads the stack of a running process:
+#
+# ```bash
+# TORCH_FR_BUFFER_SIZE=100 torchrun --nproc-per-node 2 train.py
+# py-spy dump --pid PID  # one process, if the system allows it
+# cria doctor --hang PID  # all processes of the run
+# ```
+#
+# Below, two processes sum a tensor once a step, and rank 1 waits for rows that nobody sends. One process will be in
 # `all_reduce`. Is it the one that is wrong?
 
 
@@ -626,22 +648,22 @@ with hang_demo.hanging(away, seconds=15) as processes:
 assert (counts, code) == ([(5, 4), (4, 4)], 1)
 
 # %% [markdown]
-# It is the other one, because rank 0 began its fifth collective, and rank 1 did not. (The first is a barrier at the
-# start.) Without the tools you would read only the last line, which the *waiting* process printed. So look at the rank
-# that is in no collective. `parallel.timeout` ends a run that hangs, by default after 10 minutes, here after 15
-# seconds. [When it hangs](../docs/guide/when_it_hangs.md) says why NCCL's stacks tell less, and what our watchdog does.
+# It is the other one, because rank 0 began its fifth collective, and rank 1 did not. Without the tools you would read
+# only the last line, which the *waiting* process printed. So look at the rank that is in no collective.
+# `parallel.timeout` ends a run that hangs, by default after 10 minutes, here after 15 seconds. The page [When it
+# hangs](../docs/guide/when_it_hangs.md) says how to read the recorder, and why NCCL's stacks tell less.
 #
 # ## 7. Exercises
 # 1. **Predict.** On a free T4, others trained Llama-3.2-1B by QLoRA with checkpointing, at 1,060 tokens a second. A
 #    token takes 6 operations for each of the 973 million weights of the blocks: 2 forward, 2 when that is repeated, and
 #    2 backward. It takes 4 for each of the head's 263 million, where nothing is repeated. What share of the T4's fp16
-#    peak, 65e12 operations a second, did the run reach? The answer is a number from 0 to 1.
-# 2. **Build.** Fill in `stalls(events)`, which returns seconds: the sum of the times from the end of a span whose name
-#    begins with `step` to the beginning of the next such span. Other spans do not count, the list is not sorted, and
-#    `ts` and `dur` are microseconds. With fewer than two steps the answer is 0.
+#    peak, 65e12 operations a second, did the run reach? (It is the HFU, because repeated work counts.)
+# 2. **Build.** Fill in `stalls(events)`, the sum of the seconds from the end of a span whose name begins with `step` to
+#    the beginning of the next such span. Other spans do not count, the list is not sorted, and `ts` and `dur` are
+#    microseconds. With fewer than two steps the answer is 0.
 # 3. **Reach.** A run leaks 3 MiB a step: step 1 peaks 3 MiB above the bill's `allocated_bytes`, step 2 peaks 6 MiB
-#    above it, and so on. CUDA's context takes `CONTEXT` of a T4's `T4.memory_bytes`. What is the number of the first
-#    step that does not fit?
+#    above it, and so on. CUDA's context takes `CONTEXT` of a T4's `T4.memory_bytes` (all three in MiB: Figure 1). What
+#    is the number of the first step that does not fit?
 
 # %% tags=["exercise"]
 share_of_the_peak = None
@@ -716,8 +738,7 @@ course.check(3, failing_step, of_leak, "the number of a step, a whole number")
 # <details><summary>Solutions</summary>
 #
 # ```python
-# # 11 %, called HFU. (choose_your_hardware.py says 0.31 of the same run: it counts
-# # the time for memory traffic as work, too.)
+# # 11 %. (choose_your_hardware.py has 0.31, which counts memory traffic as work, too.)
 # share_of_the_peak = (6 * 973e6 + 4 * 263e6) * 1060 / 65e12
 #
 #
@@ -736,9 +757,10 @@ course.check(3, failing_step, of_leak, "the number of a step, a whole number")
 # ## In one breath
 # - **Saves** guessing: a sampler shows *that* something grows or waits, a trace shows *when*, and a snapshot shows
 #   *which line*.
-# - **Costs** less than a thousandth of the run. A trace slows three steps down, and takes seconds to write.
-# - **Exact**: no bit of the run changes. Allocated, reserved, the card's and the process's memory are four numbers for
-#   one memory, and all of them are right.
+# - **Costs** less than a thousandth of the run for samples. A trace slows three steps down, and takes seconds to write.
+#   A snapshot slows every operation down.
+# - **Exact**: samples and a trace change no bit of the run. Allocated, reserved, the card's and the process's memory
+#   are four numbers for one memory, and all of them are right.
 # - **When**: samples always, a trace if tokens a second are below the estimate, and a snapshot if *allocated* rises.
 # - **When not**: do not trace a whole run, and conclude nothing from "100 %".
 #
