@@ -414,3 +414,12 @@ def test_an_older_library_of_the_hub_refuses_attempts_before_anything_is_sent(hu
         assert stderr.startswith(f"error: {option}: huggingface_hub ")
     code, _, stderr = launch("--bucket", "runs")
     assert (code, "--bucket 'runs': name a bucket of the hub, OWNER/NAME" in stderr) == (2, True)
+
+
+def test_a_copied_package_that_names_no_repository_ends_in_one_line(monkeypatch):
+    def missing(name):
+        raise jobs.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(jobs.importlib.metadata, "metadata", missing)
+    with pytest.raises(BadInput, match="it is not installed here: pip install -e"):
+        jobs.repository()
