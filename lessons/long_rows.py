@@ -10,19 +10,18 @@
 # # Long rows: which part of a step grows
 # > **Promise.** You fine-tune on contracts or code, and rows of 2,048 tokens cut each document into pieces. With longer
 # > rows the step dies with `CUDA out of memory`, although all switches are on. You will find the two parts that grow,
-# > and shrink both. Then the longest row of Llama-3.1-8B on a T4 grows from 12,783 tokens to 63,688, by estimate.
+# > and shrink both. Then the longest row of Llama-3.1-8B on a T4 grows from 12,783 tokens to 37,925, by estimate, if
+# > the machine around the card has enough memory.
 # >
-# > **Card.** saves the inner tensors of one MLP, and all saved block inputs / costs PCIe traffic and host memory /
-# > exact within rounding (tiles), exact (offload) / about 25 minutes / after [how the fast ones are
-# > fast](fused_lora.py)
+# > **Card.** saves most inner tensors of one MLP, and nearly all saved block inputs / costs PCIe traffic and host
+# > memory / exact within rounding (tiles), exact (offload) / about 25 minutes / after [fused LoRA](fused_lora.py)
 #
-# A model that sees a document only in pieces cannot learn how page 1 and page 40 belong together. So how long may a row
-# be on a T4, and which part of the memory stops it?
+# A model that sees only pieces cannot learn how page 1 and page 40 belong together.
 
 # %% Imports and settings tags=["hide-input"]
 import torch
 
-from cria_tricks import course
+from cria_tricks import course, recipes
 from cria_tricks.bench.style import Theme
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
@@ -43,15 +42,16 @@ GIB, MIB, KIB = 2**30, 2**20, 2**10
 # %% [markdown]
 # ## 1. The bill
 # The job is the course's QLoRA run with a larger model. Llama-3.1-8B has $L = 32$ blocks of width $D = 4096$, and its
-# MLPs have the inner width $F = 14336$. All switches of the core path are on, but without accumulation: a step has one
-# row of $T$ tokens.
+# MLPs have the inner width $F = 14336$. All switches of the course's main job are on (checkpointing, the chunked loss
+# and others), but a step has only one row, of $T$ tokens.
 #
 # Three parts of the bill are large: the weights; the inputs of all 32 blocks, which
 # [checkpointing](gradient_checkpointing.py) saves; and the [open block](../docs/glossary.md#open-block), which is the
-# block that checkpointing is recomputing, with all tensors inside it. Which part is the largest at 65,536 tokens?
+# block that checkpointing is recomputing, with all tensors inside it. How large is the single open block at 65,536
+# tokens, in per cent of the inputs of all 32 blocks?
 
-# %% Your guess: the largest part at 65,536 tokens tags=["predict"]
-guess = "no guess"  # @param ["no guess", "weights", "block inputs", "open block"]
+# %% Your guess: the open block, in % of all block inputs tags=["predict"]
+guess = 0  # @param {type:"number"}
 
 
 # %% Helper: the bill in four groups tags=["hide-input"]
@@ -86,7 +86,7 @@ print(f"{'GiB':18}" + "".join(f"{tokens:>8,}" for tokens in LENGTHS))
 for name in bills[0]:
     print(f"{name:18}" + "".join(f"{bill[name] / GIB:8.2f}" for bill in bills))
 print(f"{'peak':18}" + "".join(f"{sum(bill.values()) / GIB:8.2f}" for bill in bills))
-course.reveal(guess, max(bills[-1], key=bills[-1].get).partition(",")[0])
+course.reveal(guess, 100 * bills[-1]["open block"] / bills[-1]["block inputs"], "%")
 
 
 def growth(recipe):
@@ -95,28 +95,28 @@ def growth(recipe):
     return {name: (many[name] - few[name]) / 32_768 for name in many}
 
 
-inputs = 2 * L * D  # by hand, explained below
-of_mlp, others = 12 * INNER, 22 * D
+inputs, of_mlp = 2 * L * D, 12 * INNER  # by hand, explained below
+others = 22 * D  # not by hand: read off the package's list of tensors
 each = growth(job)
 print(f"block inputs: {each['block inputs'] / KIB:.1f} KiB a token")
 print(f"open block:   {each['open block'] / KIB:.1f} KiB a token")
-print(f"by hand:      {inputs / KIB:.0f}, and {of_mlp / KIB:.0f} + {others / KIB:.0f}")
+print(f"in the text:  {inputs / KIB:.0f}, and {of_mlp / KIB:.0f} + {others / KIB:.0f}")
 assert each["block inputs"] == inputs
 assert abs(each["open block"] - of_mlp - others) < KIB
 
 # %% [markdown]
-# Weights, adapters and optimizer states do not grow with the row. Neither do the logits, because [the chunked
-# loss](chunked_loss.py) takes a few tokens at a time. At 65,536 tokens the single open block takes 16 GiB, as much as
-# the inputs of all 32 blocks together.
+# Weights and optimizer states do not grow with the row. Neither do the logits, because [the chunked
+# loss](chunked_loss.py) takes a few tokens at a time. At 65,536 tokens the single open block is as large as the inputs
+# of all 32 blocks.
 #
 # Here is what one more token adds, with 2 bytes a number:
 #
 # - **Block inputs**: $D$ numbers for each of the $L$ blocks, which is $2LD$ bytes.
-# - **The MLP of the open block**: autograd saves four tensors of $F$ numbers, and at the peak of the backward pass two
-#   gradients of this size exist as well. Together this is $6F$ numbers, or $12F$ bytes.
-# - **The rest of the open block**: tensors of attention, fp32 copies of the norms, and gradients take $22D$ bytes. With
-#   [sdpa](flash_attention.py) this is linear in $T$. Eager attention would also store $T^2$ scores for each of 32
-#   heads, which is 256 GiB at 65,536 tokens.
+# - **The MLP of the open block**: autograd saves four tensors of $F$ numbers (gate, its SiLU, up, and their product),
+#   and at the peak of the backward pass two gradients of this size exist as well. Together this is $12F$ bytes.
+# - **The rest of the open block**: tensors of attention, fp32 copies of the norms, and gradients take $22D$ bytes by
+#   the package's list. With [sdpa](flash_attention.py) this is linear in $T$; eager attention would also store $T^2$
+#   scores for each head.
 
 
 # %% Draw figure 1 tags=["hide-input"]
@@ -160,7 +160,6 @@ course.show(
 # %% [markdown]
 # ## 2. From scratch, in three steps
 # An MLP maps each token by itself. Therefore it can take a few tokens at a time, a *tile*, and we can join the results.
-# Here is a small MLP in which all weights train.
 #
 # **Step 1: only cut.** Does autograd save fewer bytes when the MLP runs in eight tiles?
 
@@ -203,17 +202,19 @@ for way in (mlp, only_cut):
 # %% [markdown]
 # Cutting alone does not help, because autograd saves the inner tensors of every tile.
 #
-# **Step 2: save only the input, and compute each tile again** in the backward pass. This is checkpointing, applied to
-# one tile at a time. In the forward pass of a `torch.autograd.Function` autograd records nothing, so the inner tensors
-# of a tile are freed when the next tile runs. In the backward pass we run one tile forward and backward, and add its
-# weight gradients to those of the tiles before it. The weights are arguments of the Function, because only arguments
-# get gradients.
+# **Step 2: save only the input, and compute each tile again** in the backward pass. This is checkpointing for each
+# tile. In the forward pass of a `torch.autograd.Function` autograd records nothing, so the inner tensors of a tile are
+# freed when the next tile runs. In the backward pass we run one tile forward and backward, and add its weight gradients
+# to those of the tiles before it. The weights are arguments of the Function, because only arguments get gradients.
 
 
 # %%
 class Tiles(torch.autograd.Function):
+    """For an MLP without dropout, outside autocast: the second run must be the same."""
+
     @staticmethod
     def forward(ctx, x, mlp, tile, *weights):
+        # the weights are not saved: step 3 sends all saved tensors to the host
         ctx.mlp, ctx.tile, ctx.weights = mlp, tile, weights
         ctx.save_for_backward(x)
         return torch.cat([mlp(piece) for piece in x.split(tile)])
@@ -242,9 +243,9 @@ def in_tiles(x):
 # %% [markdown]
 # **Step 3: send the block inputs to the host**, which is the computer around the card. torch can call two functions of
 # ours for every tensor that autograd saves: the first when it is saved, the second when it is needed. With
-# checkpointing these tensors are the block inputs. The first function copies one to
+# checkpointing these tensors are the block inputs. The first copies one to
 # [pinned](../docs/glossary.md#pinned-memory) host memory, which the operating system may not move, so the card can read
-# it directly. The second function copies it back.
+# it directly. The second copies it back.
 
 # %%
 moved = []  # the bytes of each copy to the host
@@ -252,7 +253,7 @@ moved = []  # the bytes of each copy to the host
 
 def to_host(tensor):
     host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    host.copy_(tensor, non_blocking=True)
+    host.copy_(tensor, non_blocking=True)  # the card makes its copies in order
     moved.append(host.nbytes)
     return tensor.device, host
 
@@ -393,6 +394,7 @@ course.show(
 # %%
 def peak(way, tokens):
     x = torch.randn(tokens, d, requires_grad=True)
+    # the gradient of `sum` is one number; in a block the incoming one has d a token
     return peak_bytes(lambda: way(x).sum().backward(), alive=[x, *weights])
 
 
@@ -413,10 +415,11 @@ assert (grows[mlp], grows[in_tiles]) == (6 * f, d)
 
 # %% [markdown]
 # **The gradients.** A token's result is the same sum as before. But a weight's gradient was one sum over all tokens,
-# and now it is a sum of eight sums, so it is rounded differently. To tell rounding from a mistake, we also compute in
-# fp64. A mistake would stay there, but rounding errors shrink by about $2^{29}$, as fp64 has 29 more bits.
+# and now it is a sum of eight sums, so it is rounded differently. In fp64, which has 29 more bits, rounding errors
+# shrink by about $2^{29}$, but a mistake would stay.
 #
-# The copies to the host change nothing, so the gradients with them must be equal bit for bit.
+# The copies to the host change nothing, so the gradients with them must be equal bit for bit. (Here this checks only
+# the hooks. [An H200](../docs/benchmarks.md#a-first-sitting-on-an-h200) has confirmed it for copies over PCIe.)
 
 # %%
 far = {}
@@ -441,22 +444,22 @@ print("with the copies, all gradients are equal bit for bit")
 
 # %% [markdown]
 # ## 4. What it costs
-# **Tiles** cost at most one more matrix multiplication, the one with `down`, which plain checkpointing can skip. But
-# every tile reads and unpacks the weights again, so tiles should not be small. `tricks.tiled_mlp=true` takes $D$ tokens
-# for a tile.
+# **Tiles**: if its block is checkpointed as well, the class of step 2 runs the MLP forward three times, and not twice.
+# The package's version (deeper part above) costs at most one matrix multiplication more, the one with `down`, which
+# plain checkpointing can skip. But every tile reads and unpacks the weights again, so `tricks.tiled_mlp=true` takes
+# large tiles, of $D$ tokens.
 #
-# **Offload** copies each block input over the PCIe link to the host and back, which takes at most 1 % of a step. (With
-# `activation_offload=true` the card waits for each copy; with `overlapped` the copies run on a CUDA stream of their
-# own.)
+# **Offload** copies each block input over the PCIe link to the host and back, which takes at most 1 % of a step.
 #
-# The real price of long rows is attention, because its time grows with $T^2$: at 65,536 tokens it is half of the step.
-# No GPU has run these rows yet, so all seconds are predicted, as a range that public runs fall into.
+# The real price of long rows is attention, because its time grows with $T^2$: at 32,768 tokens it is a third of the
+# step. A hundred such rows take 4.7 to 7.0 hours. No GPU has run these rows, so the seconds are predicted,
+# with the range of [public runs](choose_your_hardware.py) of shorter rows.
 
 # %%
 t4 = find_card("t4")
 TILED, OFFLOAD = "tricks.tiled_mlp=true", "tricks.activation_offload=true"
 both = with_settings(job, [TILED, OFFLOAD])
-for tokens in LENGTHS:
+for tokens in (2048, 16_384, 32_768):
     step = folds.step(both, shape, t4, tokens)
     share = {part.name: f"{part.seconds / step.seconds:.1%}" for part in step.parts}
     print(f"{tokens:7,} tokens: {step.low:5.0f} to {step.high:3.0f} s a step,", end=" ")
@@ -465,9 +468,10 @@ for tokens in LENGTHS:
 # %% [markdown] tags=["deep"]
 # ### Deeper: the link, and the memory of the host
 # Copying the input of a block takes $2DT / \text{link}$ seconds. Computing the block takes $2WT / \text{rate}$ or more,
-# where $W$ is the number of its weights. From which length on is the copy shorter? It does not depend on the length,
-# because $T$ cancels. On a T4 the copy is shorter at every length, and by a factor of 35. For short rows, however,
-# *starting* each copy takes longest: on a B200, Unsloth's offload was slower below 384 to 512 tokens.
+# where $W$ is the number of its weights. The length does not matter, because $T$ cancels. On a T4 the copy is shorter
+# at every length, and by a factor of 35. For short rows, however, *starting* each copy takes longest: on a B200,
+# Unsloth's offload was slower below 384 to 512 tokens. With `activation_offload=true` the card waits for each copy;
+# with `overlapped` the copies run on a CUDA stream of their own.
 #
 # torch rounds each pinned tensor up to a power of two. An input of 32,768 tokens has exactly 256 MiB. With one more
 # token each of the 32 inputs takes 512 MiB. Colab's free machine has 12.7 GB, so its host stops this model at 32,768
@@ -500,8 +504,9 @@ for tokens in (32_768, 32_769, 65_536):
 
 # %% [markdown]
 # ## 5. The production switch
-# In plain Hugging Face code, tiles take one call of the package, because transformers has no tiled MLP. Offload is a
-# hook of torch, which also copies the frozen weights that autograd saves; our version leaves these on the card.
+# In plain Hugging Face code, tiles take one call of the package, because transformers has none. Offload is a hook of
+# torch; it also copies the frozen weights that autograd saves, and ours does not. (The printed code is a test's. For
+# this job, load the base in NF4, and take tiles of 4,096 tokens.)
 #
 # ```bash
 # cria train long_8b
@@ -510,17 +515,18 @@ for tokens in (32_768, 32_769, 65_536):
 #     --set tricks.tiled_mlp=true --set tricks.activation_offload=true
 # ```
 #
-# `long_8b` is a recipe for rows of 65,536 tokens on a T4 in Kaggle. The second command finds the longest row of a model
-# and checks the host.
+# `long_8b` has rows of 65,536 tokens on a T4 in Kaggle, because it also has the fused operations, tiles of 512 tokens
+# and rank 8. By estimate it needs 14.0 GiB. The second command answers with the longest row of a model.
 
 # %%
 print(tiled_mlp.PLAIN, activation_offload.PLAIN)
-print(diff(resolve(job, T4), resolve(both, T4)))  # what the package changes
+print("what the package changes in the plan of a step:")
+print(diff(resolve(job, T4), resolve(both, T4)))
 
 # %% [markdown]
-# Without these switches, the longest row of this job on a T4 has 12,783 tokens. Tiles alone allow 15,729 tokens, which
-# is 1.2 times as many, and offload alone allows 23,459, which is 1.8 times as many. How long is the row with both
-# switches on?
+# Without these switches, the longest row of this job on a T4 has 12,783 tokens. (Its peak is 11.8 GiB. With CUDA's own
+# and what the allocator may reserve it needs 14.0, and 5 % stay free.) Tiles alone allow 15,729 tokens, 1.2 times as
+# many, and offload alone 23,459, 1.8 times as many. How long is the row with both switches?
 
 # %% Your guess: tokens of the longest row with both tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -550,6 +556,7 @@ course.reveal(guess, longest["llama-3.1-8b"][3], "tokens")
 print(f"{'longest row':14}" + "".join(f"{way:>13}" for way in WAYS))
 for name, found in longest.items():
     print(f"{name:14}" + "".join(f"{tokens:13,}" for tokens in found))
+print("(the context of llama-3.2-1b ends at 131,072 tokens)")
 wide = with_settings(job, ["lora.r=32", *WAYS["both, fused"]])
 print(
     "llama-3.1-8b, both, fused, with adapters of rank 32: "
@@ -557,29 +564,36 @@ print(
 )
 # the numbers of the text
 assert longest["llama-3.1-8b"] == [12_783, 15_729, 23_459, 37_925, 63_688]
-assert [max(bill, key=bill.get) for bill in bills] == [
-    "weights, states",
-    "weights, states",
-    "open block",
-]
+alone = folds.estimate(job, shape, T4, 12_783)
+assert f"{alone.peak.bytes / GIB:.1f} {alone.needed_bytes / GIB:.1f}" == "11.8 14.0"
+assert alone.needed_bytes <= 0.95 * T4.memory_bytes
+recipe = recipes.long_8b(T4)
+assert f"{folds.estimate(recipe, shape, T4, 65_536).needed_bytes / GIB:.1f}" == "14.0"
+slow = folds.step(both, shape, t4, 32_768)
+assert f"{slow.low / 36:.1f} to {slow.high / 36:.1f}" == "4.7 to 7.0"
 
 # %% [markdown]
-# With both switches the row has 37,925 tokens, which is 3.0 times as many, so together they gain more than the sum of
-# their gains. The reason is that the length is the free memory divided by the bytes that a token adds. While one of the
-# two growing parts remains, the length can at most double.
+# With both switches the row is 3.0 times as long, because its length is the free memory divided by the bytes that a
+# token adds. Each of the two growing parts is half of these bytes, so while one remains, the length can at most double.
+# With both, a token adds 169 KiB and not 513 (deeper part).
 #
-# Taken away from both, tiles cost 14,466 tokens (the column *offload* is left), and offload costs 22,196. With [fused
-# adapters and blocks](fused_lora.py), which save fewer tensors in the open block, the row has 63,688 tokens. For
-# adapters of rank 32 we predict 60,890, and Unsloth publishes 40,724 on a 16 GB card. No T4 has run our rows yet.
+# If you switch tiles off again, you lose 14,466 tokens, and without offload 22,196. With the [fused
+# operations](fused_lora.py) as well (`tricks.fused_lora`, `tricks.fused_blocks`) a token adds 89 KiB, and the row has
+# 63,688 tokens. All of this is predicted, and it needs a host with 20 GB, such as Kaggle's. **Colab's free machine has
+# 12.7 GB, so there rows of the 8B end at 32,768 tokens** (section 6).
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: why the gains multiply
 # About 6.2 GiB are free for what grows. (The plan leaves a margin, and counts what the allocator may reserve: [the
 # lesson on a full card](a_full_card.py).) A token adds 513 KiB without the switches, 417 with tiles, 273 with offload,
-# and 169 with both, which is a third.
+# and 169 with both, which is a third. (With offload, two of the 32 inputs are on the card at the peak, which are 16
+# KiB.)
 #
 # Tiles remove only 96 of the 168 KiB of the MLP. The reason is that the peak then moves to another moment, the backward
-# pass of the second norm, where other tensors are alive.
+# pass of the second norm, where other tensors are alive. For adapters of rank 32 we predict rows of 60,890 tokens with
+# everything on. Unsloth publishes 40,724 on a 16 GB card, but until a T4 has run ours, the two cannot be compared. One
+# [H200](../docs/benchmarks.md#a-first-sitting-on-an-h200), held to the kernels and the memory of a T4, ran rows of
+# 59,007 tokens of Llama-3.2-1B with neither switch, where we predict 49,901.
 
 # %% tags=["deep"]
 names = ("neither", "tiles", "offload", "both")
@@ -594,6 +608,8 @@ whole, in_pieces = (
     growth(with_settings(job, settings))["open block"] / KIB
     for settings in ([], [TILED])
 )
+fused = growth(with_settings(job, WAYS["both, fused"]))
+assert round(sum(fused.values()) / KIB) == 89
 print(f"tiles remove {whole - in_pieces:.0f} of the MLP's {of_mlp / KIB:.0f} KiB")
 at_the_peak = folds.estimate(with_settings(job, [TILED]), shape, T4, 65_536).peak.lines
 assert round(whole - in_pieces) == 96
@@ -606,12 +622,11 @@ assert any("second norm" in line.why for line in at_the_peak)
 
 # %% [markdown]
 # ## 6. Where it breaks
-# **There is no message, but a weight never learns.** Autograd computes gradients only for the arguments of a Function.
-# If you forget `down` in the list, it gets no gradient. The cure is to pass every trained tensor of the MLP, adapters
-# included.
+# **There is no message, but a weight never learns.** If you forget `down` in the arguments of the Function, it gets no
+# gradient. The cure is to pass every trained tensor of the MLP, adapters included.
 #
 # **`a compiled block chooses itself what it keeps`.** The package refuses tiles with `compile`, with mixtures of
-# experts and with tensor parallelism. The cure is to switch one of the two off.
+# experts and with tensor parallelism.
 
 # %%
 for weight in weights:
@@ -628,19 +643,18 @@ except BadInput as error:
 
 # %% [markdown]
 # **Tiles gain nothing.** Qwen3-14B has 4,337 tokens with and without tiles, because its row is shorter than a tile of
-# $D = 5120$ tokens. Smaller tiles help: `tricks.tiled_mlp=1024`. Neither technique helps where the weights, the logits
-# of the plain loss, or the scores of eager attention are the largest part.
+# $D = 5120$ tokens. Smaller tiles help: `tricks.tiled_mlp=1024`.
 #
 # **The process is gone, without a message.** The memory of the host was full, so Linux ended the process. torch rounds
 # each pinned block input up to a power of two, so 32 inputs of 32,768 tokens take 8 GiB, and with one more token 16.
-# Colab's machine has 12.7 GB. The cure is a larger host or a shorter row.
+# The cure is a larger host or a shorter row.
 #
 # ## 7. Exercises
-# 1. **Predict.** Llama-3.2-1B has 16 blocks of width 2,048. How much pinned memory do the inputs of a row of 70,000
-#    tokens take, at 2 bytes a number? Your answer is a number of GiB.
+# 1. **Predict.** Llama-3.2-1B has 16 blocks of width 2,048. How many GiB of pinned memory do the inputs of a row of
+#    70,000 tokens take, at 2 bytes a number?
 # 2. **Build.** Cut the MLP across its inner width instead of across tokens. Fill in `by_width(x, gate, up, down,
 #    pieces)`. It returns the result of the MLP, shaped like `x`, and makes only `1 / pieces` of the inner numbers at a
-#    time. (`gate` and `up` are (f, d), `down` is (d, f). It takes four lines, and needs no gradients.)
+#    time. (`gate` and `up` are (f, d), `down` is (d, f). No gradients are needed.)
 # 3. **Reach.** A block has $W = 13 D^2$ weights, and each weight costs 2 operations for a token. A fast card reaches
 #    $400 \cdot 10^{12}$ operations a second, and its link carries $50 \cdot 10^9$ bytes a second. Below which width $D$
 #    does copying the input of a block, at 2 bytes a number, take longer than computing the block?
@@ -752,14 +766,15 @@ course.check(
 # ## In one breath
 # - **What grows with the row**: the block inputs, $2LD$ bytes a token, and the open block, $12F + 22D$. In Llama-3.1-8B
 #   both are 256 KiB.
-# - **Tiles** take the MLP out of the open block, and **offload** moves the block inputs to the host. For Llama-3.1-8B
-#   on a T4 we predict rows 1.2 times, 1.8 times and, with both, 3.0 times as long. [The longest
+# - **Tiles** take 96 of the MLP's 168 KiB a token out of the open block, and **offload** moves the block inputs to the
+#   host. For Llama-3.1-8B on a T4 we predict rows 1.2 times, 1.8 times and, with both, 3.0 times as long. [The longest
 #   rows](../docs/longest_rows.md) has other models and cards.
 # - **Costs**: the weights are read once for each tile, the copies take at most 1 % of a step (predicted), and the host
 #   needs pinned memory in powers of two.
 # - **Exact**: offload gives the same bits, and tiles add up the gradients of weights in another order.
 # - **When**: rows of many times $D$ tokens, with checkpointing and the chunked loss on. **When not**: short rows,
-#   `compile`, experts, tensor parallelism, or a small host.
+#   `compile`, experts, tensor parallelism, or a small host; or if weights, the logits of the plain loss or the scores
+#   of eager attention are the largest part.
 #
 # ## Sources
 # - Bekman et al. 2025, *Arctic Long Sequence Training*, arXiv 2506.13996, section 3.1.1 (TiledMLP).

@@ -83,26 +83,22 @@ def careful(optimizer, limit):
 
     return hook
 
-# %% 3: computed three times
-def tokens_to_hide(flops, link, size):  # the forward pass alone
-    return size * flops / (2 * link)
+# %% 3: a whole step
+def tokens_to_hide(flops, link, size):  # three passes, two copies
+    return size * flops / (3 * link)
 
-# %% 3: fetched twice
+# %% 3: the forward pass alone
 def tokens_to_hide(flops, link, size):
     return size * flops / (6 * link)
 
 # %% 3: multiply and add
 def tokens_to_hide(flops, link, size):
-    return 2 * size * flops / (3 * link)
-
-# %% 3: three passes
-def tokens_to_hide(flops, link, size):  # one product, two copies
     return size * flops / link
 
 # %% 3: size bytes
 def tokens_to_hide(flops, link, size):  # always 16 bits
-    return 2 * flops / (3 * link)
+    return 2 * flops / (2 * link)
 
-# %% 3: seconds of copies
+# %% 3: seconds of a copy
 def tokens_to_hide(flops, link, size):  # upside down
-    return 3 * link / (size * flops)
+    return 2 * link / (size * flops)
