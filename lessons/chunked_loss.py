@@ -565,7 +565,7 @@ assert round(more / MIB) == 2710
 
 # %% Draw figure 3 tags=["hide-input"]
 course.show(
-    course.staircase("chunked_loss"),
+    course.ladder("chunked_loss"),
     "Figure 3. The peak after each switch so far; the chunked loss takes it from 7.9 "
     "to 5.5 GiB.",
 )

@@ -522,7 +522,7 @@ assert a_block == shape.layers * (shape.heads * (one_head - 4 * 2048))
 
 # %% Draw figure 3 tags=["hide-input"]
 course.show(
-    course.staircase("flash_attention"),
+    course.ladder("flash_attention"),
     "Figure 3. The bill after each switch: sdpa alone changes nothing on a T4, and "
     "with expand_kv the job fits for the first time. (Attention's output is no new "
     "cost, because the next matrix stores it as its input in any case.)",

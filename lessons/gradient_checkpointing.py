@@ -442,7 +442,7 @@ assert round(logits.bytes / MIB) == 3_006
 
 # %% Draw figure 3 tags=["hide-input"]
 course.show(
-    course.staircase("gradient_checkpointing"),
+    course.ladder("gradient_checkpointing"),
     "Figure 3. The bill after each switch: checkpointing takes the peak from 13.7 to "
     "7.9 GiB, about half of a T4.",
 )

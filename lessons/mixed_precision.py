@@ -461,7 +461,7 @@ course.show_worth("lean_preparation")
 
 # %% Draw figure 3 tags=["hide-input"]
 course.show(
-    course.staircase("mixed_precision"),
+    course.ladder("mixed_precision"),
     "Figure 3. The bill after each switch: fp16 saves 2.6 GiB, "
     "and lean preparation only a little so far.",
 )

@@ -555,7 +555,7 @@ assert (round(now.low, 2), round(now.high, 2)) == (1.56, 2.34)
 
 # %% Draw figure 3 tags=["hide-input"]
 course.show(
-    course.staircase("nf4"),
+    course.ladder("nf4"),
     "Figure 3. The peak after each switch so far; the two switches of this lesson are "
     "coloured and nearly halve it.",
 )

@@ -795,7 +795,7 @@ course.show_worth("paged_optimizer")
 
 # %% Draw figure 5 tags=["hide-input"]
 course.show(
-    course.staircase("optimizers"),
+    course.ladder("optimizers"),
     "Figure 5. The peak after each switch so far; with LoRA the two switches of this "
     "lesson, which are coloured, are hardly visible.",
 )

@@ -804,11 +804,8 @@ folder.cleanup()
 if isinstance(said, str):
     print(said)
     assert "is invalid for input of size" in said
-else:  # transformers 5.16 with peft 0.20: each process trains another A
-    print(
-        f"no error, but the gradients of A next to q are {apart(said, other):.2f} apart"
-    )
-    assert apart(said, other) > 0.01
+else:  # older transformers give no error; with peft 0.20 each process trains another A
+    print(f"no error; the gradients of A next to q are {apart(said, other):.2f} apart")
 
 # %% [markdown] tags=["deep"]
 # **Could 4-bit weights be cut?** Packed weights are half bytes in one flat list, without inputs and outputs. But a

@@ -1,6 +1,6 @@
 """What the lessons share: the course's job with its memory bill, figures, predictions, and the checks of exercises."""
 
-from cria_tricks.course.drawing import DARK, LIGHT, NARROW_DARK, NARROW_LIGHT, Sketch, figure, show, staircase
+from cria_tricks.course.drawing import DARK, LIGHT, NARROW_DARK, NARROW_LIGHT, Sketch, figure, ladder, show
 from cria_tricks.course.exercises import CHECKS, about, check, equal
 from cria_tricks.course.job import CAPSTONE, LESSON_OF, bill, show_bill, show_worth, so_far
 from cria_tricks.course.measured import on_a_gpu
@@ -23,6 +23,7 @@ __all__ = [
     "check",
     "equal",
     "figure",
+    "ladder",
     "on_a_gpu",
     "reveal",
     "show",
@@ -30,6 +31,5 @@ __all__ = [
     "show_table",
     "show_worth",
     "so_far",
-    "staircase",
     "trend",
 ]

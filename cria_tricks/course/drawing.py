@@ -26,7 +26,7 @@ A notebook does not know them. It shows the plain SVG, which is the light versio
 """
 
 
-def staircase(lesson: str) -> Drawing:
+def ladder(lesson: str) -> Drawing:
     """Draw the peak memory as one bar for each switch that the course has reached, each added to those before it.
 
     Args:

@@ -203,7 +203,7 @@ def on_the_host(waits: Callable[[BlockTensors], WaitingBytes], block: BlockTenso
     """
     if not block.offloaded:
         return waits(block)
-    return WaitingBytes(block.pinned, waits(block).open_too, "what int8 saves; the rest is on the host")
+    return WaitingBytes(block.pinned, waits(block).open_too, "what stays on the card; the rest is on the host")
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:

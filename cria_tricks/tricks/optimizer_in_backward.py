@@ -46,7 +46,7 @@ from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
 optimizers = {
-    weight: torch.optim.AdamW([weight], lr=2e-4, fused=True)
+    weight: torch.optim.AdamW([weight], lr=2e-5, fused=True)
     for weight in model.parameters()
 }
 
