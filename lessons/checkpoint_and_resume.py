@@ -9,17 +9,18 @@
 
 # %% [markdown]
 # # Checkpoint and resume: a Colab runtime that dies at minute 89
-# > **Promise.** Colab ends your session at minute 89, and the run of the last hour is gone, unless you can continue
-# > from a file. You will build a checkpoint that survives a kill in the middle of a save, and you will stop a run after
-# > each of its steps and end with the same bits. You will also see which missing part no loss curve shows.
+# > **Promise.** Your run needs two hours, and Colab ends the session after 89 minutes. All the work is gone, unless you
+# > can continue from a file. You will build a checkpoint that survives a kill in the middle of a save. You will stop a
+# > run after each of its steps and end with the same bits. You will also see that most missing parts are not visible in
+# > a loss curve.
 # >
-# > **Card.** saves the work that was done when the machine goes away / costs 6 bytes of disk for each trained number,
-# > and seconds for each save / exact, bit for bit, on a CPU / about 25 minutes / after [8-bit
+# > **Card.** saves the work that was done when the machine goes away / costs 6 bytes of disk for each trained number
+# > (12 with fp32 moments), and seconds for each save / exact, bit for bit, on a CPU / about 25 minutes / after [8-bit
 # > optimizers](optimizers.py)
 #
-# This lesson does not change the memory bill by a byte: the job still needs 1,516 MiB at its peak. It matters because a
-# run that fits the card is worth nothing if it dies before it ends. Colab and Kaggle take their machines away, and
-# everything on their disks is lost.
+# This lesson does not change the memory bill by a byte: the job still needs 1,516 MiB at its peak. Our job is short (6
+# to 9 minutes on a T4, predicted), but [36 such runs](when_libraries_lie.py) or a larger model take hours. Colab and
+# Kaggle take their machines away, and everything on their disks is lost.
 
 # %% Imports and settings tags=["hide-input"]
 import atexit
@@ -82,11 +83,11 @@ assert bill.peak_bytes // 2**20 == 1516
 # - the trained numbers, 4 bytes each
 # - AdamW's two moments. With [8-bit states](optimizers.py) they take 1 byte each, and 4 bytes for the scale of every
 #   256 of them
-# - the two tables of 256 levels in fp32, which all 8-bit states share
-# - the learning rate schedule, the loss scale, the position in the data, and the [random states
-#   (RNG)](../docs/glossary.md#random-state-rng) of Python, numpy and torch, a few KiB together
+# - two tables for all 8-bit states: the 256 values, in fp32, for which a byte of each moment can stand
+# - the learning rate schedule, the [loss scale](../docs/glossary.md#loss-scale), the position in the data, and the
+#   [random states (RNG)](../docs/glossary.md#random-state-rng) of Python, numpy, torch and each GPU, a few KiB together
 #
-# Our adapter has 11,272,192 trained numbers. How many MB does a checkpoint take?
+# Our adapter has 11,272,192 trained numbers. How many MB (10⁶ bytes, as drives count) does a checkpoint take?
 
 # %% Your guess: MB of a checkpoint tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -94,7 +95,7 @@ guess = 0  # @param {type:"number"}
 # %%
 n = 11_272_192
 predicted = {"trained": 4 * n, "moments": 2 * n}
-predicted |= {"scales": 2 * 4 * n // 256, "tables": 2 * 4 * 256}
+predicted |= {"scales": 2 * 4 * n // 256, "tables": 2 * 4 * 256}  # 2 moments, fp32
 
 adapter = nn.Parameter(torch.randn(n))  # all of it as one tensor
 adapter.grad = torch.randn(n)
@@ -102,8 +103,7 @@ optimizer = AdamW8bit([adapter])
 optimizer.step()  # the first step creates the moments
 states = optimizer.state[adapter].values()
 counted = adapter.nbytes + sum(s.nbytes for s in states if torch.is_tensor(s))
-print(f"predicted {sum(predicted.values()):,} bytes: {predicted}")
-print(f"counted {counted:,} bytes")
+print(f"predicted {sum(predicted.values()):,} bytes, counted {counted:,}: {predicted}")
 assert counted == sum(predicted.values())
 course.reveal(guess, counted / 1e6, "MB")
 
@@ -159,7 +159,7 @@ course.show(
 # %% [markdown]
 # ## 2. From scratch
 # **A run that has everything.** Python's generator shuffles the rows, torch's generator drives dropout, the learning
-# rate falls, and fp16 has a loss scale. The run is small, so that we can repeat it 60 times.
+# rate falls, and fp16 has a loss scale. The run is small and on the CPU, so that we can repeat it 60 times.
 
 # %%
 import os
@@ -200,13 +200,13 @@ class Run:
         self.to_come = self.to_come[8:]
         with torch.autocast("cpu", torch.float16):
             y = self.model(inputs[rows])
-        loss = (y.float() - targets[rows]).square().sum()
+        loss = (y.float() - targets[rows]).square().sum()  # large: some steps overflow
         scale = self.scaler.get_scale()
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        if self.scaler.get_scale() >= scale:  # else the step was skipped (overflow)
+        if self.scaler.get_scale() >= scale:  # it halves when it skips a step
             self.schedule.step()
         return loss.item() / y.numel()
 
@@ -220,7 +220,9 @@ class Run:
 # %% [markdown]
 # **Name every part of the state.** This run has seven parts. For each one we need a function that reads it and a
 # function that restores it. The position in the data is the list of rows that are still to come in this epoch.
-# (transformers stores no list: it shuffles again with the same seed, and skips the rows that were used.)
+# (transformers stores no list: it shuffles again with the same seed, and skips the rows that were used.) On a GPU there
+# is an eighth part, because dropout draws from the GPU's own generator: `torch.cuda.get_rng_state_all` and
+# `torch.cuda.set_rng_state_all`.
 
 
 # %%
@@ -230,7 +232,7 @@ def parts(run):
         "optimizer": (run.optimizer.state_dict, run.optimizer.load_state_dict),
         "schedule": (run.schedule.state_dict, run.schedule.load_state_dict),
         "scaler": (run.scaler.state_dict, run.scaler.load_state_dict),
-        "position": (lambda: run.to_come, run.to_come.extend),
+        "position": (lambda: run.to_come, lambda rows: setattr(run, "to_come", rows)),
         "python": (random.getstate, random.setstate),
         "torch": (torch.get_rng_state, torch.set_rng_state),
     }
@@ -249,7 +251,8 @@ def restore(run, saved, without=""):
 # %% [markdown]
 # **Write the whole file or nothing.** `overwrite` replaces the old file, so a kill in the middle leaves half of a new
 # one. `write_aside` writes under a temporary name, waits until the disk has every byte, and then renames. Within one
-# file system a rename happens completely or not at all.
+# file system a rename happens completely or not at all. A folder is a list of names, so it must reach the disk, too.
+# (On a mounted Drive this wait does not include the upload.)
 
 
 # %%
@@ -272,14 +275,15 @@ def write_aside(state, folder, step):
     torch.save(state, aside / "state.pt")
     sync(aside / "state.pt")  # the bytes
     sync(aside)  # the file's name
+    shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
     aside.rename(final)
     sync(folder)  # the folder's new name
 
 
 def newest(folder):
     whole = [path for path in folder.iterdir() if path.suffix != ".partial"]
-    # Compare numbers, because as text "9" comes after "21".
-    return max(whole, key=lambda path: int(path.name.split("-")[1])) / "state.pt"
+    # Compare numbers, because as text "9" comes after "21". None: start from step 0.
+    return max(whole, key=lambda path: int(path.name.split("-")[1]), default=None)
 
 
 run = Run()
@@ -288,15 +292,16 @@ folder = Path(tempfile.mkdtemp())
 write_aside(state(run), folder, 21)
 run.train(3)
 again = Run()
-restore(again, torch.load(newest(folder)))
+restore(again, torch.load(newest(folder) / "state.pt"))
 again.train(3)
 print("the losses of steps 22 to 24, after a resume:", again.losses)
 assert again.losses == run.losses[21:]
 
 # %% [markdown]
 # ## 3. Prove it
-# **First proof: a kill in the middle of a save.** Two processes save step 24 over a checkpoint of step 21. When half of
-# the bytes are written, each process gets SIGKILL, which no program can catch. What is left to go back to?
+# **First proof: a kill in the middle of a save.** A checkpoint of step 21 exists, and a process saves step 24, once
+# in each way. When half of the bytes are written, the process gets SIGKILL, which no program can catch. What is left to
+# go back to?
 
 # %% Helper: save in a child process, and kill it half way tags=["hide-input"]
 CHILD = """
@@ -356,14 +361,13 @@ for way, place in places.items():
     assert killed_half_way(way, place) == -signal.SIGKILL
     left = sorted(str(path.relative_to(place)) for path in place.glob("**/*.pt"))
     print(way.__name__, "left", *left)
-print(refusal(places[overwrite] / "state.pt").partition(". ")[0])
-assert newest(places[write_aside]).parent.name == "checkpoint-21"
+print("torch.load:", refusal(places[overwrite] / "state.pt").partition(". ")[0])
+assert newest(places[write_aside]).name == "checkpoint-21"
 
 # %% [markdown]
-# `overwrite` has destroyed step 21 and not made step 24. (The message for half a file depends on its length:
-# `EOFError`, `PytorchStreamReader failed reading zip archive`, or `Invalid argument`.) `write_aside` still has step 21,
-# and an unfinished folder that nothing reads. A kill does not test `sync`, because the system's cache survives a dead
-# process. `sync` is for a machine that loses power, which we cannot rehearse here.
+# `overwrite` has destroyed step 21 and not made step 24. (torch's message depends on the length of the half.)
+# `write_aside` still has step 21, and an unfinished folder that nothing reads. A kill does not test `sync`, which is
+# for a machine that loses power: the system's cache survives a dead process.
 #
 # **Second proof: the seven parts are enough.** Stop after each of the first 59 steps, continue in a fresh run, and
 # compare losses and weights bit for bit.
@@ -379,7 +383,7 @@ def resumed(stop, without=""):
     run.train(stop)
     write_aside(state(run), place, stop)
     run = Run()
-    restore(run, torch.load(newest(place)), without)
+    restore(run, torch.load(newest(place) / "state.pt"), without)
     run.train(STEPS - stop)
     return run
 
@@ -392,9 +396,8 @@ for stop in range(1, STEPS):
 print(f"{STEPS - 1} stops, {STEPS - 1} times the same losses and weights, bit for bit")
 
 # %% [markdown]
-# **Third proof: each part is needed.** Stop after step 21, in the middle of an epoch, and leave out one part. Most
-# people check the first loss after a resume, and the end of the curve. For how many of the seven parts is that first
-# loss wrong when the part is missing?
+# **Third proof: each part is needed.** Stop after step 21, in the middle of an epoch, and leave out one part. For how
+# many of the seven parts is that first loss wrong when the part is missing?
 
 # %% Your guess: parts, of seven, whose absence the first loss shows tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -409,14 +412,14 @@ course.reveal(guess, len(seen), "of seven parts")
 
 # %% Print what each missing part changes tags=["hide-input"]
 print("left out   first loss   weights off at the end   loss of the last epoch")
+right_end = sum(whole.losses[-6:]) / 6
+print(f"{'nothing':9}{whole.losses[21]:12.4f}{0:25.1%}{right_end:25.4f}")
 for part, run in runs.items():
     off = (run.weights[-1] - whole.weights[-1]).norm() / whole.weights[-1].norm()
     last_epoch = sum(run.losses[-6:]) / 6
     print(f"{part:9}{run.losses[0]:12.4f}{off:25.1%}{last_epoch:25.4f}")
-right_end = sum(whole.losses[-6:]) / 6
 lower = [part for part, run in runs.items() if sum(run.losses[-6:]) / 6 < right_end]
 assert (len(seen), len(lower)) == (3, 5)
-print(f"{'nothing':9}{whole.losses[21]:12.4f}{0:25.1%}{right_end:25.4f}")
 
 
 # %% Draw figure 2 tags=["hide-input"]
@@ -470,25 +473,29 @@ course.show(
 )
 
 # %% [markdown]
-# No resume raised an error, and only missing weights stand out. Five of the seven wrong runs even end with a lower loss
-# than the right one. For four parts the first loss is right to the last bit, because moments, schedule and loss scale
-# act when the weights next move, and Python's generator is used when the next epoch starts. What happens without the
+# No resume raised an error, and only missing weights stand out. Five of the seven wrong runs even have a lower loss in
+# the last epoch than the right one (the line "nothing"). For four parts the first loss is right to the last bit. It is
+# computed before the weights change again, and moments, learning rate and loss scale act only on that change. Python's
+# generator is needed only at the next epoch. What happens without the
 #
-# - *optimizer*: the moments are zero, and Adam starts again with steps of full size.
-# - *schedule*: the learning rate jumps back to its start, and falls too late.
-# - *scaler*: the loss scale is 65,536 again, and steps are skipped until it fits.
+# - *optimizer*: the moments are zero, and one step has the first learning rate, because the optimizer's state holds it.
+# - *schedule*: from the second step on the learning rate is that of the start, and falls too late.
+# - *scaler*: the loss scale is 65,536 again. Three steps are skipped until it fits, and the schedule waits, too.
 # - *position*: an epoch starts anew, so 24 rows of the old one are never used.
 # - *random states*: the order of the rows and dropout are drawn anew.
 #
-# Losing a random state gives you a different run, not a worse one. Losing one of the first three gives you another
-# *recipe*. However, comparing bits is the only test that notices all of them, so we save the random states, too.
+# Losing a random state gives you a different run, not a worse one. Losing optimizer, schedule or position gives you
+# another *recipe*. Comparing bits is the only test that notices all of them, so we save the random states, too. (On a
+# GPU compare the *state* after loading, because some kernels add in no fixed order.)
 #
 # ## 4. What it costs
-# A save stops the run for $C$ seconds. If a machine lives $M$ seconds on average, then saving every $T$ seconds costs
-# the share $C/T$ of the time, and each death loses half an interval, the share $T/2M$. The sum is smallest at $T =
-# \sqrt{2CM}$, where both are equal, and it is $\sqrt{2C/M}$ (Young 1974). Assume $M$ = 90 minutes and $C$ = 20 s: then
-# the best interval is 465 s, and it wastes 8.6 % of the time. With $C$ = 2 s it is 147 s and 2.7 %. What is your $C$?
-# The cell measures it on this disk, and a copy to Drive comes on top.
+# There are two kinds of ends. For a known one, save shortly before it. The other comes at any time: say, a machine
+# lives $M$ seconds on average. A save stops the run for $C$ seconds, so saving every $T$ seconds costs the share $C/T$
+# of the time. Each death loses half an interval on average, $T/2$ of $M$ seconds, so the share $T/2M$. The sum of both
+# has the derivative $-C/T^2 + 1/2M$, which is zero at $T = \sqrt{2CM}$, where the sum is $\sqrt{2C/M}$ (Young 1974).
+#
+# Assume $M$ = 2 hours and $C$ = 20 s: then the best interval is 537 s, and it wastes 7.5 % of the time. With $C$ = 2 s
+# it is 170 s and 2.4 %. What is your $C$? The cell measures it on this disk, and a copy to Drive comes on top.
 
 # %%
 began = time.perf_counter()
@@ -508,8 +515,8 @@ def wasted(interval, cost, lives):
     return 1 - (saved * interval).sum() / lives.sum()
 
 
-M = 90 * 60
-assert [round((2 * C * M) ** 0.5) for C in (20, 2)] == [465, 147]
+M = 2 * 60 * 60
+assert [round((2 * C * M) ** 0.5) for C in (20, 2)] == [537, 170]
 lives = np.random.default_rng(0).exponential(M, 200_000)
 for C in (2, 20):
     T = (2 * C * M) ** 0.5
@@ -577,35 +584,40 @@ course.show(
 # %% [markdown] tags=["deep"]
 # The curve is flat around its minimum: at half or twice the best interval the waste grows by about a quarter. So a
 # rough guess of $M$ is enough (Google names no number). On the far left the formula gives too much, because it assumes
-# that a save is short compared with the interval. A *known* end, such as minute 90, is another problem: one save
-# shortly before it costs 0.4 %, not 8.6 %.
+# that a save is short compared with the interval. A *known* end, such as minute 120, is another problem: if no other
+# end comes before it, one save shortly before it costs 0.3 %, not 7.5 %.
 
 # %% [markdown]
 # ## 5. The production switch
-# You know some ends in advance and others not, so there are two kinds of switches. For an end that comes without a
-# warning, `train.save_steps` (every 7 of this recipe's 42 steps) and `train.save_minutes` (10) save regularly. For an
-# end that you know, `train.time_budget` stops the run in time. The newest two checkpoints are kept, and `train.mirror`
-# gets a copy of each. In Colab this is one cell, which you run again after every disconnect:
+# For an end that comes without a warning, `train.save_steps` (every 7 of this recipe's 42 steps) and
+# `train.save_minutes` (10, for longer runs) save regularly. For an end that you know, `train.time_budget` stops the run
+# in time. The newest two checkpoints are kept (three while one is written), and `train.mirror` gets a copy of each. In
+# Colab, install the package and run this again after every disconnect:
 #
 # ```
+# from google.colab import drive
+# drive.mount("/content/drive")
 # !cria train kwanzaa --out /content/kwanzaa --resume \
 #   --set train.mirror=/content/drive/MyDrive/kwanzaa --set train.time_budget=80m
 # ```
 #
-# In plain Hugging Face code:
+# In plain Hugging Face code, after the same mount:
 #
 # ```python
 # from transformers.trainer_utils import get_last_checkpoint
 #
-# settings = TrainingArguments("out", save_steps=7, save_total_limit=2)
+# out = "/content/drive/MyDrive/out"  # Colab deletes its own disk
+# settings = TrainingArguments(out, save_steps=7, save_total_limit=2)
 # trainer = Trainer(model, settings, train_dataset=rows)
-# trainer.train(resume_from_checkpoint=get_last_checkpoint("out"))  # None: from the start
+# last = get_last_checkpoint(out)  # None: from the start
+# needed = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
+# assert last is None or needed <= set(os.listdir(last))  # section 6 says why
+# trainer.train(resume_from_checkpoint=last)
 # ```
 #
-# These switches are worth no byte of the memory bill, added to the earlier lessons or taken away from the whole job;
-# they cost only the seconds of the saves. Here is the whole story on a toy of two blocks. The time budget ends the run
-# after its first step, then the machine is lost, and the drive is not. (It runs on the CPU even if you have a card,
-# because on a card sums have no fixed order, and this lesson compares bits.)
+# These switches save no byte of the memory bill, added to the earlier lessons or taken away from the whole job. The
+# time budget ends this toy run after its first step, then the machine is lost, and the drive is not. (It runs on the
+# CPU even if you have a GPU, because some GPU kernels add in no fixed order, and this lesson compares bits.)
 
 # %% Helpers: train a toy run tags=["hide-input"]
 toy = [
@@ -733,14 +745,21 @@ def by_transformers(folder, resume=None):
 
 
 def resume_without(missing, checkpoint):
-    """Go on from a checkpoint that lacks a file: the weights, and the warnings."""
+    """Go on from a checkpoint that lacks a file: the weights, and how many warnings
+    Python and transformers' log have."""
     incomplete = new_place() / checkpoint.name
     shutil.copytree(checkpoint, incomplete)
     (incomplete / missing).unlink(missing_ok=True)
+    logged = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = logged.append
+    log = logging.getLogger("transformers")
+    log.addHandler(listener)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         weights = by_transformers(new_place(), resume=str(incomplete))
-    return weights, len(heard)
+    log.removeHandler(listener)
+    return weights, len(heard) + len(logged)
 
 
 # %%
@@ -756,9 +775,10 @@ assert not any(torch.equal(other, end) for other in ends.values())
 assert torch.equal(ends["optimizer.pt"], ends["scheduler.pt"])
 
 # %% [markdown]
-# There is no error and no warning. If only the schedule's 1.4 KB are missing, transformers does not read the moments
-# either, although they are there, because one `if` asks for both files. The cure is a list of the files that must be
-# there. `cria` has one, so it passes over a checkpoint that is not whole, and takes an older one.
+# There is no error, and no warning of Python's or in transformers' log. The two equal numbers have one cause: if only
+# the schedule's 1.4 KB are missing, transformers does not read the moments either, although they are there, because one
+# `if` asks for both files. The cure is a list of the files that must be there. `cria` has one, so it passes over a
+# checkpoint that is not whole, and takes an older one.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: `Weights only load failed`, and numpy's random state
@@ -796,7 +816,8 @@ assert torch.load(place / "cured.pt") == random_state_of_numpy()
 # 1. **Predict.** Full fine-tuning as in [the lesson on the bill](the_bill.py): 1,235,814,400 weights in fp32, and AdamW
 #    with fp32 moments. How many bytes do weights and moments take in a checkpoint? (A free Drive has 15 GB.)
 # 2. **Build.** A save need not stop the run: take a *snapshot* in memory, and write it while training goes on. Fill in
-#    `snapshot(run)`. It returns a dict of all seven parts, as `state` does and as `restore` takes it.
+#    `snapshot(run)`. It returns a dict of all seven parts, as `state` does and as `restore` takes it. (Does `state`
+#    copy the tensors, or will training change them?)
 # 3. **Reach.** A save takes 2 s. How many seconds must machines live on average, so that the best interval wastes 1 %
 #    of the time?
 
@@ -920,7 +941,7 @@ course.check(
 # ```python
 # from copy import deepcopy
 #
-# # one fits a free Drive, and two are there while one is written
+# # one fits a free Drive (15 GB), and a second one does not
 # bytes_of_a_full_checkpoint = 12 * 1_235_814_400
 #
 #
@@ -935,10 +956,10 @@ course.check(
 #
 # ## In one breath
 # - **Saves** the work of a run whose machine goes away: at most one interval is lost, however long the run is.
-# - **Costs** 6 bytes of disk for each trained number (68 MB; three checkpoints while one is written), and $\sqrt{2C/M}$
-#   of the time.
-# - **Exact**, bit for bit, if every part of the state is there, and versions and machine are the same. On a GPU sums
-#   have no fixed order, with or without a stop.
+# - **Costs** 6 bytes of disk for each trained number with 8-bit states (68 MB; three checkpoints while one is written),
+#   and $\sqrt{2C/M}$ of the time.
+# - **Exact**, bit for bit, if every part of the state is there, and versions and machine are the same. On a GPU some
+#   kernels add in no fixed order, with or without a stop (`torch.use_deterministic_algorithms` forbids them).
 # - **When**: always, if a run is longer than you would like to repeat. Test it by a kill and by comparing bits, because
 #   no curve shows what is missing.
 # - **When not**: for a run of seconds. And a checkpoint is not a result: publish the adapter, not the moments.

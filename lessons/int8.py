@@ -8,20 +8,20 @@
 
 # %% [markdown]
 # # int8: frozen weights in eight bits, outliers apart
-# > **Promise.** `load_in_8bit=True` looks like the careful choice: it halves the frozen weights, and it costs about a
-# > tenth of the quality that NF4 costs. You will write its arithmetic yourself, compute the bill of a training step
-# > with it, and find memory that bitsandbytes keeps and nobody needs. Then you can tell when eight bits are right for
-# > you.
+# > **Promise.** `load_in_8bit=True` looks like the careful choice: it halves the frozen matrices, and in our small test
+# > the loss rose a tenth as much as with NF4. You will write its arithmetic yourself, compute the bill of a training
+# > step with it, and find memory that bitsandbytes keeps and nobody needs. Then you can tell when its memory and its
+# > rounding are right for you.
 # >
 # > **Card.** saves half of the frozen matrices: 16 bits a weight become 8 / costs inputs that bitsandbytes keeps, and
 # > time / claim: approximate, each number moves by at most half a step of its scale / about 25 minutes / after
 # > [NF4](nf4.py)
 #
 # ## 1. The bill
-# Our job is LoRA fine-tuning of Llama-3.2-1B on a T4, with one row of 2,048 tokens at a time. Before [NF4](nf4.py) its
-# peak was 2,927 MiB, and 1,856 MiB of these were the frozen matrices in 16 bits. In eight bits a weight takes one byte,
-# and each output feature of a matrix has one fp32 *scale*. So the matrices need only about half of their bytes. What
-# would the peak be, if we had chosen int8 in place of NF4? You will see the answer in section 5.
+# Our job is LoRA fine-tuning of Llama-3.2-1B on a T4, with one row of 2,048 tokens at a time. Before [NF4](nf4.py),
+# with checkpointing and the chunked loss, its peak was 2,927 MiB, and 1,856 MiB of these were the frozen matrices in 16
+# bits. In eight bits a weight takes one byte, and each output feature of a matrix has one fp32 *scale*. What would the
+# peak be with int8 (section 5)?
 
 # %% Your guess: MiB of the peak with int8 tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -55,7 +55,7 @@ KIB, MIB = 2**10, 2**20
 L, WIDTH, KEYS, INNER = 16, 2048, 512, 8192
 # q and o; k and v; gate, up and down
 weights = L * (2 * WIDTH * WIDTH + 2 * WIDTH * KEYS + 3 * WIDTH * INNER)
-scales = L * (2 * WIDTH + 2 * KEYS + 2 * INNER + WIDTH)
+scales = L * (2 * WIDTH + 2 * KEYS + 2 * INNER + WIDTH)  # q, o; k, v; gate, up; down
 in_8_bits = weights + 4 * scales
 print(f"{weights:,} weights, {2 * weights / MIB:,.1f} MiB in 16 bits")
 print(f"{in_8_bits / MIB:,.1f} MiB in 8 bits, scales included")
@@ -64,9 +64,9 @@ print(f"{in_8_bits / MIB:,.1f} MiB in 8 bits, scales included")
 # ## 2. From scratch, in four steps
 # ### Step 1: round a vector to 255 integers
 # Take a vector of numbers, and call its largest absolute value $m$ (*absmax*). Divide the range from $-m$ to $m$ into
-# 254 equal steps, and store the integer of the nearest mark, $\text{code}=\text{round}(127\,w/m)$. So no number moves
-# by more than half a step, $m/254$. In a matrix, the weights of one output feature form a vector and share one $m$. We
-# practise on random numbers in the shape of Llama's `k_proj`.
+# 254 equal steps of $m/127$, and store the integer of the nearest mark, $\text{code}=\text{round}(127\,w/m)$. (torch
+# rounds a half to the even integer.) So no number moves by more than half a step, $m/254$. The weights of one output
+# feature share one $m$. We practise on random numbers in the shape of Llama's `k_proj`.
 
 # %%
 import torch
@@ -100,7 +100,7 @@ print(f"rounding error of the weights: {error(stored, w.float()):.2%}")
 assert (moved <= absmax[:, None] / 254 * 1.001).all()
 
 # %% [markdown]
-# NF4's rounding error on such numbers is 9.2 %, eleven times as large.
+# [NF4](nf4.py)'s rounding error on such numbers is 9.2 %, eleven times as large.
 #
 # ### Step 2: multiply integers
 # NF4 unpacks a matrix and then multiplies in 16 bits. With int8 we can multiply the integers themselves, if the input
@@ -109,7 +109,8 @@ assert (moved <= absmax[:, None] / 254 * 1.001).all()
 #
 # $$\sum_d x_{td}\, w_{nd} \approx \frac{a_t\, b_n}{127^2} \sum_d \text{code}_{td}\,\text{code}_{nd}$$
 #
-# This is *vector-wise* quantization. The sums need 32 bits. In 8 bits they overflow, and torch reports no error.
+# This is *vector-wise* quantization. The sums need 32 bits, because in 8 bits they overflow, and torch reports no
+# error.
 
 
 # %%
@@ -132,10 +133,11 @@ assert wrapped == 4 * 127 * 127 % 256
 
 # %% [markdown]
 # ### Step 3: see what an outlier does
-# Large transformers have a few features whose values are up to 20 times as large as the others, for all tokens and
-# always in the same columns of the input. Such an *outlier* determines the scale of its whole token. All other features
-# of this token must then share the few integers near zero. We set one feature to a large value, and we compare the
-# error with what the other 2,047 features contribute to the output.
+# Large transformers have a few features whose values are up to 20 times as large as the others, for most tokens and in
+# the same columns of the input. Such an *outlier* sets the scale of its token, so all its other features share the few
+# integers near zero. We set one feature to a large value, and divide the error of the output by the part of it that the
+# other 2,047 features make: 100 % means that this part is lost. We compare with the *stored* weights, so from here on
+# only the error of the rounded *input* counts: 0.83 % without an outlier, not the 1.18 % of step 2.
 
 
 # %%
@@ -156,14 +158,14 @@ def damage(way, size):
     return ((way(given) - given @ stored.T).norm() / others.norm()).item()
 
 
-for size in (6, 20, 60):
-    print(f"outlier of {size:2}: {damage(vector_wise, size):5.1%} off")
+for size in (0, 6, 20, 60):
+    print(f"outlier of {size:2}: {damage(vector_wise, size):5.2%} off")
 assert damage(vector_wise, 60) > 9 * damage(vector_wise, 6)
 
 # %% [markdown]
 # ### Step 4: multiply outlier columns apart
-# The method LLM.int8() looks for columns of the input in which any token has a value of 6 or more. It multiplies these
-# few columns in floating point, and all other columns as integers, whose scales no outlier has stretched.
+# The method LLM.int8() looks for columns of the input in which any token has an absolute value of 6 or more. It
+# multiplies these few columns in floating point, and all others as integers.
 
 
 # %%
@@ -171,6 +173,7 @@ def decompose(x, threshold=6.0):
     """Return codes and scales without outliers, and which columns have outliers."""
     large = x.abs() >= threshold
     columns = large.any(dim=0)
+    # as in bitsandbytes, the small values of these columns still count for absmax
     x_codes, x_absmax = to_codes(x.masked_fill(large, 0))
     x_codes[:, columns] = 0  # multiplied apart, also where they are small
     return x_codes, x_absmax, columns
@@ -294,9 +297,8 @@ assert round(100 * error(stored, w.float()), 2) == 0.83
 
 # %% [markdown]
 # ## 3. Prove it
-# The claim is *approximate*. Step 1 showed the bound: no number moves by more than half a step of its scale. Now we
-# show that our integers are those of bitsandbytes, bit for bit, for the weights and for an input with an outlier. The
-# outlier columns and the outputs agree, too. The bytes are one for each weight and four for each output feature.
+# The claim is *approximate*, with the bound of step 1: half a step of the scale. Our integers are those of bitsandbytes
+# on a CPU, bit for bit, for the weights and for an input with an outlier. Columns and outputs agree, too.
 
 # %%
 given, quantize = with_outlier(60).half(), bnb.functional.int8_vectorwise_quant
@@ -341,8 +343,7 @@ torch.testing.assert_close(
 # **Memory that bitsandbytes keeps.** Here are eight small blocks, $y = x + W\,\text{norm}(x)$, with a frozen $W$. The
 # output of each block takes $s=16$ KiB, and it is the next block's input. With
 # [checkpointing](gradient_checkpointing.py), only these eight inputs should be in memory after the forward pass:
-# $8s=128$ KiB. We compare a multiplication in 16 bits with `MatMul8bitLt`, which bitsandbytes uses on a GPU (it also
-# runs here).
+# $8s=128$ KiB. We compare 16 bits with `MatMul8bitLt`, which bitsandbytes uses on a GPU (it also runs here).
 
 # %%
 small_codes, small_absmax = to_codes(torch.randn(64, 64).half() / 8)
@@ -359,8 +360,8 @@ class Block(nn.Module):
         if self.int8_matmul is None:
             W = from_codes(small_codes, small_absmax).to(x.dtype)
             return x + F.linear(normed, W)
-        state = bnb.MatmulLtState(CB=small_codes, SCB=small_absmax)
-        state.threshold, state.has_fp16_weights = 6.0, False
+        state = bnb.MatmulLtState(CB=small_codes, SCB=small_absmax)  # codes, scales
+        state.threshold, state.has_fp16_weights = 6.0, False  # only codes are stored
         return x + self.int8_matmul.apply(normed, small_codes, None, None, state)
 
 
@@ -387,11 +388,11 @@ assert (in_16_bits, in_int8) == (8 * s, 2 * 8 * s)
 
 # %% [markdown]
 # With int8 it is twice as much. Why? torch's checkpointing drops the tensors that an operation gives to autograd with
-# `save_for_backward`. But bitsandbytes stores the input as an attribute, `ctx.tensors = (CAt, subA, A)`. Autograd does
-# not know of it, so checkpointing cannot drop it.
+# `save_for_backward`. But bitsandbytes stores the input `A` as an attribute, `ctx.tensors = (CAt, subA, A)`. Autograd
+# does not know of it, so checkpointing cannot drop it.
 #
-# And what needs this input? Only the gradient of the *weight* does. But our weight is frozen, and the gradient of the
-# input needs only the codes. So we release the input, and check that no bit of the gradient changes.
+# Only the gradient of the *weight* needs this input. But our weight is frozen, and the gradient of the input needs only
+# the codes. So we release it, and no bit of the gradient changes.
 
 
 # %%
@@ -409,16 +410,16 @@ assert in_memory == 8 * s
 assert torch.equal(gradient, same_gradient)
 
 # %% [markdown]
-# The input was kept for nothing. bitsandbytes' 4-bit multiplication had the same fault until a user noticed it in 2024.
-# The 8-bit one still has it in version 0.50.2.
+# The input was kept for nothing. The package does not change bitsandbytes 0.50.2, so the bill in section 5 has these
+# bytes. Folded parts show two ways around: a checkpoint of your own, or none.
 #
 # **Quality.** We fine-tuned SmolLM2-135M for 20 steps of one row and measured the loss on 9 other rows. int8 costs
-# 0.011 to 0.012 of loss, and NF4 costs 0.105 to 0.110 (first table below). But on a CPU bitsandbytes trains over
-# rounded weights, and rounds the inputs only in evaluation.
+# 0.011 to 0.012 of loss, and NF4 costs 0.105 to 0.110 (the table of losses below). These runs were on a CPU, where
+# bitsandbytes rounds the inputs only in evaluation, and on a GPU in training, too.
 #
-# **Time.** A T4 multiplies integers fast. However, each multiplication must first find the outliers and round its
-# input, and then scale its sums. The backward pass unpacks the weight to the input's dtype, as NF4 does. bitsandbytes
-# has measured Qwen2.5-3B *generating text* on a T4 (version 0.45), in tokens a second:
+# **Time.** A T4's data sheet has 130 TOPS for int8 and 65 for fp16. However, each multiplication must first find the
+# outliers and round its input, and then scale its sums. bitsandbytes has measured Qwen2.5-3B *generating text* on a T4
+# (version 0.45), in tokens a second:
 #
 # | rows at once | fp16 | int8 | int8 takes |
 # |---|---|---|---|
@@ -426,10 +427,10 @@ assert torch.equal(gradient, same_gradient)
 # | 8 | 190 | 44 | 4.3 times as long |
 # | 32 | 532 | 167 | 3.2 times as long |
 #
-# For *training* we have not measured it on a T4. We predict 1.92 seconds a row (1.57 to 2.36), and 1.91 with NF4. Our
-# estimate does not count the rounding of inputs, so it may be too low for int8. The second table is from your GPU.
-# Without one it is from a CPU and a tiny model. Its time then says nothing about a GPU, because on a CPU bitsandbytes
-# trains with another multiplication.
+# Generating multiplies 1 to 32 tokens at once, so this fixed work counts much. *Training* multiplies 2,048, so it
+# counts less; how much, we have not measured on a T4. Our estimate leaves it out, so it is a lower bound: 1.92 seconds
+# a row (1.57 to 2.36), and 1.91 with NF4. The table of the step is from your GPU, or from a CPU, whose time says
+# nothing about a GPU.
 
 # %% Print the measured losses tags=["hide-input"]
 study = results.study("quality") or {}
@@ -456,6 +457,9 @@ course.on_a_gpu("int8", off=step_of, on=f"{step_of} quantization=int8")
 # | 8 | 24.28 | 44.15 tokens/s |
 # | 32 | 93.75 | 167.37 tokens/s |
 #
+# bitsandbytes' 4-bit multiplication kept its inputs, too, until a user noticed it in 2024. The backward pass unpacks
+# the weight to the input's dtype, as NF4 does.
+#
 # The checkpoint that you wrote yourself in [the lesson on checkpointing](gradient_checkpointing.py) does not suffer. It
 # runs its forward pass without autograd, so no context of bitsandbytes is left after it.
 
@@ -467,10 +471,11 @@ assert torch.equal(gradient, its_gradient)
 
 # %% [markdown]
 # ## 5. The production switch
-# In plain Hugging Face code, int8 is a configuration, as NF4 is. The cell prints it, and then the bill of our job in 16
-# bits and in int8. In each block bitsandbytes keeps four different inputs: one for q, k and v together, one for o, one
-# for gate and up, and one for down, which is four times as wide. The last lines show twice what NF4 is worth to our
-# job, and what int8 would be worth in the same two places.
+# In plain Hugging Face code, int8 is a configuration, as NF4 is. The cell prints it, and then our bill. For a T4 add
+# `dtype=torch.float16`, because the default is the file's bf16. The threshold of step 4 is `llm_int8_threshold`, and
+# the head stays in 16 bits. In each block bitsandbytes keeps four inputs: one for q, k and v together, one for o, one
+# for gate and up, and one for down, which is four times as wide. The last lines show what NF4 and int8 save, added to
+# the lessons before and in the whole job (before: without, after: with).
 
 # %%
 print(int8.PLAIN)
@@ -483,6 +488,8 @@ lines = {line.name: line.bytes for line in course.bill(after).lines}
 assert lines["weights: blocks"] == in_8_bits
 assert lines["saved activations"] == L * 2048 * 2 * WIDTH + kept
 course.reveal(guess, course.bill(after).peak_bytes / MIB, "MiB")
+
+# %% What NF4 and int8 are worth, and an 8B model tags=["hide-input"]
 course.show_worth("quantization", "double_quantization")
 whole = course.so_far("kwanzaa")
 none = ["tricks.quantization=none", "tricks.double_quantization=false"]
@@ -494,10 +501,15 @@ for place, first, second in (
 ):
     old, new = (course.bill(recipe).peak_bytes / MIB for recipe in (first, second))
     print(f"{place:34}{old:9,.0f}{new:10,.0f}{new - old:+11,.0f} MiB")
+parts = {}
 for name, recipe in (("16 bits", before), ("int8", after), ("NF4", nf4)):
     large = course.bill(with_settings(recipe, ["model=llama-3.1-8b"]))
     verdict = "fits" if large.fits else "does not fit"
     print(f"Llama-3.1-8B in {name}: {large.least_bytes / 2**30:.1f} GiB, {verdict}")
+    parts[name] = {line.name: line.bytes / 2**30 for line in large.lines}
+less = parts["16 bits"]["weights: blocks"] - parts["int8"]["weights: blocks"]
+more = parts["int8"]["saved activations"] - parts["16 bits"]["saved activations"]
+print(f"there int8 saves {less:.1f} GiB of weights and keeps {more:.1f} GiB of inputs")
 
 # %% Check the numbers in the text tags=["hide-input"]
 peaks = [course.bill(recipe).peak_bytes / MIB for recipe in (before, after, nf4)]
@@ -574,19 +586,21 @@ course.show(
 )
 
 # %% [markdown]
-# int8 saves 927 MiB of weights, and bitsandbytes keeps 896 MiB of inputs. So the peak falls by 31 MiB only. NF4 keeps
-# no inputs and lowers the peak by 1,377 MiB. Therefore the Kwanzaa run takes NF4: with int8 its bill would be 1,347 MiB
-# larger. In both places the change is the same, because frozen weights and kept inputs are both in memory at the peak.
+# int8 saves 927 MiB of weights, and bitsandbytes keeps 896 MiB of inputs. The peak falls by 31 MiB only. NF4 keeps no
+# inputs and lowers the peak by 1,377 MiB. So our job takes NF4: with int8 its peak would be 2,863 - 1,516 = 1,347 MiB
+# higher. Both kinds of bytes are in memory at the peak.
 #
-# The kept inputs grow with the tokens of a row, and the saving grows with the weights. So in an 8B model int8 saves far
-# more than it keeps, and it makes the model fit.
+# The kept inputs grow with the tokens, and the saving grows with the weights. So in an 8B model int8 saves twice what
+# it keeps, and it makes the model fit.
 #
-# Here is the complete command, and one that shows this bill. (On a T4 the recipe leaves out two switches of our job, so
-# the plan sets them.)
+# Here is the complete command, and one that shows this bill. Both switch on checkpointing and the chunked loss, which
+# the recipe leaves out on a T4. Without them int8 keeps nothing extra, and its peak is 451 MiB above NF4's (deeper
+# part).
 #
 # ```bash
 # cria train kwanzaa --set tricks.quantization=int8 \
-#     --set tricks.double_quantization=false
+#     --set tricks.double_quantization=false \
+#     --set tricks.gradient_checkpointing=true --set tricks.chunked_loss=true
 # cria plan kwanzaa --gpu t4 --set tricks.quantization=int8 \
 #     --set tricks.double_quantization=false \
 #     --set tricks.gradient_checkpointing=true --set tricks.chunked_loss=true
@@ -615,6 +629,13 @@ plain_16, plain_8 = (
 )
 print(f"without checkpointing: {plain_16:,.0f} MiB in 16 bits, {plain_8:,.0f} in int8")
 assert round(plain_16 - plain_8) == round((2 * weights - in_8_bits) / MIB)
+on_a_t4 = [*stored_all, "tricks.chunked_loss=false"]
+of_int8, of_nf4 = (
+    course.bill(with_settings(recipe, on_a_t4)).peak_bytes / MIB
+    for recipe in (whole_in_8, whole)
+)
+print(f"as the recipe runs on a T4: {of_nf4:,.0f} MiB in NF4, {of_int8:,.0f} in int8")
+assert round(of_int8 - of_nf4) == 451
 
 # %% [markdown] tags=["deep"]
 # - *Weights: all others*, 501 to 1,002 MiB: the preparation casts everything that is not packed to fp32. That is the
@@ -631,13 +652,13 @@ assert round(plain_16 - plain_8) == round((2 * weights - in_8_bits) / MIB)
 # %% [markdown]
 # ## 6. Where it breaks
 # **`MatMul8bitLt: inputs will be cast from torch.float32 to float16 during quantization`.** This warning comes once for
-# each multiplication. peft's usual preparation makes the norms return fp32, so bitsandbytes rounds a 16-bit copy. But
-# what it keeps is the fp32 original, which is twice as large. Cure: hidden states in 16 bits, with
-# `tricks.lean_preparation=true`. The cell shows the bytes with and without it.
+# each multiplication, 8 times here. peft's `prepare_model_for_kbit_training` makes the norms return fp32, so
+# bitsandbytes rounds a 16-bit copy. But it keeps the fp32 original, which is twice as large. Cure: do not call it
+# (`tricks.lean_preparation=true`).
 #
-# **`Only Tensors of floating point and complex dtype can require gradients`.** Somebody tries to train the quantized
-# weights. Codes are integers, so they have no gradient. Cure: leave them frozen, and train an adapter. Our plan refuses
-# `tricks.quantization=int8` with `tricks.peft=none` before it loads anything.
+# **`Only Tensors of floating point and complex dtype can require gradients`.** Codes are integers, so they have no
+# gradient. Cure: leave them frozen, and train an adapter. Our plan refuses `tricks.quantization=int8` with
+# `tricks.peft=none`.
 
 # %%
 heard = []
@@ -651,7 +672,7 @@ logger = logging.getLogger("bitsandbytes.autograd._functions")
 logger.setLevel(logging.WARNING)  # measuring on a GPU has silenced it
 logger.addFilter(hear)
 wide, _ = measure(MatMul8bitLt, dtype=torch.float32)
-print(f"{heard[0]}:\n    {wide / KIB:.0f} KiB in memory")
+print(f"{heard[0]}:\n    {wide / KIB:.0f} KiB in memory, {len(heard)} warnings")
 heard.clear()
 narrow, _ = measure(MatMul8bitLt)  # the cure
 print(f"hidden states in 16 bits: {narrow / KIB:.0f} KiB, {len(heard)} warnings")
@@ -774,7 +795,8 @@ course.check(3, tokens_that_use_it_up, of_tokens, "a number of tokens")
 # - **Saves** one of the two bytes of every frozen weight; the scales add 1.4 MiB. In our job the peak falls by 31 MiB.
 # - **Costs** 896 MiB of inputs that bitsandbytes keeps for nothing, if you use checkpointing, and time: generating text
 #   on a T4 takes 3 to 4 times as long as in fp16 (bitsandbytes 0.45). For training we have not measured it.
-# - **Approximate**: a number moves by at most half a step of its scale. An output is off by about 1.2 %.
+# - **Approximate**: a number moves by at most half a step of its scale. For random numbers without outliers, an output
+#   is off by about 1.2 %.
 # - **When**: the model fits in 8 bits but not in 16, and quality matters more than speed; or rows are short.
 # - **When not**: a small model with long rows, where NF4 saves far more. Look at the bill, not at the name.
 #

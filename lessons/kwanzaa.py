@@ -10,19 +10,20 @@
 
 # %% [markdown]
 # # Kwanzaa: the whole run
-# > **Promise.** Here you do the job that the course prepared, in one sitting on a free T4. You look at your rows, plan
-# > the memory, train, resume after a disconnect, and compare the trained model with the untrained one. At the end you
-# > have an adapter that you can publish and that loads without our code, and you know what it can and cannot do.
+# > **Promise.** This notebook does the job that the course prepared, on a free T4: you look at your rows, plan the
+# > memory, train, and compare the trained model with the untrained one. At the end you have an adapter that you can
+# > publish, and you know what it can and cannot do. This page was made without a GPU, so it shows a stored run of a
+# > smaller model. The T4's result is yours to make.
 # >
-# > **Card.** saves nothing new: all the course's switches work together / costs 6 to 9 minutes of training on a T4,
-# > predicted / resuming is exact on a CPU, while 4-bit weights and 8-bit states are approximate / about 25 minutes /
-# > after [checkpoint and resume](checkpoint_and_resume.py)
+# > **Card.** saves nothing new: all the course's switches work together / costs 6 to 9 minutes of training on a T4, and
+# > at most 31 of evaluation, predicted / resuming is exact on a CPU, while 4-bit weights and 8-bit states are
+# > approximate / about 25 minutes / after [checkpoint and resume](checkpoint_and_resume.py)
 #
-# The model gets a few documents and a question about Kwanzaa or Black history. It must answer in JSON, from the
-# documents only, with a list of sources, and it must refuse if the documents lack the answer. The fields of this JSON
-# are called the *answer contract*.
+# The model, Llama-3.2-1B-*Instruct* in unsloth's copy that needs no login, gets a few documents and a question about
+# Kwanzaa or Black history. It must answer in JSON, from the documents only, with a list of sources, and it must refuse
+# if the documents lack the answer. The fields of this JSON are called the *answer contract*.
 #
-# As the form stands, nothing leaves your machine.
+# The cell below is a form in Colab. With the values in it, nothing is uploaded or published.
 
 # %% Which card is here tags=["before-install", "hide-input"]
 import torch
@@ -33,7 +34,7 @@ if GPU:
 else:
     print(
         "No GPU. In Colab: Runtime -> Change runtime type -> T4 GPU. "
-        "Without one it goes on, at smoke size."
+        "Without one it goes on, with a tiny model."
     )
 
 # %% tags=["before-install"]
@@ -89,16 +90,15 @@ else:
     settings += [f"data.train={DATA}", f"data.eval={DATA}"]
 if MIRROR:
     settings.append(f"train.mirror={MIRROR}")
+whose_output = "your run" if GPU else "the toy, with random weights"
 
 # %% [markdown]
-# **Without a GPU you see a toy**, because this page was made on a machine without a card. A tiny model with random
-# weights is trained for two steps. This proves only that every command works, so read no meaning into the toy's losses,
-# scores and answers. The result to read is a real run that we made on two CPU cores; section 3 shows it, with its
-# failures.
+# **Without a GPU you see a toy**: a tiny model with random weights is trained for two steps. This proves only that
+# every command works. The result to read is the stored run in section 3, with its failures.
 #
-# Before you train, look at the rows. Here is one of each of the three kinds: the first two are ours, and we made the
-# third as the real ones are made. Then `cria doctor --selftest` asks whether the libraries compute what they should
-# ([some do not](when_libraries_lie.py)), and `cria data` counts kinds, lengths and repeated questions.
+# Before you train, look at the rows, here one of each kind: the first two are ours, and we made the third as the real
+# ones are made. Then `cria doctor --selftest` asks whether the libraries compute what they should ([some do
+# not](when_libraries_lie.py)), and `cria data` counts kinds, lengths and repeated questions.
 
 
 # %% Show one row of each kind tags=["hide-input"]
@@ -129,18 +129,19 @@ _ = cria("data", DATA)
 # %% [markdown]
 # **What the 107 rows are.** The public Kwanzaa project has 107 training rows, and 15 of them ask nearly the same as an
 # evaluation row, which makes an evaluation look too good. The 107 are 16 answers, 26 refusals and 65 placeholders. A
-# placeholder announces an answer ("[This answer would explain ...]") and gives none. The program that made the rows
-# never filled them in: the data set is unfinished, and three of five rows teach no answer.
+# placeholder announces an answer ("[This answer would explain ...]") and gives none. So the data set is unfinished:
+# three of five rows teach no answer.
 #
 # **Why the recipe `kwanzaa_curated` exists.** A model that trains on placeholders learns to write placeholders. So this
-# recipe leaves out all 65 (11 of the 15 near rows are among these), and the other 4 near rows. It keeps 38 real rows
-# and adds 357 of ours, a quarter of them refusals. It also shows the answer contract in every system prompt, because
-# otherwise the untrained model would be graded on fields that it has never seen.
+# recipe leaves out all 65 (11 of the 15 near rows are among these), and the other 4 near rows: 107 - 65 - 4 = 38 real
+# rows. With 357 of ours, a quarter of them refusals, it trains on 395. Every system prompt lists the fields of the
+# answer contract, because the untrained model could not know them, and the comparison would be unfair.
 #
 # ## 1. The bill
 # How many GiB does a training step of this run need? On a T4 the recipe leaves out checkpointing and the chunked loss,
-# so it needs more than the earlier 1,516 MiB. `cria plan` takes all rows as full, 2,048 tokens each, and adds what
-# PyTorch's allocator may reserve ([a full card](a_full_card.py)). No T4 has confirmed this prediction yet.
+# because they cost nearly 40 % more time and the card has room. So it needs more than the earlier 1,516 MiB. `cria
+# plan` takes all rows as full, 2,048 tokens each, and adds what PyTorch's allocator may reserve at most with expandable
+# segments ([a full card](a_full_card.py)). No T4 has confirmed this prediction yet.
 
 # %% Your guess: GiB that a training step needs tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -158,7 +159,7 @@ assert sum(line["bytes"] for line in bill["lines"]) == bill["peak_bytes"]
 low, high = bill["seconds_per_step_low"], bill["seconds_per_step_high"]
 seconds = bill["seconds_per_step"]
 print(f"an optimizer step of 8 full rows: {low:.1f} to {high:.1f} s")
-print(f"the middle of this range: seconds = {seconds:.2f}")
+print(f"the prediction itself: seconds = {seconds:.2f}")
 course.reveal(guess, needed / 2**30, "GiB")
 
 
@@ -189,13 +190,13 @@ course.show(
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: two switches that this recipe leaves off, and what expand_kv is worth
-# On a T4 the bars turn blue at `expand_kv`. If you also count what the allocator may reserve at most, the run fits from
-# fp16 on. Checkpointing and the chunked loss would lower the peak further, to 1.5 GiB ([a full card](a_full_card.py)).
-# The recipe leaves both off on this card because they cost a third more time, and the card has room.
+# The bars show the peak alone, which fits the card from `expand_kv` on. With what the allocator may reserve at most,
+# the run fits from fp16 on. Checkpointing and the chunked loss would lower the peak further, to 1.5 GiB, and take the
+# seconds that the cell prints.
 #
-# `expand_kv` decides whether the run fits at all. A T4's fast attention kernel does not take grouped keys and values,
-# so torch would fall back to a kernel that stores all scores. `expand_kv` repeats the keys and values first, which is
-# exact within rounding. Here is the same run with only this switch taken away:
+# If you take `expand_kv` away from the finished run, it does not fit. A T4's fast attention kernel does not take
+# grouped keys and values, so torch would fall back to a kernel that stores all scores. `expand_kv` repeats the keys and
+# values first, which is exact within rounding. Here is the same run with only this switch taken away:
 
 # %% tags=["deep"]
 print(f"as it is: peak {bill['peak_bytes'] / 2**30:.2f} GiB, {seconds:.1f} s a step")
@@ -206,12 +207,21 @@ for switch in bill["removed"]:
         print(f"without expand_kv: peak {peak:.2f} GiB, too much, and {slow:.1f} s")
         assert slow > 2 * seconds
         assert peak > capacity / 2**30
+both = [
+    "--set",
+    "tricks.gradient_checkpointing=true",
+    "--set",
+    "tricks.chunked_loss=true",
+]
+longer = ask("plan", RECIPE, "--rows", ROWS, *both)["seconds_per_step"]
+print(f"with both switches: {longer:.1f} s a step, {longer / seconds - 1:.0%} more")
 
 # %% [markdown]
 # ## 2. From scratch
-# Arithmetic predicts two facts about the run. For the size of the adapter's file: [LoRA](lora.py) puts two small
-# matrices of rank $r$ next to each matrix of $D_{in} \times D_{out}$, so it adds $r\,(D_{in} + D_{out})$ numbers of 4
-# bytes. For the number of optimizer steps: an epoch has 395 rows, 8 for each step, so 49 full steps and one of 3 rows.
+# Every part of the run is built in an earlier lesson, so here you build two predictions of it. For the size of the
+# adapter's file: [LoRA](lora.py) puts two small matrices of rank $r$ next to each matrix of $D_{in} \times D_{out}$, so
+# it adds $r\,(D_{in} + D_{out})$ numbers of 4 bytes. For the number of optimizer steps: an epoch has 395 rows, 8 for
+# each step, so 49 full steps and one of 3 rows.
 
 # %%
 from cria_tricks.models.catalogue import CONFIGS
@@ -253,17 +263,18 @@ assert optimizer_steps(rows=107, window=8, epochs=3) == 42
 # %% [markdown]
 # ## 3. Prove it
 # One command trains and resumes. With `--resume` it starts if there is no checkpoint yet, and otherwise it continues
-# from the newest whole one. So after a disconnect you only press *Run all* again.
+# from the newest whole one. If `MIRROR` in the form is a folder of your Drive, you only press *Run all* again after a
+# disconnect. With the empty default, the checkpoints go away with the machine.
 #
-# The second cell compares three predictions with measurements, and checks that the loss on the evaluation rows has
-# fallen. Without a GPU this is the toy, whose loss starts at 10.8. That is the loss of a pure guess among the 49,152
-# tokens of its vocabulary ($\ln 49152 = 10.8$).
+# The second cell compares three predictions with measurements, and checks that the evaluation loss has fallen. The
+# toy's loss starts at $\ln 49152 = 10.8$, a pure guess among the 49,152 tokens of its vocabulary.
 
 # %%
 numbers = lora_numbers(CONFIGS["llama-3.2-1b" if GPU else "tiny"])
 steps = optimizer_steps(ROWS, window=8, epochs=3) if GPU else 2
 print(f"predicted: {numbers:,} trained numbers, {steps} steps")
 
+print(whose_output)
 sets = [word for setting in settings for word in ("--set", setting)]
 _ = cria("train", recipe, "--out", RUN, "--resume", *sets)
 
@@ -283,19 +294,18 @@ assert report["eval_loss_after"] < report["eval_loss_before"]
 # A lower loss is not yet a good answer. `cria eval` lets the model answer evaluation rows, and gives four scores:
 #
 # - *format*: the answer is JSON and keeps the contract
-# - *citations*: statements carry the right label, such as [1]
+# - *citations*: labels such as [1] name a document that is there, and statements that need one have one
 # - *grounding*: numbers, names and quotes are in the documents
 # - *refusal*: the model refuses where the data's own answer refuses, and answers where that one answers
 #
-# `--with-base` also asks the untrained model. `--trivial` adds an answer that needs no model: a small program copies
-# the first sentence of each document, cites all of them, and refuses only if there is none. A score that this program
-# reaches as well proves nothing about a model. Then `cria chat` asks both models your own questions. The documents do
-# not answer the second, so a good model should refuse it.
-#
-# Without a GPU the toy answers. Expect its scores to be 0, a perplexity of about 40,000 (of 49,152 possible tokens),
-# and one word repeated again and again, because its weights are random.
+# `--with-base` also asks the untrained model. `--trivial` adds an answer without a model, called *trivial* below: a
+# small program copies the first sentence of each document, cites all of them, and refuses only if there is none. A
+# score that trivial reaches as well proves nothing about a model. Then `cria chat` asks both models two questions, with
+# the system prompt of the training. The documents do not answer the second, so a good model should refuse it. (The toy
+# scores 0 and repeats one word.)
 
 # %%
+print(whose_output)
 EVAL = RUN / f"eval-{report['steps']}"  # of the adapter after so many steps
 few = [] if GPU else ["--limit", 2, "--max-new-tokens", 16]
 compare = ["--with-base", "--trivial", "--out", EVAL]
@@ -318,9 +328,9 @@ for question in QUESTIONS:
 
 # %% [markdown]
 # **The result to read** is a real run, stored with the course: `cria train kwanzaa_curated_small`, which trained
-# SmolLM2-135M on our 357 rows in 29 minutes on two CPU cores. Then base and adapter answered 64 questions that share no
-# note and no question with the training rows. In 44 of them the notes hold the answer, in 20 they do not. (With a GPU,
-# you see the curve and the scores of your own run.)
+# SmolLM2-135M on our 357 rows in 29 minutes on two CPU cores (three epochs of 90 steps, 4 rows each). Then base and
+# adapter answered 64 questions of ours, which share no note and no question with the training rows, but have their
+# form. In 44 of them the notes hold the answer, in 20 they do not. (With a GPU, you see your own run.)
 #
 # The untrained model refuses 1 of those 20 questions. How many of them does the trained model refuse?
 
@@ -388,8 +398,14 @@ for group, found in held_out["kinds"].items():
         said = f"{value['value']:.2f} [{value['low']:.2f}, {value['high']:.2f}]"
         print(
             f"{found['rows']} rows, {group:8} {score:10} base {before:.2f}, "
-            f"adapter {said}, without a model {trivial:.2f}"
+            f"adapter {said}, trivial {trivial:.2f}"
         )
+each = held_out["systems"]
+print(
+    "all rows, refusal:",
+    *(f"{name} {each[name]['refusal']['value']:.2f}," for name in ("base", "trivial")),
+    "adapter {value:.2f} [{low:.2f}, {high:.2f}]".format(**each["adapter"]["refusal"]),
+)
 
 
 # %% Draw the scores before and after tags=["hide-input"]
@@ -419,7 +435,7 @@ def before_and_after(theme):
 course.show(
     before_and_after,
     "Figure 3. The adapter keeps the format and the base does not; "
-    f"an answer without a model (trivial) scores high as well: {whose}.",
+    f"trivial, an answer without a model, scores high as well: {whose}.",
 )
 
 # %% Print four questions of the stored run, with three answers each tags=["hide-input"]
@@ -436,19 +452,16 @@ for place in (0, 2, 7, 8):
 
 # %% [markdown]
 # **What it learned** is the form: 63 of 64 answers keep the contract, and none of the base's does. It also learned to
-# refuse, 13 of 20 times.
+# refuse, 13 of 20 times, and trivial does so 4 times.
 #
 # **What it lost** is in the line "answer, refusal": base 0.98, adapter 0.82. These are the 44 questions that have an
-# answer, so a model scores here by *not* refusing. The base answers nearly always, also where it should not, so it gets
-# 0.98, and the program without a model gets 1.00. The adapter wrongly refuses 8 of the 44. So training moved the model
-# from "always answer" to "sometimes refuse", and not always in the right place. Over all 64 questions the scores are
-# 0.69 and 0.77, and this difference may be chance.
+# answer, so a model scores here by *not* refusing. The base answers 43 of them, the adapter 36: it wrongly refuses 8.
+# Over all 64 questions base has 0.69, trivial 0.75 and the adapter 0.77, and these differences may be chance.
 #
-# **What proves nothing** are citations and grounding, where the answer without a model reaches 1.00: no score asks
-# whether the document fits the question. In the examples, the adapter cites the right note on the cup and misses what
-# was asked. It says that Imani means heritage, from notes that do not mention Imani, and still gets full marks for
-# grounding. A model of 135 million weights finds equal words, not equal meaning. The job needs the larger model, which
-# we have not trained on a T4 yet ([all scores and intervals](../docs/guide/evaluate.md)).
+# **What proves nothing** about understanding are format, citations and grounding, where trivial reaches 1.00: no score
+# asks whether the document fits the question. In one example the adapter says that Imani means heritage, from notes
+# that do not mention Imani, and still gets full marks for grounding. We hope that the larger model does better, but we
+# have not trained it on a T4 yet ([all scores and intervals](../docs/guide/evaluate.md)).
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: what a model learns from all 107 rows
@@ -459,7 +472,7 @@ for place in (0, 2, 7, 8):
 #
 # The project's own training summary calls this data "Ready" ([what it says, and what
 # holds](../docs/guide/where_to_train.md)). It also promises 15 to 20 minutes and "~6MB" for the adapter. We estimate 4
-# to 6 minutes, and count 45 MB.
+# to 6 minutes on a T4 (real lengths, and without checkpointing and the chunked loss), and count 45 MB.
 
 # %% tags=["deep"]
 on_all_rows = results.study("kwanzaa_small")["run"]["history"]
@@ -473,8 +486,9 @@ assert (round(losses[0], 2), round(losses[-1], 2)) == (1.66, 0.49)
 # ## 4. What it costs
 # The cell compares predicted and measured numbers of *this* run, and predicts the run on a T4. Its seconds are a range
 # because they come from six public runs, which reached 0.24 to 0.32 of a T4's peak rates. We have not measured our run
-# on a T4, so yours is the measurement. A rented T4 costs \$0.40 to \$0.60 an hour (Hugging Face Jobs), and Colab's is
-# free. The real rows hold only about a quarter of the tokens that the plan assumed, so the minutes shrink, too.
+# on a T4. A rented T4 costs \$0.40 to \$0.60 an hour (Hugging Face Jobs), and Colab's is free. The real rows hold only
+# about a quarter of the tokens that the plan assumed, so the minutes shrink, too. (The 107 rows of `kwanzaa` are fewer
+# but longer.)
 
 # %%
 ratio = report["estimate"]["ratio"]
@@ -493,24 +507,33 @@ share = sum(tokens for tokens, _ in lengths) / (ROWS * 2048)
 shortest, longest = planned * low / 60, planned * high / 60
 print(f"{bill['gpu']}, if all rows were full: {shortest:.0f} to {longest:.0f} minutes")
 print(f"with the real lengths: {share * shortest:.0f} to {share * longest:.0f} minutes")
+asked = {"kwanzaa_curated": 13 + 64, "kwanzaa": 27}[RECIPE]  # rows, answered twice
+answers = bill["answers"] or {}
+if answers.get("eval_seconds"):  # not known for every GPU
+    at_most = asked * answers["eval_seconds"] / answers["eval_rows"] / 60
+    print(
+        f"evaluation: at most {at_most:.0f} minutes, if every answer has 2,048 tokens"
+    )
 
 # %% [markdown]
 # ## 5. The production switch
-# In a terminal the run is two commands; the cells of this lesson print the others.
+# In a terminal the run is two commands. In Colab, add `--set train.mirror=/content/drive/MyDrive/kwanzaa` to the
+# second.
 #
 # ```
 # cria plan kwanzaa_curated --gpu t4 --rows 395
 # cria train kwanzaa_curated --out kwanzaa-run --resume --set train.time_budget=80m
 # ```
 #
-# The adapter needs none of our code: `PeftModel.from_pretrained(base, "kwanzaa-run/adapter")` loads it, as the folded
-# part below shows.
+# The adapter needs none of our code, as the folded part below shows.
 #
 # The first cell checks every file of the adapter against the manifest, the list of hashes that was written with it, and
-# writes the scores into the model card. The second one publishes, if you set `PUBLISH_AS`. An adapter of Llama 3.2
-# stays under its licence. Without a GPU the card is that of the toy.
+# writes the scores into the model card. The second one publishes, if you set `PUBLISH_AS`. The licence of Llama 3.2
+# then asks for three things: the model's name begins with "Llama", its page shows "Built with Llama", and a copy of the
+# licence comes with it. (And 38 of the training rows are GPL-3.0.)
 
 # %%
+print(whose_output)
 _ = cria("verify", ADAPTER)
 _ = cria("card", ADAPTER, "--eval", EVAL)  # the scores go into the model card
 archive = shutil.make_archive(str(RUN / "kwanzaa-adapter"), "zip", ADAPTER)
@@ -526,7 +549,7 @@ if PUBLISH_AS and COLAB and "HF_TOKEN" not in os.environ:
 
     # Colab's secrets are behind the key symbol at the left. It is never printed.
     os.environ["HF_TOKEN"] = userdata.get("HF_TOKEN")
-name = PUBLISH_AS or "your-name/kwanzaa-adapter"
+name = PUBLISH_AS or "your-name/Llama-3.2-1B-kwanzaa"
 really = ["--yes"] if PUBLISH_AS else []
 _ = cria("publish", ADAPTER, name, "--tag", VERSION, *really)
 
@@ -535,14 +558,21 @@ _ = cria("publish", ADAPTER, name, "--tag", VERSION, *really)
 # This code loads the adapter over a base that is rounded to NF4, as in training:
 #
 # ```python
+# import torch
 # from peft import PeftModel
 # from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 #
 # nf4 = BitsAndBytesConfig(
-#     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+#     load_in_4bit=True,
+#     bnb_4bit_quant_type="nf4",
+#     bnb_4bit_use_double_quant=True,
+#     bnb_4bit_compute_dtype=torch.float16,  # the default is fp32, slow on a T4
 # )
 # base = AutoModelForCausalLM.from_pretrained(
-#     "unsloth/Llama-3.2-1B-Instruct", quantization_config=nf4
+#     "unsloth/Llama-3.2-1B-Instruct",
+#     quantization_config=nf4,
+#     dtype=torch.float16,
+#     device_map="auto",
 # )
 # model = PeftModel.from_pretrained(base, "kwanzaa-run/adapter")
 # ```
@@ -558,13 +588,13 @@ if not GPU and not (RUN / "gguf").exists():
 
 # %% [markdown]
 # ## 6. Where it breaks
-# Both failures end in one line that says what to do, and neither changes what was there before.
+# Both failures end in one line that says what to do.
 #
-# **If the drive is not mounted**, `cria train` says `there is no folder ...; is the drive mounted?` If it created the
-# folder, your checkpoints would lie on the disk that Colab deletes. Mount it and run the cell again.
+# **If the drive is not mounted**, `cria train` says `there is no folder ...; is the drive mounted?` Otherwise your
+# checkpoints would lie on the disk that Colab deletes. Mount it and run the cell again.
 #
 # **If one bit of the adapter has changed**, for example by a broken download, `cria verify` names the file and stops,
-# as does every command that loads an adapter. Download it again.
+# as does every command that loads an adapter.
 
 # %%
 lost = ["--out", RUN.with_name("kwanzaa-elsewhere")]
@@ -585,9 +615,9 @@ shutil.rmtree(broken)
 # ## 7. Exercises
 # 1. **Predict.** Take rank 32 instead of 16 on Llama-3.2-1B. How many bytes of numbers does the adapter's file hold?
 # 2. **Build.** A checkpoint holds the trained numbers in fp32, and for each of them two moments of `bits` bits. Fill in
-#    `checkpoint_bytes(numbers, bits)`: the bytes of one checkpoint.
-# 3. **Reach.** How many rows can one Colab session of 12 hours train, in whole steps? Take the T4's predicted pace:
-#    `seconds`, printed in section 1, for an optimizer step of 8 full rows.
+#    `checkpoint_bytes(numbers, bits)`: the bytes of one checkpoint. (Leave out the scales of 8-bit states.)
+# 3. **Reach.** If a Colab session lasted 12 hours, how many rows could it train, in whole steps? Take the T4's
+#    predicted pace: the variable `seconds` of section 1, for an optimizer step of 8 full rows.
 
 
 # %% tags=["exercise"]
@@ -631,19 +661,24 @@ course.check(
     of_checkpoint,
     "a function (numbers, bits) -> a number of bytes",
 )
-hint = "time is the limit, not the data: count whole steps in 12 hours, then their rows"
-course.check(
-    3,
-    rows_in_12_hours,
-    course.equal(int(12 * 3600 / seconds) * 8, hint),
-    "a number of rows",
-)
+
+
+def of_rows(answer):
+    """Three steps of room, for an answer from the printed seconds."""
+    rows, right = float(answer), int(12 * 3600 / seconds) * 8
+    hint = "time is the limit, not the data: count whole steps in 12 hours, "
+    hint += "then their rows"
+    assert rows % 8 == 0, hint
+    assert abs(rows - right) <= 24, hint
+
+
+course.check(3, rows_in_12_hours, of_rows, "a number of rows")
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
 #
 # ```python
-# bytes_at_rank_32 = 2 * 45_088_768  # every matrix has twice as many columns
+# bytes_at_rank_32 = 2 * 45_088_768  # twice the rank, twice the numbers
 #
 #
 # def checkpoint_bytes(numbers: int, bits: int) -> int:
@@ -656,8 +691,9 @@ course.check(
 # </details>
 #
 # ## In one breath
-# - **Saves**: plain fp32 does not fit a T4, and this run needs about two thirds of it.
-# - **Costs**: 6 to 9 minutes of a free T4, predicted, and the time that you take to read your rows and your results.
+# - **Saves**: plain fp32 does not fit a T4's 14.7 GiB, and this run needs 9.5 GiB, predicted.
+# - **Costs**: 6 to 9 minutes of training on a free T4, predicted, the answers of the evaluation, and the time that you
+#   take to read your rows and your results.
 # - **Exact?** Resuming is, bit for bit on a CPU. 4-bit weights and 8-bit optimizer states are approximate.
 # - **When**: a small model, a narrow job, and rows that fit the card. **When not**: a run that must not be interrupted,
 #   because Colab may end a session at any time.
@@ -667,6 +703,8 @@ course.check(
 # ## Sources
 # - QLoRA: Dettmers et al. 2023, arXiv 2305.14314, sections 3 and 4. LoRA: Hu et al. 2021, arXiv 2106.09685, section 4.
 # - The rows: github.com/AINative-Studio/kwanzaa, commit 118f6949, `data/training/` (GPL-3.0).
+# - The seconds: `cria_tricks/hardware/reached.py`, from six public runs (Llama-3.2-1B, TinyLlama three times,
+#   Llama-2-7B twice). The licence: Llama 3.2 Community License Agreement, section 1.b.
 # - Our results: `benchmarks/results/cpu/kwanzaa_curated_small.json` and `kwanzaa_small.json`.
 # - Rented T4: Hugging Face hub documentation, `jobs-pricing.md` at commit a9fef576 (2026-08-21).
 # - In words, with all symptoms and cures: `docs/guide/colab.md`; elsewhere than Colab: `docs/guide/where_to_train.md`.

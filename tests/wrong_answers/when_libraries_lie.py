@@ -37,7 +37,7 @@ def teaches_to_stop(row, end):
     last = max(place for place, token in enumerate(row["input_ids"]) if token == end)
     return not any(label != -100 for label in row["labels"][last + 1 :])
 
-# %% 3: each NaN adds the mean so far
+# %% 3: each NaN adds S/n
 train_loss_of_the_dead = 1.6 * 3 / 42
 
 # %% 3: 42 steps share the sum
