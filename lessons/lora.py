@@ -627,11 +627,13 @@ course.show_table(
 # %% tags=["deep"]
 study = results.study("rates")
 course.show_table(
-    tables.rates(study["runs"]) if study else "no committed results next to this package"
+    tables.rates(study["runs"])
+    if study
+    else "no committed results next to this package"
 )
 
 # %% [markdown] tags=["deep"]
-# TEXT
+# The best rate of LoRA is about ten times that of full fine-tuning, and the same for all ranks.
 
 # %% [markdown]
 # ## 6. Where it breaks

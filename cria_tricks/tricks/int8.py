@@ -33,8 +33,11 @@ REFERENCE = ("quantize_rows", "linear_8bit")
 PLAIN = """
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+config = BitsAndBytesConfig(load_in_8bit=True)
 model = AutoModelForCausalLM.from_pretrained(
-    base, quantization_config=BitsAndBytesConfig(load_in_8bit=True)
+    base,
+    quantization_config=config,
+    dtype="float16",  # of all other weights; a T4 has no bf16 units
 )
 """
 THRESHOLD = 6.0
