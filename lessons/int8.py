@@ -298,7 +298,7 @@ assert round(100 * error(stored, w.float()), 2) == 0.83
 # %% [markdown]
 # ## 3. Prove it
 # The claim is *approximate*, with the bound of step 1: half a step of the scale. Our integers are those of bitsandbytes
-# on a CPU, bit for bit, for the weights and for an input with an outlier. Columns and outputs agree, too.
+# on a CPU, bit for bit, for the weights and for an input with an outlier. Outputs agree, too.
 
 # %%
 given, quantize = with_outlier(60).half(), bnb.functional.int8_vectorwise_quant
@@ -415,7 +415,7 @@ assert torch.equal(gradient, same_gradient)
 #
 # **Quality.** We fine-tuned SmolLM2-135M for 20 steps of one row and measured the loss on 9 other rows. int8 costs
 # 0.011 to 0.012 of loss, and NF4 costs 0.105 to 0.110 (the table of losses below). These runs were on a CPU, where
-# bitsandbytes rounds the inputs only in evaluation, and on a GPU in training, too.
+# bitsandbytes rounds the inputs only in evaluation, and on a GPU in training, too (not measured).
 #
 # **Time.** A T4's data sheet has 130 TOPS for int8 and 65 for fp16. However, each multiplication must first find the
 # outliers and round its input, and then scale its sums. bitsandbytes has measured Qwen2.5-3B *generating text* on a T4
@@ -428,9 +428,9 @@ assert torch.equal(gradient, same_gradient)
 # | 32 | 532 | 167 | 3.2 times as long |
 #
 # Generating multiplies 1 to 32 tokens at once, so this fixed work counts much. *Training* multiplies 2,048, so it
-# counts less; how much, we have not measured on a T4. Our estimate leaves it out, so it is a lower bound: 1.92 seconds
-# a row (1.57 to 2.36), and 1.91 with NF4. The table of the step is from your GPU, or from a CPU, whose time says
-# nothing about a GPU.
+# counts less; how much, we have not measured on a T4. Our estimate leaves it out, so it may be too low: 1.92 seconds a
+# row (1.57 to 2.36), and 1.91 with NF4. The table of the step is from your GPU, or from a CPU, whose time says nothing
+# about a GPU.
 
 # %% Print the measured losses tags=["hide-input"]
 study = results.study("quality") or {}
