@@ -19,7 +19,7 @@ from cria_tricks.adapter.card_code import HERE
 from cria_tricks.adapter.chat import answer
 from cria_tricks.adapter.folder import CONFIGS
 from cria_tricks.adapter.merge import CPU, merge
-from cria_tricks.adapter.model_card import model_card
+from cria_tricks.adapter.model_card import _licence_note, model_card
 from cria_tricks.adapter.opening import open_folder
 from cria_tricks.common import atomic_files
 from cria_tricks.data import sources
@@ -280,3 +280,9 @@ def test_the_origin_of_the_weights_is_on_the_terminal_in_the_report_and_on_the_c
     assert "# These are not exactly the weights that it was trained over: see above." in card
     merge(tmp_path / "run" / "adapter")
     assert note in (tmp_path / "run" / "merged" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("base", "noticed"), [("unsloth/Llama-3.2-1B-Instruct", True), (models.SMOLLM2, False)])
+def test_the_card_of_an_adapter_of_llama_has_the_notice_that_its_licence_asks_for(base, noticed):
+    text = "\n".join(_licence_note(base))
+    assert ("Built with Llama. Llama 3.2 is licensed under the Llama 3.2 Community License" in text) is noticed

@@ -14,6 +14,11 @@ from cria_tricks.trainer import what_ran
 
 _LICENCES = {SMOLLM2: "apache-2.0"}
 _LLAMA = "Llama-3.2"
+_LLAMA_NOTICE = (
+    "Built with Llama. Llama 3.2 is licensed under the Llama 3.2 Community License, Copyright © Meta Platforms, Inc. "
+    "All Rights Reserved."
+)
+"""What section 1.b of that licence asks of whoever hands on a model that was made from it."""
 _LIBRARIES = {"none": "transformers", "side_network": "cria_tricks"}
 """The library that loads the folder, by ``tricks.peft``; peft for all other values."""
 COLUMNS = ("what", "value")
@@ -281,7 +286,10 @@ def _licence_note(base: str) -> list[str]:
     said = "see its licence."
     if licence:
         said = f"its licence ({licence}) applies."
-    return [f"Derived from {base}: {said} The training data's licence is named above where it is known.", ""]
+    found = [f"Derived from {base}: {said} The training data's licence is named above where it is known.", ""]
+    if _LLAMA in base:
+        found += [_LLAMA_NOTICE, ""]
+    return found
 
 
 def _loss(value: float | None) -> str:
