@@ -350,12 +350,12 @@ course.show(
 )
 
 # %% [markdown]
-# Stage $s$ now keeps $S-s$ micro-batches, whatever $k$ is. With nine blocks of our job, stage 0 is predicted to peak at
-# 1,339 MiB instead of 1,795. The bubble is the same, but with this memory $k$ can grow, which makes it smaller.
-# (torch's schedule also holds a receive buffer for each of the $k$, of 8 MiB in our job.)
+# Stage $s$ now keeps $S-s$ micro-batches, whatever $k$ is. So stage 0 keeps about what one card keeps of one
+# micro-batch: a pipeline divides the weights, but not these activations. With nine blocks of our job, stage 0 is
+# predicted to peak at 1,339 MiB instead of 1,795. The bubble is the same, but $k$ can now grow, which makes it smaller.
 #
 # ## 3. Prove it
-# The claim is *exact within rounding*. We train five steps in one process, and in two stages with both orders and with
+# The claim is *exact within rounding*. We train five steps in one process and in two stages, with both orders and
 # torch's own `Schedule1F1B`, and compare all losses and the gradient of the first step. We also count bytes: in 1F1B
 # the stages should keep two eighths and one eighth of what they keep in GPipe, and $B\,T\,D$ numbers (here $B=1$ row)
 # should cross the border for each micro-batch, each way.
@@ -504,7 +504,8 @@ course.show(
 # %% [markdown] tags=["deep"]
 # ### Deeper: the package's own step, and a device map in two processes
 # The package has the same step over plain sends and receives (`step` in `cria_tricks/parallel/pipeline.py`), and
-# `one_after_the_other`, in which the stages take turns as with a device map. Both train the same five steps.
+# `one_after_the_other`, in which the stages take turns as with a device map. Both train the same five steps. (torch's
+# schedule also holds a receive buffer for each of the $k$ micro-batches, of 8 MiB in our job.)
 
 
 # %% tags=["deep"]

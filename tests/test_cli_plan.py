@@ -284,3 +284,14 @@ def test_a_range_says_what_backs_it(run_cria):
         assert found["seconds_per_step_high"] / found["seconds_per_step_low"] == pytest.approx(spread)
         assert found["seconds_per_step_low"] < found["seconds_per_step"] < found["seconds_per_step_high"]
         assert plan_screen.BACKED[backed] in run_cria(*arguments)[1]
+
+
+@pytest.mark.parametrize(("strategy", "model", "warned"), [
+    ("pipeline", "llama-3.1-70b", True), ("fsdp", "llama-3.1-70b", True), ("pipeline", "llama-3.2-1b", False),
+    ("ddp", "llama-3.2-1b", False),
+])  # fmt: skip
+def test_a_model_that_fits_the_cards_only_after_it_was_cut_is_doubted(run_cria, strategy, model, warned):
+    chosen = ("--set", f"parallel.strategy={strategy}", "--nproc", "8", "--gpu", "t4", "--model", model)
+    code, stdout, stderr = run_cria("plan", "kwanzaa", *chosen, "--json")
+    said = json.loads(stdout)["warnings"]
+    assert any("loads the whole model onto its card" in one and "cannot start" in one for one in said) is warned

@@ -19,6 +19,9 @@ from cria_tricks.predict.toggles import Change, Setting, Target
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.step_plan import Plan
 
+CUT_AFTER_LOADING = ("fsdp", "tensor", "ddp_tensor", "pipeline")
+"""Strategies in which each process loads the whole model onto its card, and then keeps its part."""
+
 
 def answer(
     target: Target,
@@ -210,8 +213,8 @@ def front(target: Target, recipe: Recipe) -> list[dict[str, Any]]:
 def doubts(target: Target, recipe: Recipe, verdict: str) -> list[str]:
     """Warn of what may go wrong although no switch is refused.
 
-    There are two such risks: rows longer than the model's context, and a narrow fit. A calibration of this machine that
-    is stale is said, too.
+    There are three such risks: rows longer than the model's context, a narrow fit, and a model that fits the cards only
+    after it was cut. A calibration of this machine that is stale is said, too.
     """
     found: list[str] = []
     # A packed row holds several documents, and positions start at 0 in each. Only the data show how long they are.
@@ -220,9 +223,29 @@ def doubts(target: Target, recipe: Recipe, verdict: str) -> list[str]:
         found += beyond_context(target.shape.context, recipe.data.max_length)
     if verdict == "tight":
         found.append(trust.TIGHT)
+    found += _loading_doubts(target, recipe)
     if target.device == this_device():
         found += filter(None, [calibration.stale(target.device)])
     return found
+
+
+def _loading_doubts(target: Target, recipe: Recipe) -> list[str]:
+    """Warn if the whole model does not fit a card, because each process loads it there before it keeps its part."""
+    strategy = recipe.parallel.strategy
+    if target.device.kind != "cuda" or strategy not in CUT_AFTER_LOADING:
+        return []
+    try:
+        alone = Target(target.shape, target.device).memory(with_settings(recipe, ["parallel.strategy=none"]))
+    except BadInput:  # some recipes need their strategy
+        return []
+    whole = sum(line.bytes for line in alone.lines if line.name in ("weights: blocks", "weights: all others"))
+    capacity = target.device.memory_bytes
+    if whole <= capacity:
+        return []
+    return [
+        f"parallel.strategy={strategy}: each process loads the whole model onto its card before it keeps its part, and "
+        f"{human(whole)} do not fit the {human(capacity)} of {target.device.name}: this run cannot start"
+    ]
 
 
 def _host(memory: HostBill) -> dict[str, Any]:
