@@ -293,6 +293,6 @@ def test_a_range_says_what_backs_it(run_cria):
 def test_a_model_that_fits_the_cards_only_after_it_was_cut_is_doubted(run_cria, strategy, model, warned):
     chosen = ("--set", f"parallel.strategy={strategy}", "--set", "tricks.optimizer=adamw", "--nproc", "8")
     chosen += ("--set", "tricks.paged_optimizer=false", "--gpu", "t4", "--model", model)
-    code, stdout, stderr = run_cria("plan", "kwanzaa", *chosen, "--json")
+    _, stdout, _ = run_cria("plan", "kwanzaa", *chosen, "--json")
     said = json.loads(stdout)["warnings"]
     assert any("loads the whole model onto its card" in one and "cannot start" in one for one in said) is warned
