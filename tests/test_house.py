@@ -144,6 +144,7 @@ TOGGLES_ARE_READ = {
     "predict/per_process.py": (7, "it shares a window of micro-batches out among the processes of a strategy"),
     "predict/toggle_values.py": (1, "it tries toggles"),
     "predict/plan_data.py": (4, "its times are of rows in the mean, not of the longest one; it prints the strategy"),
+    "predict/host.py": (1, "whether a strategy cuts the model is a fact of the strategy"),
     "predict/answer_time.py": (
         1,
         "an opened model has the adapter of its training, and no other toggle",

@@ -1,5 +1,6 @@
 """Jobs: chosen by the estimate, sent exactly as shown, followed to their end, their adapter verified; a stand-in."""
 
+import importlib.metadata
 import inspect
 import os
 import shlex
@@ -10,6 +11,7 @@ import pytest
 from huggingface_hub import HfApi, JobInfo
 
 from cria_tricks.adapter.folder import verify
+from cria_tricks.common import version
 from cria_tricks.common.errors import BadInput, OutOfMemory
 from cria_tricks.common.units import money
 from cria_tricks.data import sources
@@ -170,7 +172,7 @@ def test_the_command_installs_trains_and_publishes_and_ends_where_something_fail
     calls = ran(job.script, tmp_path / "whole", dict(job.environment))
     assert calls == [
         "uv venv --quiet",
-        f"uv pip install --quiet --torch-backend=auto cria_tricks @ git+{jobs.repository()}",
+        f"uv pip install --quiet --torch-backend=auto cria_tricks @ git+{version.repository()}",
         f"cria train recipe.toml --set lora.target_modules=q_proj, v_proj --set train.time_budget={job.time_budget} "
         "--out run",
         "cria publish run/adapter me/mine --tag v0.1.0 --private --yes",
@@ -418,8 +420,8 @@ def test_an_older_library_of_the_hub_refuses_attempts_before_anything_is_sent(hu
 
 def test_a_copied_package_that_names_no_repository_ends_in_one_line(monkeypatch):
     def missing(name):
-        raise jobs.importlib.metadata.PackageNotFoundError(name)
+        raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(jobs.importlib.metadata, "metadata", missing)
+    monkeypatch.setattr(importlib.metadata, "metadata", missing)
     with pytest.raises(BadInput, match="it is not installed here: pip install -e"):
-        jobs.repository()
+        version.repository()

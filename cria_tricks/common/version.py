@@ -4,6 +4,8 @@ import importlib.metadata
 import platform
 from collections.abc import Iterable
 
+from cria_tricks.common.errors import BadInput
+
 try:
     __version__ = importlib.metadata.version("cria_tricks")
 except importlib.metadata.PackageNotFoundError:
@@ -24,3 +26,19 @@ def installed(names: Iterable[str]) -> dict[str, str]:
 def versions() -> dict[str, str]:
     """Look up the versions of Python, of this package, and of the libraries in :data:`PACKAGES`."""
     return {"python": platform.python_version(), "cria_tricks": __version__, **installed(PACKAGES)}
+
+
+def repository() -> str:
+    """Return the public URL of the package's source code, which pyproject.toml names.
+
+    Raises:
+        BadInput: if the package was copied and not installed, so that nothing names the URL.
+    """
+    try:
+        named = importlib.metadata.metadata("cria_tricks").get_all("Project-URL") or []
+    except importlib.metadata.PackageNotFoundError:
+        raise BadInput(
+            "a job installs cria_tricks from the repository that the installed package names, and it is not installed "
+            "here: pip install -e . in your copy of it"
+        ) from None
+    return dict(line.split(", ", 1) for line in named)["Repository"]

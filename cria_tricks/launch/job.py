@@ -6,7 +6,6 @@ the job publishes the result to a private repository of the hub. ``launch/hub.py
 fetches the result.
 """
 
-import importlib.metadata
 import math
 import re
 import shlex
@@ -17,6 +16,7 @@ from pathlib import Path
 from cria_tricks import models, recipes
 from cria_tricks.adapter.publish import TAG
 from cria_tricks.bill.step_time import ends, run_tokens
+from cria_tricks.common import version
 from cria_tricks.common.errors import BadInput, OutOfMemory, redacted
 from cria_tricks.common.units import duration, human, money
 from cria_tricks.common.values import seconds
@@ -284,28 +284,14 @@ def _script(
         'cd "$(mktemp -d)"',
         "uv venv --quiet",
         ". .venv/bin/activate",
-        shlex.join(["uv", "pip", "install", "--quiet", "--torch-backend=auto", f"{package} @ git+{repository()}"]),
+        shlex.join(
+            ["uv", "pip", "install", "--quiet", "--torch-backend=auto", f"{package} @ git+{version.repository()}"]
+        ),
         *write_recipe,
         shlex.join(["cria", *start, "--out", "run"]),
         shlex.join(["cria", "publish", f"run/{result}", repo, "--tag", TAG, "--private", "--yes"]),
     ]
     return "\n".join(lines)
-
-
-def repository() -> str:
-    """Return the public URL of the package's source code, which pyproject.toml names.
-
-    Raises:
-        BadInput: if the package was copied and not installed, so that nothing names the URL.
-    """
-    try:
-        named = importlib.metadata.metadata("cria_tricks").get_all("Project-URL") or []
-    except importlib.metadata.PackageNotFoundError:
-        raise BadInput(
-            "a job installs cria_tricks from the repository that the installed package names, and it is not installed "
-            "here: pip install -e . in your copy of it"
-        ) from None
-    return dict(line.split(", ", 1) for line in named)["Repository"]
 
 
 def _times(recipe: Recipe, training: float | None, longest: int) -> tuple[int, int]:

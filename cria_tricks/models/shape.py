@@ -337,18 +337,12 @@ def refuse_undivided(name: str, heads: int, kv_heads: int, inner: int, processes
     Raises:
         BadInput: if one of them is not divisible; it suggests numbers of processes that are possible.
     """
-    widths = {
-        f"{heads} heads": heads,
-        f"{kv_heads} heads of keys and values": kv_heads,
-        f"{inner} columns in its MLP": inner,
-    }
-    odd = [told for told, width in widths.items() if width % processes]
+    widths = {"heads": heads, "heads of keys and values": kv_heads, "columns in its MLP": inner}
+    odd = [f"{width} {what}" for what, width in widths.items() if width % processes]
     if odd:
         largest = math.gcd(heads, kv_heads, inner)
         fitting = [str(number) for number in range(2, largest + 1) if largest % number == 0]
-        cure = "use parallel.strategy=ddp or fsdp"
-        if fitting:
-            cure = f"use {' or '.join(fitting)} processes"
+        cure = f"use {' or '.join(fitting)} processes" if fitting else "use parallel.strategy=ddp or fsdp"
         raise BadInput(
             f"tensor parallelism over {processes} processes: {name} has {' and '.join(odd)}, "
             f"which {processes} does not divide; {cure}"

@@ -13,7 +13,7 @@ from cria_tricks.common.units import human
 from cria_tricks.hardware.gpus import Host
 from cria_tricks.hardware.trust import verdict
 from cria_tricks.predict.toggles import Target, with_toggles
-from cria_tricks.recipe import Recipe
+from cria_tricks.recipe import Recipe, with_settings
 
 LIBRARIES = 2_056_600 * 1024 + 312 * 2**20
 """Resident bytes of Python, torch and CUDA once a tensor is on a card (pytorch issue 113326: an RTX 3090), and of the
@@ -28,6 +28,8 @@ STREAMED = "streamed blocks"
 
 A_TOKEN = 72
 """Bytes of a token of the data: a place in two Python lists (ids and labels), and an integer object for each."""
+CUT_AFTER_LOADING = ("fsdp", "tensor", "ddp_tensor", "pipeline")
+"""Strategies in which each process loads the whole model onto its card, and then keeps its part."""
 
 
 @dataclass(frozen=True)
@@ -140,3 +142,22 @@ def _bytes_of(moment: Moment, name: str) -> int:
 def _power_of_two(size: int) -> int:
     """Round up to a power of two."""
     return 1 << (size - 1).bit_length()
+
+
+def loading_doubts(target: Target, recipe: Recipe) -> list[str]:
+    """Warn if the whole model does not fit a card, because each process loads it there before it keeps its part."""
+    strategy = recipe.parallel.strategy
+    if target.device.kind != "cuda" or strategy not in CUT_AFTER_LOADING:
+        return []
+    try:
+        alone = Target(target.shape, target.device).memory(with_settings(recipe, ["parallel.strategy=none"]))
+    except BadInput:  # some recipes need their strategy
+        return []
+    whole = sum(line.bytes for line in alone.lines if line.name in ("weights: blocks", "weights: all others"))
+    capacity = target.device.memory_bytes
+    if whole <= capacity:
+        return []
+    return [
+        f"parallel.strategy={strategy}: each process loads the whole model onto its card before it keeps its part, and "
+        f"{human(whole)} do not fit the {human(capacity)} of {target.device.name}: this run cannot start"
+    ]

@@ -14,13 +14,10 @@ from cria_tricks.hardware.gpus import Host
 from cria_tricks.models.configs import beyond_context, find_config
 from cria_tricks.models.shape import Shape
 from cria_tricks.predict import answer_time, toggles
-from cria_tricks.predict.host import HostBill, host_bill
+from cria_tricks.predict.host import HostBill, host_bill, loading_doubts
 from cria_tricks.predict.toggles import Change, Setting, Target
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.step_plan import Plan
-
-CUT_AFTER_LOADING = ("fsdp", "tensor", "ddp_tensor", "pipeline")
-"""Strategies in which each process loads the whole model onto its card, and then keeps its part."""
 
 
 def answer(
@@ -223,29 +220,10 @@ def doubts(target: Target, recipe: Recipe, verdict: str) -> list[str]:
         found += beyond_context(target.shape.context, recipe.data.max_length)
     if verdict == "tight":
         found.append(trust.TIGHT)
-    found += _loading_doubts(target, recipe)
+    found += loading_doubts(target, recipe)
     if target.device == this_device():
         found += filter(None, [calibration.stale(target.device)])
     return found
-
-
-def _loading_doubts(target: Target, recipe: Recipe) -> list[str]:
-    """Warn if the whole model does not fit a card, because each process loads it there before it keeps its part."""
-    strategy = recipe.parallel.strategy
-    if target.device.kind != "cuda" or strategy not in CUT_AFTER_LOADING:
-        return []
-    try:
-        alone = Target(target.shape, target.device).memory(with_settings(recipe, ["parallel.strategy=none"]))
-    except BadInput:  # some recipes need their strategy
-        return []
-    whole = sum(line.bytes for line in alone.lines if line.name in ("weights: blocks", "weights: all others"))
-    capacity = target.device.memory_bytes
-    if whole <= capacity:
-        return []
-    return [
-        f"parallel.strategy={strategy}: each process loads the whole model onto its card before it keeps its part, and "
-        f"{human(whole)} do not fit the {human(capacity)} of {target.device.name}: this run cannot start"
-    ]
 
 
 def _host(memory: HostBill) -> dict[str, Any]:

@@ -42,7 +42,6 @@ REFERENCE = ("LoraLinear.forward", "LoraLinear.merged", "start_of")
 PLAIN = """
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
-
 # base: a hub id, such as "unsloth/Llama-3.2-1B-Instruct", or a folder
 targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 config = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=targets)
