@@ -61,7 +61,7 @@ def test_a_plan_reads_like_data_and_like_text(capsys):
     answer.show(toggles=True, ladder=True)
     whole = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
     assert said.splitlines()[:25] == whole.splitlines()[:25]
-    assert all(title in whole for title in ("The ladder", "Each toggle alone", "What you would lose"))
+    assert all(title in whole for title in ("The ladder", "Each switch alone", "What you would lose"))
 
 
 def test_every_form_of_a_recipe_gives_the_same(tmp_path):

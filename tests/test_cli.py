@@ -279,7 +279,7 @@ def test_doctor_and_tricks(run_cria):
     lines = [line.split() for line in stdout.splitlines()]
     works = sum(entry["status"] == "works" for entry in found["toggles"])
     assert sum("works" in line[1:3] for line in lines) == works + answering
-    assert stdout.startswith(f"{works} of {len(found['toggles'])} toggles work on ")
+    assert stdout.startswith(f"{works} of {len(found['toggles'])} switches work on ")
     code, stdout, _ = run_cria("tricks", "--json")
     assert code == 0
     listed = json.loads(stdout)

@@ -67,8 +67,8 @@ def test_each_toggle_alone_each_removed_and_the_ladder(run_cria):
     for entry in found["alone"] + found["removed"]:
         assert entry["saved_bytes"] == entry["before_bytes"] - entry["after_bytes"]
     tables = {
-        "--toggles": ("Each toggle alone", "What you would lose by switching one off"),
-        "--ladder": ("The ladder: toggles added one after the other",),
+        "--switches": ("Each switch alone", "What you would lose by switching one off"),
+        "--ladder": ("The ladder: switches added one after the other",),
     }
     short = run_cria("plan", "kwanzaa", "--gpu", "t4")[1]
     for option, titles in tables.items():
@@ -119,7 +119,7 @@ def test_advice_longest_and_prices_are_there_when_asked_for(run_cria):
     code, stdout, _ = run_cria(*asked)
     assert code == 0
     for words in (
-        "toggle sets that no other set beats in both memory and time",
+        "sets of switches that no other set beats in both memory and time",
         "longest row that fits: ",
         "t4-small: ",
     ):
