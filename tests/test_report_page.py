@@ -210,7 +210,7 @@ A LoRA adapter for `tiny`, trained with cria_tricks on chat rows, loss on the as
 |---|---|---|
 | read | 1,200 | 34,567 |
 
-## Toggles
+## Switches
 
 `peft = "lora"`, `packing = false`
 
@@ -239,7 +239,7 @@ def test_the_page_leaves_out_what_is_not_there():
     nothing["data"]["train_steps"] = {}
     nothing["plan"]["device"]["kind"] = "cpu"
     nothing["memory"] = {"load": {"allocated_bytes": 10 * MIB}}
-    expected = without(without(PAGE, "## Estimated", "## Data"), "| training rows", "## Toggles")
+    expected = without(without(PAGE, "## Estimated", "## Data"), "| training rows", "## Switches")
     expected = expected.replace("3.5000", "not measured").replace("2.2500", "not measured")
     expected = expected.replace("- one\n- two\n", "none\n").replace("reserved by the allocator", "process so far (RSS)")
     expected = expected.replace(

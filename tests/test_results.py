@@ -111,7 +111,7 @@ def test_a_readers_run_stands_beside_the_committed_ones(tmp_path, run_cria):
     assert [found["name"] for found in json.loads(stdout)] == ["off", "on"]
     text = (tmp_path / "out" / "report.md").read_text()
     assert "**NVIDIA H200 as T4 (yours)**" in text
-    assert "| `nf4` on | 1.0 MiB | 0.25 | +25.00 % | 1.2 MiB | 94 | 2.00 |" in text
+    assert "| `nf4` on | 1.0 MiB | off | 0.25 | +25.00 % | 1.2 MiB | 94 | 2.00 |" in text
     for name in ("tricks", "errors"):
         for theme in style.THEMES:
             picture = (tmp_path / "out" / f"{name}-{theme}.svg").read_text()
