@@ -679,7 +679,7 @@ course.show(
     priced,
     "Figure 3. The same run on nine machines: minutes, and cents everywhere. Lines are "
     "the ranges of today's prices. Loading and downloads come on top. The list's "
-    "`a100-large` has 80 GB, and the guide's has 40.",
+    "a100-large has 80 GB, and the guide's has 40.",
 )
 
 # %% [markdown]

@@ -541,7 +541,7 @@ course.show(
 measured = [
     case for case in results.read(results.COMMITTED) if case.bench == "kv_cache"
 ]
-print(tables.tricks(measured) if measured else "no committed results")
+course.show_table(tables.tricks(measured) if measured else "no committed results")
 
 # %% [markdown]
 # With repeated heads the cache moves 11 times: 2 for `torch.cat`, then one reading and four writings to repeat the

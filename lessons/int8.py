@@ -436,7 +436,9 @@ assert torch.equal(gradient, same_gradient)
 study = results.study("quality") or {}
 kinds = ("fp32", "int8", "nf4")
 runs = [run for run in study.get("runs", ()) if run["case"] in kinds]
-print(tables.quality(runs) if runs else "no committed results beside this package")
+course.show_table(
+    tables.quality(runs) if runs else "no committed results next to this package"
+)
 
 # %% Measure a step on a GPU, or show what a CPU measured tags=["hide-input"]
 step_of = (

@@ -861,7 +861,7 @@ runs = [
     if "16 + nf4" in run["case"]
 ]
 course.show_table(
-    tables.quality(runs) if runs else "no committed results beside this package"
+    tables.quality(runs) if runs else "no committed results next to this package"
 )
 for when in ("before", "after"):
     found = {(run["case"], run["seed"]): run[f"eval_loss_{when}"] for run in runs}

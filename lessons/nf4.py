@@ -411,7 +411,7 @@ kinds = ("fp32", "nf4", "nf4 + double", "nf4 + loftq", "fp4")
 study = results.study("quality") or {}
 runs = [run for run in study.get("runs", ()) if run["case"] in kinds]
 course.show_table(
-    tables.quality(runs) if runs else "no committed results beside this package"
+    tables.quality(runs) if runs else "no committed results next to this package"
 )
 at_first = {run["case"]: run["eval_loss_before"] for run in runs}
 if at_first:

@@ -536,7 +536,7 @@ assert at_cpu.abs().min() > 1e-5
 study = results.study("quality") or {}
 runs = [run for run in study.get("runs", ()) if run["case"] in ("fp32", "adamw_8bit")]
 course.show_table(
-    tables.quality(runs) if runs else "no committed results beside this package"
+    tables.quality(runs) if runs else "no committed results next to this package"
 )
 
 # %% [markdown]

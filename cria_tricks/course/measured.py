@@ -29,6 +29,6 @@ def on_a_gpu(bench: str, off: str, on: str, shorter: int = 1) -> None:
     else:
         found = [case for case in results.read(results.COMMITTED) if case.bench == bench]
     if not found:
-        print(f"no GPU here, and no committed results of {bench} beside this package")
+        print(f"no GPU here, and no committed results of {bench} next to this package")
     else:
         show_table(tables.tricks(found))
