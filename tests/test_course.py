@@ -36,7 +36,7 @@ def test_without_a_card_it_shows_what_is_committed_and_says_so_when_nothing_is(m
     assert "| `nf4` on |" in capsys.readouterr().out
     monkeypatch.setattr(measured.results, "COMMITTED", tmp_path)
     course.on_a_gpu("nf4", off="", on="")
-    assert capsys.readouterr().out == "no GPU here, and no committed results of nf4 beside this package\n"
+    assert capsys.readouterr().out == "no GPU here, and no committed results of nf4 next to this package\n"
 
 
 def test_a_known_mistake_gets_the_hint_that_fits_it_and_any_other_number_the_usual_one():
