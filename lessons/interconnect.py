@@ -732,7 +732,7 @@ assert times["1 card"] > times["8 in two, InfiniBand"] > 1.3 * times["4 in a mac
 #    differs from `rank` in the second bit.)
 # 3. **Reach.** Doubling sends whole tensors, so for large tensors the ring is faster. From which size on, for 64
 #    processes over InfiniBand HDR? The answer is a number of bytes. (Both start once, and each turn costs a hop:
-#    `LINKS["hdr"].hop`, in seconds. `.rate` is in bytes a second. )
+#    `LINKS["hdr"].hop`, in seconds. `.rate` is in bytes a second.)
 
 # %% tags=["exercise"]
 bus_bandwidth = None
