@@ -117,5 +117,5 @@ def test_switch(sizes, settings, size, said):
 
 
 def test_heads_that_do_not_divide_are_refused():
-    with pytest.raises(BadInput, match="tensor parallelism over 4 processes: random:tiny has 2 heads of keys and values, which 4"):
+    with pytest.raises(BadInput, match="over 4 processes: random:tiny has 2 heads of keys and values, which 4"):
         planned(recipe_of(), 8, {"data": 1, "stage": 2, "tensor": 4})
