@@ -1,6 +1,6 @@
 """Learning rates of LoRA at four ranks and of full fine-tuning: the same short run at each rate.
 
-    python -m benchmarks.rates              # about 25 minutes on two quiet cores
+    python -m benchmarks.rates              # took 54 minutes with one thread, next to other work
     python -m benchmarks.rates --show       # the table of what is there
 
 SmolLM2-135M on the package's own rows, each cut at 192 tokens, one epoch of 32 steps, in fp32. Only the rank and

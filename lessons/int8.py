@@ -498,11 +498,11 @@ none = ["tricks.quantization=none", "tricks.double_quantization=false"]
 whole_in_16 = with_settings(whole, none)
 whole_in_8 = with_settings(whole_in_16, ["tricks.quantization=int8"])
 for place, first, second in (
-    ("int8, added to the lessons before", before, after),
-    ("int8, in place of NF4 in the whole", whole_in_16, whole_in_8),
+    ("int8, added to earlier lessons", before, after),
+    ("int8 for NF4 in the whole job", whole_in_16, whole_in_8),
 ):
-    old, new = (course.bill(recipe).peak_bytes / MIB for recipe in (first, second))
-    print(f"{place:34}{old:9,.0f}{new:10,.0f}{new - old:+11,.0f} MiB")
+    old, new = (round(course.bill(some).peak_bytes / MIB) for some in (first, second))
+    print(f"{place:33}{old:9,}{new:9,}{new - old:+9,}")
 parts = {}
 for name, recipe in (("16 bits", before), ("int8", after), ("NF4", nf4)):
     large = course.bill(with_settings(recipe, ["model=llama-3.1-8b"]))

@@ -74,7 +74,7 @@ def test_a_study_is_no_case(tmp_path):
     assert results.study("frontier", tmp_path) is None
 
 
-def test_the_measured_ladder_goes_from_rung_to_rung():
+def test_the_measured_ladder_goes_from_step_to_step():
     text = tables.ladder_steps(
         case(bench="together", name=name, against=before)
         for name, before in (("ladder_b", "ladder_a"), ("ladder_a", "off"), ("off", ""), ("alone_b", "off"))
@@ -82,6 +82,23 @@ def test_the_measured_ladder_goes_from_rung_to_rung():
     assert [line.split("|")[1].strip() for line in text.splitlines() if "together" in line] == [
         "`together` off", "`together` + a", "`together` + b",
     ]  # fmt: skip
+
+
+def test_the_table_of_learning_rates_marks_the_best_of_each_rank():
+    runs = [(0, 1e-4, 0.4), (0, 2e-4, 0.3), (16, 2e-4, 0.6), (16, 2e-3, 0.5)]
+    made = [{"rank": rank, "rate": rate, "eval_loss_after": loss} for rank, rate, loss in runs]
+    assert tables.rates(made).splitlines() == [
+        "| trained | 0.0001 | 0.0002 | 0.002 |",
+        "|---|---|---|---|",
+        "| full fine-tuning | 0.400 | **0.300** |  |",
+        "| LoRA, r = 16 |  | 0.600 | **0.500** |",
+    ]
+
+
+def test_a_case_without_a_baseline_comes_first_and_the_others_name_theirs():
+    text = tables.tricks([case(), case(name="off", against="")])
+    cells = [[cell.strip() for cell in line.split("|")[1:4]] for line in text.splitlines() if "nf4" in line]
+    assert [(name, than) for name, _, than in cells] == [("`nf4` off", ""), ("`nf4` on", "off")]
 
 
 def test_a_frontier_that_was_stopped_early_can_be_drawn():

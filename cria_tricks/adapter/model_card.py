@@ -18,7 +18,7 @@ _LLAMA_NOTICE = (
     "Built with Llama. Llama 3.2 is licensed under the Llama 3.2 Community License, Copyright © Meta Platforms, Inc. "
     "All Rights Reserved."
 )
-"""What section 1.b of that licence asks of whoever hands on a model that was made from it."""
+"""The words that section 1.b of the licence asks for when a model that was made from Llama 3.2 is distributed."""
 _LIBRARIES = {"none": "transformers", "side_network": "cria_tricks"}
 """The library that loads the folder, by ``tricks.peft``; peft for all other values."""
 COLUMNS = ("what", "value")
