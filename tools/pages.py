@@ -52,6 +52,10 @@ FOLDS, ENDS = "folds", "ends"
 """In the metadata of the first and of the last cell of a part that is folded."""
 ANSWERS, ASKS = "answers", "asks"
 """Where in a cell's metadata is which guess it answers, and what a form asks: its answer, which comes later."""
+NO_PROSE = re.compile(r"(<(?:pre|code|script|style|svg)\b.*?</(?:pre|code|script|style|svg)>|<[^>]*>)", re.DOTALL)
+"""What is not prose on a page."""
+UNIT = re.compile(r"(?<=\d)\s(?=(?:%|[KMGT]i?B|B|ms|s)(?!\w)|[x×·]\s\d)|(?<=\d\s[x×·])\s(?=\d)")
+"""The space between a number and its unit, or around the sign between two numbers."""
 
 
 class ForTheSite(Preprocessor):
@@ -288,10 +292,12 @@ def on_pre_build(config: Any) -> None:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """MkDocs: the form of "Will it fit?", with its first answer; and a number in a table stays with its unit."""
+    """MkDocs: the form of "Will it fit?", with its first answer; and a number stays on one line with its unit."""
     if page.file.src_uri == "fit.md":
         return fit_page.put_in(html, config.extra["no_python"])
-    return NUMBER.sub('<td class="unit">', html)
+    parts = NO_PROSE.split(NUMBER.sub('<td class="unit">', html))
+    parts[::2] = [UNIT.sub("\N{NO-BREAK SPACE}", words) for words in parts[::2]]
+    return "".join(parts)
 
 
 def on_post_build(config: Any) -> None:
@@ -318,12 +324,12 @@ def _markdown(source: str) -> str:
 
 
 def _narrow(text: str) -> str:
-    """Break what a cell printed where a line is wider than the page; tables and commands stay as they are."""
+    """Break what a cell printed where a line is wider than the page; tables, commands and code stay as they are."""
     lines = []
     for line in text.splitlines():
         indent = re.match(" *", line)[0] + "    "  # type: ignore[index]
         keep = len(line) <= COLUMNS or re.match(
-            r"\s*(\||\$|cria |torchrun |hf |uv |pip |python |import |from |\w+ = )", line
+            r"\s*(#|\||\$|cria |torchrun |hf |uv |pip |python |import |from |\w+ = )", line
         )
         lines += [line] if keep else textwrap.wrap(
             line, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False

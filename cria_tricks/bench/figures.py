@@ -37,10 +37,10 @@ def ladder(ladder_steps: Mapping[str, Mapping[str, Any]]) -> Drawing:
         axes.barh(places, peaks, color=[bars[ok] for ok in fits], height=0.66)
         for place, peak, ok in zip(places, peaks, fits, strict=True):
             axes.text(peak, place, f" {peak:.1f} GiB", va="center", color=words[ok])
-        capacity(axes, theme)
         axes.set_yticks(places, readable(ladder_steps))
         # The y axis points down, so the first bar is at the top. Above it is room for the label of the T4's line.
         axes.set(xlabel="peak of a training step, GiB", xlim=(0, max(peaks) * 1.12), ylim=(len(peaks) - 0.4, -1.2))
+        capacity(axes, theme)
         axes.grid(axis="x")
         return figure
 
@@ -50,11 +50,18 @@ def ladder(ladder_steps: Mapping[str, Mapping[str, Any]]) -> Drawing:
 def capacity(axes: Axes, theme: Theme) -> None:
     """Draw the memory of a T4 as a vertical line through horizontal bars, with a label above the first bar.
 
+    Numbers behind bars that would lie on the line move to its right side.
+
     Args:
-        axes: the panel: the x axis is in GiB, the first bar is at y = 0, and the y axis points down.
+        axes: the panel, with its bars, numbers and limits: the x axis is in GiB, the first bar is at y = 0, and the y
+            axis points down.
         theme: the colours.
     """
     has = T4.memory_bytes / GIB
+    width = 0.13 * axes.get_xlim()[1]  # of a number: nobody knows it yet, because the figure is laid out later
+    for text in axes.texts:
+        if has - width < text.get_position()[0] < has:
+            text.set_x(has)
     axes.axvline(has, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.text(has, -0.75, f" a T4 has {has:.1f} GiB", color=theme.alarm, va="center")
 

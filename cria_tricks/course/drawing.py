@@ -47,10 +47,10 @@ def ladder(lesson: str) -> Drawing:
         axes.barh(range(len(names)), peaks, color=colours, height=0.66)
         for place, peak in enumerate(peaks):
             axes.text(peak, place, f" {peak:.1f} GiB", va="center", color=theme.ink)
-        figures.capacity(axes, theme)
         axes.set_yticks(range(len(names)), style.readable(names))
         axes.set(xlabel="peak of a training step, GiB", xlim=(0, max(*peaks, T4.memory_bytes / GIB) * 1.15))
         axes.set_ylim(len(names) - 0.4, -1.2)  # from the top down, with room above for the label of the T4's line
+        figures.capacity(axes, theme)
         axes.grid(axis="x")
         return drawn
 

@@ -11,16 +11,16 @@ import datetime
 import json
 import os
 import queue
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from cria_tricks.common.atomic_files import write_file
+from cria_tricks.course.processes import free_port
 
 HANGS = 3
 """The step in which rank 1 waits, from 0."""
@@ -34,10 +34,7 @@ def hanging(folder: Path, seconds: float) -> Iterator[list[subprocess.Popen[str]
         folder: where they write.
         seconds: how long rank 0 waits in a collective [s].
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", __name__, str(folder), str(seconds)]
     recorder = {"TORCH_FR_BUFFER_SIZE": "100", "CUDA_VISIBLE_DEVICES": ""}
     started = []
@@ -52,11 +49,17 @@ def hanging(folder: Path, seconds: float) -> Iterator[list[subprocess.Popen[str]
             process.communicate()
 
 
-def recorded(folder: Path, patience: float = 240.0) -> list[dict[str, Any]]:
+def recorded(folder: Path, processes: Sequence[subprocess.Popen[str]], patience: float = 240.0) -> list[dict[str, Any]]:
     """Wait until the two hang, and return what the flight recorder of each holds, by rank.
 
+    Args:
+        folder: where they write.
+        processes: the two, as :func:`hanging` gives them.
+        patience: how long to wait [s].
+
     Raises:
-        TimeoutError: if they do not hang within ``patience`` seconds.
+        ChildProcessError: if one of them ends before.
+        TimeoutError: if they do not hang in time.
     """
     paths = [folder / f"flight_{rank}.json" for rank in range(2)]
     end = time.monotonic() + patience
@@ -66,6 +69,10 @@ def recorded(folder: Path, patience: float = 240.0) -> list[dict[str, Any]]:
             # Rank 0 has begun one collective more, and both have ended all before it; the barrier at the start is one.
             if list(map(counts, found)) == [(HANGS + 2, HANGS + 1), (HANGS + 1, HANGS + 1)]:
                 return found
+        for rank, process in enumerate(processes):
+            if process.poll() is not None:
+                said = process.stderr.read().strip() if process.stderr else ""
+                raise ChildProcessError(f"rank {rank} ended with exit code {process.returncode}: {said}")
         time.sleep(0.1)
     raise TimeoutError(f"the processes did not hang within {patience:.0f} s")
 

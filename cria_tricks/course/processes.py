@@ -15,6 +15,7 @@ import contextlib
 import gc
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -58,7 +59,7 @@ class Ranks:
         theirs = [end.fileno() for _, end in pipes]
         if self.cards:
             # Not forked: a process that has looked for a GPU cannot be, and importing our libraries looks for one.
-            port = str(_free_port())
+            port = str(free_port())
             for rank, number in enumerate(theirs):
                 place = _numbers(rank, self.size) | {"MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": _card(rank)}
                 self._begin(place, "--alone", number)
@@ -153,7 +154,7 @@ def _start(numbers: list[int], *, alone: bool) -> None:
     # A garbage collection writes into the objects it visits, so each process would get its own copy of their memory.
     gc.freeze()
     # Chosen after the slow imports, because another program could take the port in the meantime.
-    os.environ["MASTER_PORT"] = str(_free_port())
+    os.environ["MASTER_PORT"] = str(free_port())
     # fork returns 0 in a new process, which leaves the loop with its rank. The first process has rank 0.
     rank = next((rank for rank in range(1, len(numbers)) if os.fork() == 0), 0)
     for other, number in enumerate(numbers):
@@ -200,10 +201,17 @@ def _serve(pipe: Connection) -> None:
             pipe.send_bytes(result)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """Return a TCP port that is free now.
+
+    It is below the range from which the system takes ports for connections, because such a port could be taken before
+    the first process listens on it.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)  # Linux takes others from 32768 on, macOS from 49152 on
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 if __name__ == "__main__":

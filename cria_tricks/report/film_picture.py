@@ -211,9 +211,12 @@ class _Drawing:
         x, y = self.x[place], self.y(self.total[place])
         side, anchor = (-8, "end") if x > (LEFT + RIGHT) / 2 else (8, "start")
         words = f"peak {human(self.total[place])}"
+        above, card = max(y - 7, 58), self.y(self.data["capacity"]) - 6
+        if self.data["capacity"] <= self.top and x > RIGHT - 190 and abs(above - card) < 16:
+            above = card - 16  # over the card's name
         return [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="none" stroke="{self.look.ink}" stroke-width="1.5"/>',
-            self.text(words, x + side, max(y - 7, 58), f' text-anchor="{anchor}" font-weight="600"'),
+            self.text(words, x + side, above, f' text-anchor="{anchor}" font-weight="600"'),
         ]
 
     def marker(self) -> list[str]:

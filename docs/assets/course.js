@@ -36,9 +36,11 @@
       wide: box.scrollWidth - box.clientWidth > 1,
       high: box.scrollHeight > box.clientHeight,
       more: box.scrollLeft < box.scrollWidth - box.clientWidth - 2,
+      below: box.scrollTop < box.scrollHeight - box.clientHeight - 2,
     }));
-    found.forEach(function ({ box, wide, high, more }) {
+    found.forEach(function ({ box, wide, high, more, below }) {
       if (wide || high) box.tabIndex = 0;
+      if (high) box.dataset.below = below;
       if (wide) box.dataset.more = more;
       else delete box.dataset.more;
     });
@@ -50,7 +52,7 @@
       part.removeAttribute("aria-label");
       part.setAttribute("role", "none");
     });
-    const boxes = "pre > code, .md-typeset__scrollwrap, .md-typeset :is(picture, .scrolls)";
+    const boxes = "pre > code, .md-typeset__scrollwrap, .md-typeset :is(picture, .scrolls), div.arithmatex";
     const watch = new ResizeObserver((changed) => look(changed.map(({ target }) => target)));
     near(boxes, function (box) {
       watch.observe(box);

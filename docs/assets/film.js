@@ -174,7 +174,9 @@
       inside.push(el("line", { class: "film-marker", y1: top, y2: bottom }), el("circle", { class: "film-dot", r: 4.5 }));
       const peak = highest(view), x = at(view.x[peak]), side = x > (left + right) / 2;
       inside.push(el("circle", { class: "film-peak", r: 3.5, cx: x, cy: up(view.total[peak]) }));
-      inside.push(text(`peak ${size(view.total[peak])}`, x + (side ? -8 : 8), Math.max(up(view.total[peak]) - 6, 11),
+      let above = Math.max(up(view.total[peak]) - 6, 11);
+      if (within && x > right - 190 && Math.abs(above - (line - 5)) < 15) above = line - 20; // over the card's name
+      inside.push(text(`peak ${size(view.total[peak])}`, x + (side ? -8 : 8), above,
         { class: "film-peak-name", "text-anchor": side ? "end" : "start" }));
       chart.replaceChildren(...inside);
       chart.dataset.peak = Math.round(view.total[peak]);

@@ -30,7 +30,7 @@ def drill(folder: Path, seconds: float, *, both: bool) -> list[str]:
         BadInput: if there is no py-spy, or if this machine lets no process read another.
     """
     with hanging(folder, seconds) as processes:
-        found_by_recorder = list(map(counts, recorded(folder)))
+        found_by_recorder = list(map(counts, recorded(folder, processes)))
         began = time.monotonic()
         assert found_by_recorder == [(5, 4), (4, 4)], "rank 1 is one collective behind"
         found = hang.look(os.getpid())

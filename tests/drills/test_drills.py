@@ -6,12 +6,14 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import IO
 
 import pytest
 
 from cria_tricks.common.errors import BadInput
+from cria_tricks.course.hang_demo import recorded
 from tests.drills import faults
 from tests.drills import hang as hang_drill
 from tests.drills.disconnect import Drill
@@ -139,6 +141,15 @@ def test_a_rank_that_waits_is_found_from_outside_and_the_others_end(tmp_path):
 @pytest.fixture(scope="module")
 def fuzz(tmp_path_factory):
     return Fuzz(tmp_path_factory.mktemp("fuzz"))
+
+
+def test_a_process_that_ends_before_the_hang_is_named_with_what_it_said(tmp_path):
+    failed = subprocess.Popen(
+        [sys.executable, "-c", "raise SystemExit('port taken')"], stderr=subprocess.PIPE, text=True
+    )
+    failed.wait()
+    with pytest.raises(ChildProcessError, match="rank 0 ended with exit code 1: port taken"):
+        recorded(tmp_path, [failed], patience=5.0)
 
 
 @pytest.mark.parametrize("tens", range(8))
