@@ -1,5 +1,6 @@
 """Jobs: chosen by the estimate, sent exactly as shown, followed to their end, their adapter verified; a stand-in."""
 
+import email.message
 import importlib.metadata
 import inspect
 import os
@@ -418,10 +419,13 @@ def test_an_older_library_of_the_hub_refuses_attempts_before_anything_is_sent(hu
     assert (code, "--bucket 'runs': name a bucket of the hub, OWNER/NAME" in stderr) == (2, True)
 
 
-def test_a_copied_package_that_names_no_repository_ends_in_one_line(monkeypatch):
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_package_that_names_no_repository_ends_in_one_line(monkeypatch, installed):
+    def metadata(name):
+        if not installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return email.message.Message()  # of a wheel whose pyproject.toml names no URL
 
-    monkeypatch.setattr(importlib.metadata, "metadata", missing)
-    with pytest.raises(BadInput, match="it is not installed here: pip install -e"):
+    monkeypatch.setattr(importlib.metadata, "metadata", metadata)
+    with pytest.raises(BadInput, match="no installed package names one here: pip install -e"):
         version.repository()

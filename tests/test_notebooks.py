@@ -280,6 +280,9 @@ def test_what_a_first_reading_leaves_out_is_collapsed(course):
     lesson.write_text(DEEPLY.replace("## 4. The next section", "And so on."))
     with pytest.raises(ValueError, match=r"behind a deep part begins with a heading: 'And so on"):
         notebooks.make(lesson)
+    lesson.write_text(DEEPLY.replace("# By much.", "# By much.\n#\n# ### Why"))
+    with pytest.raises(ValueError, match=r"a heading inside a deep part begins a cell: '### How far"):
+        notebooks.make(lesson)
 
 
 def test_a_lesson_ends_with_the_next_ones_question(course, monkeypatch):

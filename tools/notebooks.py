@@ -194,6 +194,9 @@ def deep(cells: list[nbformat.NotebookNode]) -> list[list[nbformat.NotebookNode]
             raise ValueError(f"a deep part begins with a heading of its own (### ...): {run[0].source[:60]!r}")
         if is_deep and after and not after[0].source.startswith("##"):
             raise ValueError(f"the cell behind a deep part begins with a heading: {after[0].source[:60]!r}")
+        for cell in run if is_deep else []:
+            if cell.cell_type == "markdown" and "\n### " in cell.source:
+                raise ValueError(f"a heading inside a deep part begins a cell: {cell.source[:60]!r}")
     # Two parts that follow each other are two: each heading begins one.
     parts: list[list[nbformat.NotebookNode]] = []
     for is_deep, run in runs:

@@ -329,7 +329,7 @@ def _narrow(text: str) -> str:
     for line in text.splitlines():
         indent = re.match(" *", line)[0] + "    "  # type: ignore[index]
         keep = len(line) <= COLUMNS or re.match(
-            r"\s*(#|\||\$|cria |torchrun |hf |uv |pip |python |import |from |\w+ = )", line
+            r"\s*(#|\||\$|cria |torchrun |hf |uv |pip |python |import |from |\w+ = |\S.*?\S {2,}\S.*\S {2,}\S)", line
         )
         lines += [line] if keep else textwrap.wrap(
             line, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False

@@ -75,7 +75,11 @@ def save(drawing: Drawing, theme: str, *, narrow: bool = False) -> bytes:
         "xtick.labelcolor": chosen.ink,
         "ytick.labelcolor": chosen.ink,
         "grid.color": chosen.grid,
-        "legend.frameon": False,
+        # A legend inside a panel hides the grid lines behind its words.
+        "legend.facecolor": chosen.page,
+        "legend.edgecolor": "none",
+        "legend.framealpha": 0.9,
+        "legend.borderpad": 0.2,
         "text.hinting": "none",  # so that words are measured as wide as they are drawn
     }
     picture = io.BytesIO()

@@ -32,13 +32,13 @@ def repository() -> str:
     """Return the public URL of the package's source code, which pyproject.toml names.
 
     Raises:
-        BadInput: if the package was copied and not installed, so that nothing names the URL.
+        BadInput: if nothing names the URL, because the package was copied and not installed or has no such entry.
     """
     try:
         named = importlib.metadata.metadata("cria_tricks").get_all("Project-URL") or []
-    except importlib.metadata.PackageNotFoundError:
+        return dict(line.split(", ", 1) for line in named)["Repository"]
+    except (importlib.metadata.PackageNotFoundError, KeyError):
         raise BadInput(
-            "a job installs cria_tricks from the repository that the installed package names, and it is not installed "
-            "here: pip install -e . in your copy of it"
+            "a job installs cria_tricks from the repository that the installed package names, and no installed package "
+            "names one here: pip install -e . in your copy of it"
         ) from None
-    return dict(line.split(", ", 1) for line in named)["Repository"]

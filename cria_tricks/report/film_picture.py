@@ -198,10 +198,10 @@ class _Drawing:
         if self.data["capacity"] > self.top:
             more = f' text-anchor="end" font-weight="600" fill="{self.look.alarm}"'
             return [self.text(f"↑ {words}", RIGHT - 2, TOP - 4, more)]
-        behind = {"light": "#ffffff", "dark": "#14191f"}[self.theme]
         width = 7.4 * len(words)
         return [
-            f'<rect x="{RIGHT - width - 4:.0f}" y="{y - 20:.1f}" width="{width + 4:.0f}" height="18" fill="{behind}"/>',
+            f'<rect x="{RIGHT - width - 4:.0f}" y="{y - 20:.1f}" width="{width + 4:.0f}" height="18" '
+            f'fill="{self.look.page}"/>',
             f'<path stroke="{self.look.alarm}" stroke-width="2" stroke-dasharray="7 4" d="M{LEFT} {y:.1f}H{RIGHT}"/>',
             self.text(words, RIGHT - 2, y - 6, f' text-anchor="end" font-weight="600" fill="{self.look.alarm}"'),
         ]
