@@ -212,7 +212,9 @@ def compute_seconds(recipe: Recipe, shape: Shape, card: Card, strategy: str, pro
         return _through_the_stages(recipe, shape, card, processes)
     own_recipe, own_shape = local(recipe, shape, strategy, processes)
     total = 0.0
-    whole = folds.step(recipe, shape, card)
+    # The ring repeats keys and values itself, for a kernel that takes no grouped heads (parallel/ring_attention.py).
+    repeated = with_settings(recipe, ["tricks.expand_kv=true"]) if strategy == "context" else recipe
+    whole = folds.step(repeated, shape, card)
     for part in folds.step(own_recipe, own_shape, card).parts:
         if part.name == "optimizer" and strategy == "fsdp":
             total += part.seconds / processes  # each process updates only its own 1 / N of the weights

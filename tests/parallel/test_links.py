@@ -97,6 +97,20 @@ def test_tensor_parallelism_divides_the_blocks_and_not_the_head():
     assert compute_seconds(LORA, SHAPE, CARD, "tensor", 4) == part.seconds
 
 
+def test_the_ring_repeats_keys_and_values_itself_so_it_never_takes_the_kernel_for_grouped_heads():
+    t4 = CARDS["t4"]
+    grouped = with_settings(kwanzaa(t4.device), ["tricks.expand_kv=false", "data.max_length=16384"])
+    repeated = with_settings(grouped, ["tricks.expand_kv=true"])
+
+    def seconds(recipe, shape=SHAPE):
+        return {part.name: part.seconds for part in folds.step(recipe, shape, t4).parts}
+
+    assert seconds(repeated)["attention"] < seconds(grouped)["attention"] / 4, "a T4 has no kernel for grouped heads"
+    own = seconds(*local(grouped, SHAPE, "context", 4))
+    expected = sum(own.values()) - own["attention"] + seconds(repeated)["attention"] / 4
+    assert compute_seconds(grouped, SHAPE, t4, "context", 4) == pytest.approx(expected)
+
+
 def test_a_pipelines_optimizer_runs_once_a_step():
     def compute(micro_batches: int) -> float:
         recipe = with_settings(FULL, [f"tricks.gradient_accumulation={micro_batches}"])
