@@ -126,6 +126,21 @@ def test_advice_longest_and_prices_are_there_when_asked_for(run_cria):
         assert words in stdout
 
 
+def test_the_longest_row_is_asked_of_the_host_too(run_cria):
+    switches = ("gradient_checkpointing", "chunked_loss", "tiled_mlp", "activation_offload")
+    asked = ["plan", "kwanzaa", "--gpu", "t4", "--model", "llama-3.1-8b"]
+    asked += [word for switch in switches for word in ("--set", f"tricks.{switch}=true")]
+    found = json.loads(run_cria(*asked, "--longest", "--json")[1])
+    assert 0 < found["longest_on_host"] < found["longest"]
+    said = f"longest row that fits: {found['longest']:,} tokens; the host has room for {found['longest_on_host']:,}"
+    assert said in " ".join(run_cria(*asked, "--longest")[1].split())
+    verdicts = []
+    for tokens in (found["longest_on_host"], found["longest_on_host"] + 1):
+        stdout = run_cria(*asked, "--set", f"data.max_length={tokens}", "--json")[1]
+        verdicts.append(json.loads(stdout)["host"]["verdict"])
+    assert verdicts == ["fits", "does not fit"], "pinned memory is rounded up to a power of two"
+
+
 def test_groups_of_cut_matrices_are_planned_with_every_set_of_toggles(run_cria):
     """What accumulation is worth is priced without it, so a step has fewer micro-batches than there are groups."""
     code, stdout, stderr = run_cria(

@@ -175,6 +175,7 @@ class PlanAnswer(_Frozen):
         answers: the time of answers during training and in ``cria eval``; ``None`` if the card's rates are not known.
         front: the switch sets that no other set beats in both bytes and time; ``None`` if not asked for.
         longest: the length of the longest row that fits [tokens]; ``None`` if not asked for.
+        longest_on_host: the same, if the host must have room for it, too; ``None`` if the host is not known.
         host: the memory on the host; ``None`` on a CPU.
         fit: what a search for the fastest, smallest or longest set has found; ``None`` if not asked for. All the rest
             is about the chosen set.
@@ -214,6 +215,7 @@ class PlanAnswer(_Frozen):
     answers: AnswerTimes | None = None
     front: list[LadderStep] | None = None
     longest: int | None = None
+    longest_on_host: int | None = None
     prices: list[Price] | None = None
     host: HostMemory | None = None
     fit: Fit | None = None

@@ -12,7 +12,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
 from cria_tricks.hardware.gpus import Host
 from cria_tricks.hardware.trust import verdict
-from cria_tricks.predict.toggles import Target, with_toggles
+from cria_tricks.predict.toggles import Target, most_tokens, with_toggles
 from cria_tricks.recipe import Recipe, with_settings
 
 LIBRARIES = 2_056_600 * 1024 + 312 * 2**20
@@ -90,6 +90,24 @@ def host_bill(target: Target, recipe: Recipe, host: Host | None, rows: int = 0) 
     moments = (loading, Moment("training", (libraries, data, pinned, paged, streamed)))
     # cria merge computes in fp32 on the host, and writes the model in 16 bits beside it.
     return HostBill(moments, host, 3 * half)
+
+
+def longest_on_host(target: Target, recipe: Recipe, host: Host, rows: int, most: int) -> int:
+    """Find the longest row, of at most ``most`` tokens, for which the host has room [tokens].
+
+    Args:
+        target: the model and the card.
+        recipe: what would run.
+        host: the machine around the card.
+        rows: the number of training rows; 0 if it is not known.
+        most: the longest row that fits the card [tokens].
+    """
+
+    def fits(tokens: int) -> bool:
+        memory = host_bill(target, with_settings(recipe, [f"data.max_length={tokens}"]), host, rows)
+        return memory is None or memory.verdict != "does not fit"
+
+    return most_tokens(fits, most)
 
 
 def _streamed(target: Target, recipe: Recipe) -> Line:

@@ -14,7 +14,7 @@ from cria_tricks.hardware.gpus import Host
 from cria_tricks.models.configs import beyond_context, find_config
 from cria_tricks.models.shape import Shape
 from cria_tricks.predict import answer_time, toggles
-from cria_tricks.predict.host import HostBill, host_bill, loading_doubts
+from cria_tricks.predict.host import HostBill, host_bill, loading_doubts, longest_on_host
 from cria_tricks.predict.toggles import Change, Setting, Target
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.step_plan import Plan
@@ -39,7 +39,7 @@ def answer(
         lengths: the lengths of its rows.
         dry: count the bytes by a dry run, as in :func:`bill`.
         advise: add ``front``, the best switch sets.
-        longest: add ``longest``, the length of the longest row that fits [tokens].
+        longest: add ``longest``, the length of the longest row that fits [tokens], and ``longest_on_host``.
         rows: the number of training rows, for ``prices``; ``None`` for no prices.
         host: the machine around the card; ``None`` if it is not known.
     """
@@ -49,6 +49,8 @@ def answer(
         found["front"] = front(target, recipe)
     if longest:
         found["longest"] = toggles.longest(target, recipe)
+        if host:
+            found["longest_on_host"] = longest_on_host(target, recipe, host, rows or 0, found["longest"])
     if rows is not None:
         found["prices"] = prices(target, recipe, rows, lengths)
     return found

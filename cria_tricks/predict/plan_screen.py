@@ -54,6 +54,8 @@ def show(found: dict[str, Any], screen: Screen, *, toggles: bool = False, ladder
         beyond = ""
         if found["longest"] > found["context"] > 0:
             beyond = f"; the model's context is {found['context']:,}"
+        if found.get("longest_on_host", found["longest"]) < found["longest"]:
+            beyond += f"; the host has room for {found['longest_on_host']:,}"
         screen.wrapped("", f"longest row that fits: {found['longest']:,} tokens{beyond}")
     if found.get("prices"):
         _show_prices(found["prices"], screen)

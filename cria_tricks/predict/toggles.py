@@ -3,7 +3,7 @@
 Nothing is trained or loaded. One estimate takes a millisecond, so all sets of switches can be tried.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -285,16 +285,25 @@ def front(target: Target, recipe: Recipe) -> list[Setting]:
 
 
 def longest(target: Target, recipe: Recipe) -> int:
-    """Find the longest row that fits with a margin, by bisection [tokens]; 0 if not even one token fits."""
-    fits = 0
-    most = LONGEST
-    while fits < most:
-        middle = (fits + most + 1) // 2  # rounded up, so that the interval always shrinks
-        if target.memory(recipe, middle).verdict == "fits":
-            fits = middle
+    """Find the longest row that fits the card with a margin [tokens]; 0 if not even one token fits."""
+    return most_tokens(lambda tokens: target.memory(recipe, tokens).verdict == "fits")
+
+
+def most_tokens(fits: Callable[[int], bool], most: int = LONGEST) -> int:
+    """Find the longest row that fits, by bisection [tokens].
+
+    Args:
+        fits: tells whether a row of so many tokens fits; if it does, all shorter ones do.
+        most: the longest row that is tried [tokens].
+    """
+    least = 0
+    while least < most:
+        middle = (least + most + 1) // 2  # rounded up, so that the interval always shrinks
+        if fits(middle):
+            least = middle
         else:
             most = middle - 1
-    return fits
+    return least
 
 
 def with_toggles(recipe: Recipe, tricks: dict[str, Any]) -> Recipe:
