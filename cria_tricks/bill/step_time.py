@@ -31,10 +31,9 @@ from cria_tricks.recipe import Recipe
 
 HEAD = ("head", "loss")
 """The parts that only a process with the head has, in a pipeline the last stage."""
-BLOCKS = (
-    *("unpacking", "casts of weights", "blocks forward", "blocks again", "blocks backward", "adapter", "attention"),
-    "between products",
-)
+PRODUCTS = ("blocks forward", "blocks again", "blocks backward")
+"""The products of the blocks, pass by pass."""
+BLOCKS = ("unpacking", "casts of weights", *PRODUCTS, "adapter", "attention", "between products")
 """The parts that the blocks compute."""
 TRAVEL = "inputs that travel"
 FETCHED = "fetched blocks"
@@ -203,9 +202,17 @@ def timed(counted: PartCounts, card: Card, precision: str) -> StepPart:
 
 
 def beside_the_blocks(travel: StepPart, parts: list[StepPart]) -> StepPart:
-    """Let copies take only the time by which they outlast the blocks, beside which they run."""
-    blocks = sum(one.seconds for one in parts if one.name in BLOCKS)
-    return replace(travel, seconds=max(0.0, travel.seconds - blocks))
+    """Let copies take only the time by which they outlast the blocks, beside which they run.
+
+    Half of the copies runs beside the forward pass, and half beside the backward pass, which also repeats the forward
+    pass if blocks are checkpointed. Both passes have as much of the blocks' time as they have of that of the products.
+    """
+    seconds = {one.name: one.seconds for one in parts}
+    busy = sum(seconds.get(name, 0.0) for name in BLOCKS)
+    share = seconds["blocks forward"] / sum(seconds.get(name, 0.0) for name in PRODUCTS)
+    shares = [share, 1 - share] if share < 1 else [share]  # a frozen model below a trained head has no backward pass
+    each = travel.seconds / len(shares)
+    return replace(travel, seconds=sum(max(0.0, each - part * busy) for part in shares))
 
 
 def launch_time(started: float, card: Card, busy: float) -> StepPart:

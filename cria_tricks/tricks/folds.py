@@ -134,10 +134,11 @@ def least_tokens(work: Work, card: Card) -> int:
 def hidden(work: Work, card: Card) -> bool:
     """Tell whether the blocks keep the card busy for longer than copies and launches take."""
     one = replace(work, micro_batches=1)
-    seconds = {part.name: step_time.timed(part, card, work.precision).seconds for part in step_time.counts(one)}
-    busy = sum(seconds[name] for name in step_time.BLOCKS)
+    parts = [step_time.timed(part, card, work.precision) for part in step_time.counts(one)]
+    travel = next(part for part in parts if part.name == step_time.TRAVEL)
+    busy = sum(part.seconds for part in parts if part.name in step_time.BLOCKS)
     started = launches.of_blocks(one, products.blocks(one)) + launches.TRAVEL * work.travelling_blocks
-    return busy >= max(seconds[step_time.TRAVEL], started * card.reached.launch)
+    return step_time.beside_the_blocks(travel, parts).seconds == 0 and busy >= started * card.reached.launch
 
 
 def as_long_rows_run(recipe: Recipe, shape: Shape, device: Device, tokens: int) -> Recipe:

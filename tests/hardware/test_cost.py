@@ -224,6 +224,20 @@ def test_copies_that_overlap_take_the_time_by_which_they_outlast_the_blocks():
     assert seconds[step_time.TRAVEL] == pytest.approx(link - blocks)
 
 
+def test_each_pass_hides_its_own_half_of_the_copies():
+    """Checkpointed products of frozen weights take a third of their time forward, so that pass waits for longer."""
+    busy = {"blocks forward": 2.0, "blocks again": 2.0, "blocks backward": 2.0, "attention": 3.0}
+    parts = [step_time.StepPart(name, 0, 0, 0, seconds, "") for name, seconds in busy.items()]
+
+    def waits(copies, parts=parts):
+        return step_time.beside_the_blocks(step_time.StepPart(step_time.FETCHED, 0, 0, 0, copies, ""), parts).seconds
+
+    assert waits(6.0) == 0, "3 s of 9 are forward, and as long are the copies there"
+    assert waits(8.0) == pytest.approx(1), "all copies take less time than the blocks, and the forward pass waits"
+    assert waits(14.0) == pytest.approx(4 + 1)
+    assert waits(14.0, [parts[0], parts[3]]) == pytest.approx(14 - 5), "one pass, so all copies are in it"
+
+
 def test_short_rows_are_not_offloaded_because_their_copies_would_take_time():
     """At the least length the blocks outlast both the copies and the host's launches; one token less, and not."""
     shape = find_shape("smollm2")
