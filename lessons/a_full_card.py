@@ -16,8 +16,7 @@
 # > no card has measured it / exact: no number of a run changes / about 25 minutes / after [fused LoRA](fused_lora.py)
 #
 # The job is QLoRA of Llama-3.2-1B, with rows of 2,048 tokens, on a T4 with 14.74 GiB. Twelve switches have lowered the
-# [peak](../docs/glossary.md#peak) of its step from 32,046 to 1,516 MiB. We call this the *whole job*. This lesson adds
-# none.
+# [peak](../docs/glossary.md#peak) of its step from 32,046 to 1,516 MiB. We call this the *whole job*.
 
 # %% Imports and settings tags=["hide-input"]
 import bisect
@@ -115,7 +114,8 @@ real = [
 off += [case.estimated_bytes / case.peak_allocated_bytes - 1 for case in real]
 print(
     f"bills of {len(dry)} sets of switches against a dry run, and of {len(real)} "
-    f"against real steps of a small model: at most {max(map(abs, off)):.2%} off"
+    "against real\nsteps of a small model: "
+    f"at most {max(map(abs, off)):.2%} off"
 )
 assert max(map(abs, off)) < 0.002
 
@@ -168,7 +168,7 @@ def saves(*gone):
 
 # they add up: the states are in both moments, so they are in each peak
 assert saves("states", "activations") == saves("states") + saves("activations")
-# less than their sum: without the activations the update is the peak
+# less than their sum: without the activations the update is as high as the loss
 assert saves("activations", "logits") < saves("activations") + saves("logits")
 # more than their sum: the gradients alone save nothing, because the loss is the peak
 assert saves("gradients") == 0
@@ -184,7 +184,7 @@ def toy_steps(theme: Theme):
     sketch = course.Sketch(theme, 41.4, 16)
     ground, unit = 14.6, 0.7
     colours = {"weights": 0, "states": 3, "activations": 1, "logits": 2, "gradients": 1}
-    short = {"activations": "activ.", "gradients": "grads"}
+    short = {"activations": "activ.", "gradients": "grads", "weights": "W"}
     removed = ("activations", "logits", "gradients")
     for place in range(4):
         gone = removed[:place]
@@ -212,7 +212,8 @@ def toy_steps(theme: Theme):
 course.show(
     toy_steps,
     "Figure 1. The loss and the update of the toy step, with everything, and without "
-    "the activations, the logits and the gradients. Dashed boxes are removed. The "
+    "the activations, the logits and the gradients (W: weights). Dashed boxes are "
+    "removed. The "
     "peak is 18, then 12, still 12 without the logits, and 7 without the gradients.",
 )
 
@@ -287,8 +288,11 @@ class Cache:
 
 # %% [markdown]
 # **Step 4: we run three scripts.** `a=30 -a b=32` allocates 30 MiB as `a`, frees it, and allocates 32 MiB as `b`, as
-# for a longer row. The free block is too small, so PyTorch reserves 62 MiB. How many MiB does the script `a=5 b=5 c=5
-# d=5 -a -c e=8` reserve?
+# for a longer row. The free block is too small, so PyTorch reserves 62 MiB. How many MiB does this script reserve?
+#
+# ```
+# a=5 b=5 c=5 d=5 -a -c e=8
+# ```
 
 # %% Your guess: MiB that the script reserves tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -307,17 +311,16 @@ def play(script, limit=math.inf):
 
 
 same, longer, holes = "a=30 -a b=30", "a=30 -a b=32", "a=5 b=5 c=5 d=5 -a -c e=8"
-for script in (same, longer, holes):
-    print(f"{script:28} reserves {play(script).reserved():.0f} MiB")
-print(f"{longer:28} on a card of 40 MiB: {play(longer, limit=40).segments}")
-try:
-    play(holes, limit=20)
-except MemoryError as error:
-    print(f"{holes:28} on a card of 20 MiB: {error}")
-
+for script in (same, longer):
+    print(f"{script:14} reserves {play(script).reserved():.0f} MiB")
 
 # %% Compare with your guess, and draw figure 2 tags=["hide-input"]
 course.reveal(guess, play(holes).reserved(), "MiB")
+print(f"{longer:26} on a card of 40 MiB: {play(longer, limit=40).segments}")
+try:
+    play(holes, limit=20)
+except MemoryError as error:
+    print(f"{holes:26} on a card of 20 MiB: {error}")
 
 
 def of_segments(theme: Theme):
@@ -569,10 +572,9 @@ for before, after in changes:
     stayed += least == most
     short += gain < most
     dearer += gain < 0
-print(
-    f"{len(changes):,} switches over a set: in {stayed:,} cases the bounds are equal; "
-    f"in {short:,} a part of the saving is lost; {dearer:,} cost memory"
-)
+print(f"{len(changes):,} switches over a set:")
+print(f"  in {stayed:,} cases the bounds are equal")
+print(f"  in {short:,} a part of the saving is lost; {dearer:,} cost memory")
 assert round(stayed / len(changes), 2) == 0.87
 
 fitting = [on for on in tables if course.bill(toggles.with_only(whole, on)).fits]
@@ -587,17 +589,19 @@ print("the fewest switches that fit on a T4:", *sorted(fewest))
 
 # %% [markdown]
 # ## 4. What it costs
-# The film under this heading (on the course's site) plays the step, and each button takes one switch away.
+# The film here (on the course's site) plays the step, and each button takes one switch away.
 #
 # With all switches a step is slow, because checkpointing computes blocks twice, and NF4 must be unpacked. Therefore:
 # **where memory is left over, switch off what costs time.** Below are the sets that no other set beats in both seconds
 # and memory, and what each changes in the whole job. ([`activation_offload`](long_rows.py) keeps block inputs on the
-# host. Fused LoRA is left out.) A row's seconds are predicted, with a range of 0.82 to 1.22 times. The memory
-# includes CUDA's own and the most that PyTorch may reserve.
+# host. Fused LoRA is left out.) A row's seconds are predicted, with a range of 0.82 to 1.22 times. The memory includes
+# CUDA's own and the most that PyTorch may reserve.
 
 # %%
 for setting in toggles.front(target, whole):
-    off = ", ".join(change.removeprefix("tricks.") for change in setting.set)
+    # double quantization goes with quantization
+    changes = [one for one in setting.set if not one.startswith("tricks.double")]
+    off = ", ".join(change.removeprefix("tricks.") for change in changes)
     needs = setting.memory.needed_bytes / GIB
     print(f"{2048 * setting.seconds:.2f} s, {needs:5.2f} GiB: {off or 'all switches'}")
 
@@ -638,9 +642,9 @@ for pair in ("checkpointing_chunked_loss", "nf4_batch", "packing_sdpa"):
     sizes = [case.peak_allocated_bytes for case in four]
     times = [case.median_seconds for case in four]
     one, two, both = ((sizes[0] - size) / MIB for size in sizes[1:])
-    print(f"{pair:27}saved {one:.1f} and {two:.1f}, together {both:.1f} MiB;", end=" ")
+    print(f"{pair:27}saved {one:5.1f} and {two:5.1f}, together {both:5.1f} MiB")
     print(
-        f"time of the first: x {times[1] / times[0]:.2f} without the second, "
+        f"  time of the first       x {times[1] / times[0]:.2f} without the second, "
         f"x {times[3] / times[2]:.2f} with it"
     )
     assert abs(one + two - both) < 0.2
@@ -653,10 +657,10 @@ for pair in ("checkpointing_chunked_loss", "nf4_batch", "packing_sdpa"):
 # %% [markdown]
 # ### What the card holds in addition to tensors
 # Our example is the recipe `kwanzaa` on a T4. There it leaves out two of the twelve switches, checkpointing and the
-# chunked loss. A row then takes 28 % less time by estimate, and the tensors take 7.3 GiB. (Without NF4 it would be
-# faster, but it reproduces a QLoRA run.) How much will PyTorch reserve? `memory_trace` runs the training on tensors
-# without data, first with rows of 1,536 tokens and then of 2,048, and records every allocation. The package's allocator
-# carries them out, so the number is predicted.
+# chunked loss. By estimate a row takes 28 % less time, and tensors take 7.3 GiB. (The second set above is faster and
+# smaller, but it lacks NF4, and this recipe reproduces a QLoRA run.) How much will PyTorch reserve? `memory_trace` runs
+# the training on tensors without data, first with rows of 1,536 tokens and then of 2,048, and records every allocation.
+# The package's allocator carries them out, so the number is predicted.
 
 # %% Your guess: GiB that PyTorch reserves for 7.3 GiB of tensors tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -703,9 +707,9 @@ course.reveal(guess, card.peak_reserved / GIB, "GiB")
 
 # %% [markdown]
 # ## 5. The production switch
-# PyTorch reserves 27 % more than the tensors need. (Other switches gave 12 to 53 %.) The shorter rows have left
-# segments that fit *their* logits, 752 MiB in fp32. The longer row needs 1,002 MiB, so PyTorch takes new segments, and
-# the old ones stay empty. One setting changes that:
+# PyTorch reserves 27 % more than the tensors need. The shorter rows have left segments that fit *their* logits, 752 MiB
+# in fp32. The longer row needs 1,002 MiB, so PyTorch takes new segments, and the old ones stay empty. One setting
+# changes that:
 #
 # ```bash
 # PYTORCH_ALLOC_CONF=expandable_segments:True python train.py
@@ -728,8 +732,8 @@ grown.allocate(32 * MIB)
 print(f"{longer}: reserves {grown.reserved / MIB:.0f} MiB, not 62")
 
 wide, wide_curve, _ = watch(events, expandable)
-print(f"our example: reserves {wide.peak_reserved / GIB:.1f} GiB", end=", ")
-print(f"not {card.peak_reserved / GIB:.1f}")
+print(f"our example: reserves {wide.peak_reserved / GIB:.2f} GiB", end=", ")
+print(f"not {card.peak_reserved / GIB:.2f}")
 
 
 # %% Draw figure 4 tags=["hide-input"]
@@ -752,12 +756,12 @@ def over_the_run(theme: Theme):
     first = next(n for n, moment in enumerate(moments) if "1,536" in moment)
     second = next(n for n, moment in enumerate(moments) if "2,048" in moment)
     last = next(n for n, each in enumerate(moments) if each.startswith("evaluation"))
-    for n in (first, second, last):
-        axes.axvline(n, color=theme.quiet, linewidth=0.8, linestyle=":")
+    # the lines end below the names, because "load" is wider than its part
+    axes.vlines((first, second, last), 0, 9.8, theme.quiet, ":", linewidth=0.8)
     parts = ((0, first, "load"), (first, second, "1,536"), (second, last, "2,048"))
     for begin, end, name in (*parts, (last, len(events), "eval.")):
         middle = (begin + end) / 2
-        axes.text(middle, 10.4, name, ha="center", va="center", color=theme.ink)
+        axes.text(middle, 10.5, name, ha="center", va="center", color=theme.ink)
     axes.set(xlabel="allocations and releases", ylabel="GiB", ylim=(0, 11))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     places = range(0, len(events), width)
@@ -771,13 +775,14 @@ def over_the_run(theme: Theme):
         reserved = thinned([reserved / GIB for _, reserved in values])
         axes.plot(places, reserved, color=theme.series[color], label=name)
     axes.grid(axis="y")
-    axes.legend(loc="upper left", bbox_to_anchor=(0.0, 0.9))
+    drawn.legend(loc="outside upper center", ncols=3)
     return drawn
 
 
 course.show(
     over_the_run,
-    "Figure 4. The run with rows of 1,536 and then of 2,048 tokens. The bytes of "
+    "Figure 4. The run with rows of 1,536 and then of 2,048 tokens; dotted lines "
+    "part loading, both lengths and the evaluation. The bytes of "
     "tensors rise and fall with every micro-batch. Reserved bytes only rise, "
     "and most at the loss of the first longer row. With expandable segments they stay "
     "close above the largest bytes of tensors so far.",
@@ -889,12 +894,12 @@ for multiple in (2048, 512):
     print(f"rows padded to a multiple of {multiple:5,}: {more:.0%} more tokens")
 print(f"all rows of 2,048 tokens: reserved {padded.reserved_bytes / GIB:.2f} GiB")
 assert wide.peak_reserved < padded.reserved_bytes < card.peak_reserved
-for other, gib in (
-    (Settings(max_split_size=128 * MIB), 10.9),
-    (Settings(roundup_power2_divisions=8), 9.3),
+for name, other, gib in (
+    ("max_split_size_mb=128", Settings(max_split_size=128 * MIB), 10.9),
+    ("roundup_power2_divisions=8", Settings(roundup_power2_divisions=8), 9.3),
 ):
     found = replay(events, other).reserved_bytes / GIB
-    print(f"{other}: {found:.1f} GiB")
+    print(f"{name:26} reserves {found:.1f} GiB")
     assert abs(found - gib) < 0.05
 
 # %% [markdown] tags=["deep"]
@@ -1100,13 +1105,14 @@ for script in ("a=30 -a", "a=5 b=5 c=5 d=5 -a -c"):
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict**: in the whole job, the loss has 1,516.2 MiB, of which the logits of a chunk of 256 tokens take 250.5.
-#    The second highest moment is a block's backward pass, 1,494.8 MiB. By how many MiB does the peak fall if you use
-#    chunks of 64 tokens (a quarter of the logits) and save 32 MiB in the block?
+#    The second highest moment is a block's backward pass, 1,494.8 MiB, and all others are below 1,400. By how many MiB
+#    does the peak fall if you use chunks of 64 tokens (a quarter of the logits) and save 32 MiB in the block?
 # 2. **Build**: fill in `stuck(segments)`, which returns how many MiB are free and cannot be given back. The segments
 #    are as in `Cache`.
 # 3. **Reach**: fill in `fair(switches)`, which returns a dict from each switch to its fair share in MiB, with all
 #    others off. Shapley's fair share is a mean over all orders of the switches. In each order, switch them on one after
-#    the other, and note what each saves at its turn. Use `peak_with(switches)` from section 3.
+#    the other, and note what each saves at its turn. Use `peak_with(switches)` from section 3. (All orders are
+#    allowed.)
 
 # %% tags=["exercise"]
 mib_of_both = None
@@ -1185,6 +1191,8 @@ assert round(final["loss"] / MIB, 1) == 1516.2
 assert round(final["last block"] / MIB, 1) == 1494.8
 assert round(table(fields)["loss"]["logits"] / MIB, 1) == 250.5
 assert final["last block"] - spared > final["loss"] - 0.75 * 250.5 * MIB
+rest = [name for name in final if name not in ("loss", "last block")]
+assert max(final[name] for name in rest) < 1400 * MIB
 course.check(
     1,
     mib_of_both,
@@ -1233,8 +1241,8 @@ course.check(
 # - **Where memory is left over**, switch off what costs time: checkpointing first. `cria train kwanzaa --fit fastest`
 #   does it for you.
 # - **A card limits reserved bytes**, and free memory goes back to it only as whole segments. So 7.3 GiB of tensors
-#   reserve 9.3 GiB in our example, and 7.8 GiB with expandable segments, which change no number of the run.
-# - **When not**: if little is "reserved by PyTorch but unallocated", no setting helps. Then make the peak smaller.
+#   reserve 9.27 GiB in our example, and 7.83 GiB with expandable segments, which change no number of the run.
+# - **When not**: if little is "reserved by PyTorch but unallocated", no setting helps.
 #
 # ## Sources
 # - PyTorch, `c10/cuda/CUDACachingAllocator.cpp` at commit 001074d, class `DeviceCachingAllocator`: `malloc` (what is

@@ -103,12 +103,15 @@ optimizer = AdamW8bit([adapter])
 optimizer.step()  # the first step creates the moments
 states = optimizer.state[adapter].values()
 counted = adapter.nbytes + sum(s.nbytes for s in states if torch.is_tensor(s))
-print(f"predicted {sum(predicted.values()):,} bytes, counted {counted:,}: {predicted}")
+print(f"predicted {sum(predicted.values()):,} bytes, counted {counted:,}")
 assert counted == sum(predicted.values())
 course.reveal(guess, counted / 1e6, "MB")
 
 
-# %% Draw figure 1 tags=["hide-input"]
+# %% Print the four parts, and draw figure 1 tags=["hide-input"]
+print(*(f"{name:8}{size:12,}" for name, size in predicted.items()), sep="\n")
+
+
 def of_the_state(theme: Theme):
     """Show which parts of a run a checkpoint holds."""
     sketch = course.Sketch(theme, 45, 14.5)
@@ -142,8 +145,8 @@ def of_the_state(theme: Theme):
             "schedule",
             "loss scale",
             "position",
-            "Python's RNG",
-            "torch's RNG",
+            "Python's\nRNG",
+            "torch's\nRNG",
         )
     ):
         sketch.tensor(1 + 8.8 * place, 11, 8.2, 2.2, name, color=3)
@@ -294,7 +297,7 @@ run.train(3)
 again = Run()
 restore(again, torch.load(newest(folder) / "state.pt"))
 again.train(3)
-print("the losses of steps 22 to 24, after a resume:", again.losses)
+print("steps 22 to 24, after a resume:", *(f"{loss:.4f}" for loss in again.losses))
 assert again.losses == run.losses[21:]
 
 # %% [markdown]
@@ -365,9 +368,9 @@ print("torch.load:", refusal(places[overwrite] / "state.pt").partition(". ")[0])
 assert newest(places[write_aside]).name == "checkpoint-21"
 
 # %% [markdown]
-# `overwrite` has destroyed step 21 and not made step 24. (torch's message depends on the length of the half.)
-# `write_aside` still has step 21, and an unfinished folder that nothing reads. A kill does not test `sync`, which is
-# for a machine that loses power: the system's cache survives a dead process.
+# `overwrite` has destroyed step 21 and not made step 24. `write_aside` still has step 21, and an unfinished folder that
+# nothing reads. A kill does not test `sync`, which is for a machine that loses power: the system's cache survives a
+# dead process.
 #
 # **Second proof: the seven parts are enough.** Stop after each of the first 59 steps, continue in a fresh run, and
 # compare losses and weights bit for bit.
@@ -397,7 +400,7 @@ print(f"{STEPS - 1} stops, {STEPS - 1} times the same losses and weights, bit fo
 
 # %% [markdown]
 # **Third proof: each part is needed.** Stop after step 21, in the middle of an epoch, and leave out one part. For how
-# many of the seven parts is that first loss wrong when the part is missing?
+# many of the seven parts is the first loss after the resume wrong when the part is missing?
 
 # %% Your guess: parts, of seven, whose absence the first loss shows tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -427,7 +430,6 @@ def divergence(theme: Theme):
     """Draw the losses by epoch, and how far the weights are from the right ones."""
     drawn, (curves, distances) = panels(2, 3.0)
     looks = [(color, line) for line in ("-", (0, (4, 2))) for color in theme.series]
-    ends: dict[str, float] = {}
     for part, (color, line) in zip(
         (part for part in runs if part != "model"), looks, strict=False
     ):
@@ -438,9 +440,12 @@ def divergence(theme: Theme):
             for p, q in zip(runs[part].weights, whole.weights[21:], strict=True)
         ]
         distances.plot(
-            range(22, 61), [100 * share for share in off], color=color, linestyle=line
+            range(22, 61),
+            [100 * share for share in off],
+            color=color,
+            linestyle=line,
+            label=part,
         )
-        ends[part] = 100 * off[-1].item()
     curves.plot(
         range(1, 11),
         np.array(whole.losses).reshape(-1, 6).mean(1),
@@ -454,13 +459,10 @@ def divergence(theme: Theme):
     distances.set(
         xlabel="step (stopped after 21)",
         ylabel="weights off, %",
-        xlim=(21, 71),
+        xlim=(21, 60),
         ylim=(0, None),
     )
-    place = 0.0
-    for part, height in sorted(ends.items(), key=lambda pair: pair[1]):
-        place = max(height, place + 0.85)  # no name over another
-        distances.text(60.6, place, part, va="center")
+    drawn.legend(loc="outside upper center", ncols=6)
     for axes in (curves, distances):
         axes.grid(axis="y")
     return drawn
@@ -468,18 +470,19 @@ def divergence(theme: Theme):
 
 course.show(
     divergence,
-    "Figure 2. Six resumes, each with one part missing: the losses (left) look right, "
-    "while the weights (right) drift away.",
+    "Figure 2. Six resumes, each with one part missing. In the first panel the losses "
+    "look right; in the second the weights drift away.",
 )
 
 # %% [markdown]
 # No resume raised an error, and only missing weights stand out. Five of the seven wrong runs even have a lower loss in
-# the last epoch than the right one (the line "nothing"). For four parts the first loss is right to the last bit. It is
-# computed before the weights change again, and moments, learning rate and loss scale act only on that change. Python's
-# generator is needed only at the next epoch. What happens without the
+# the last epoch than the right one (the line "nothing"). For four parts the first loss is right to the last bit. This
+# loss is computed before the weights change again, and moments, learning rate and loss scale act only on that change.
+# Python's generator is needed only at the next epoch. What happens without the
 #
 # - *optimizer*: the moments are zero, and one step has the first learning rate, because the optimizer's state holds it.
-# - *schedule*: from the second step on the learning rate is that of the start, and falls too late.
+# - *schedule*: the optimizer's state holds the right learning rate for one step. Then it starts from the top, and falls
+#   too late.
 # - *scaler*: the loss scale is 65,536 again. Three steps are skipped until it fits, and the schedule waits, too.
 # - *position*: an epoch starts anew, so 24 rows of the old one are never used.
 # - *random states*: the order of the rows and dropout are drawn anew.
@@ -524,10 +527,9 @@ for C in (2, 20):
     often, rarely = wasted(T / 2, C, lives), wasted(2 * T, C, lives)
     print(
         f"C = {C:2} s: T = {T:3.0f} s, predicted {(2 * C / M) ** 0.5:.1%}, "
-        f"simulated {found:.1%}",
-        end="; ",
+        f"simulated {found:.1%}"
     )
-    print(f"twice as often {often:.1%}, half as often {rarely:.1%}")
+    print(f"  twice as often {often:.1%}, half as often {rarely:.1%}")
     assert abs(found / (2 * C / M) ** 0.5 - 1) < 0.05
     assert found < min(often, rarely) < max(often, rarely) < 1.3 * found
 print(
@@ -578,14 +580,14 @@ def young(theme: Theme):
 course.show(
     young,
     "Figure 3. Saving too often costs time for saves, and saving too rarely costs work "
-    "(lines: formula, dots: simulation).",
+    "(lines: formula, dots: simulation, diamonds: the best interval by the formula).",
 )
 
 # %% [markdown] tags=["deep"]
 # The curve is flat around its minimum: at half or twice the best interval the waste grows by about a quarter. So a
-# rough guess of $M$ is enough (Google names no number). On the far left the formula gives too much, because it assumes
-# that a save is short compared with the interval. A *known* end, such as minute 120, is another problem: if no other
-# end comes before it, one save shortly before it costs 0.3 %, not 7.5 %.
+# rough guess of $M$ is enough (Google names no mean life of its machines). On the far left the formula gives too much,
+# because it assumes that a save is short compared with the interval. A *known* end, such as minute 120, is another
+# problem: if no other end comes before it, one save shortly before it costs 0.3 %, not 7.5 %.
 
 # %% [markdown]
 # ## 5. The production switch
@@ -619,7 +621,7 @@ course.show(
 # time budget ends this toy run after its first step, then the machine is lost, and the drive is not. (It runs on the
 # CPU even if you have a GPU, because some GPU kernels add in no fixed order, and this lesson compares bits.)
 
-# %% Helpers: train a toy run tags=["hide-input"]
+# %% Helpers: train a toy run, and list a folder tags=["hide-input"]
 toy = [
     "model=random:tiny",
     "data.max_length=160",
@@ -643,6 +645,11 @@ def train(out, *settings, resume=False):
     return report
 
 
+def print_files(folder):
+    for path in sorted(folder.iterdir()):
+        print(f"{path.name:26}{path.stat().st_size:8,}")
+
+
 def curve(report):
     """Losses of all steps and evaluations."""
     return [
@@ -664,7 +671,7 @@ one, other = (place / run / file for run in ("undisturbed", "colab"))
 assert one.read_bytes() == other.read_bytes()
 assert curve(undisturbed) == curve(gone_on)
 checkpoint = place / "drive" / "checkpoints" / "checkpoint-2"
-print({path.name: path.stat().st_size for path in sorted(checkpoint.iterdir())})
+print_files(checkpoint)
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: what is in the folder, and why it has a manifest
@@ -816,8 +823,8 @@ assert torch.load(place / "cured.pt") == random_state_of_numpy()
 # 1. **Predict.** Full fine-tuning as in [the lesson on the bill](the_bill.py): 1,235,814,400 weights in fp32, and AdamW
 #    with fp32 moments. How many bytes do weights and moments take in a checkpoint? (A free Drive has 15 GB.)
 # 2. **Build.** A save need not stop the run: take a *snapshot* in memory, and write it while training goes on. Fill in
-#    `snapshot(run)`. It returns a dict of all seven parts, as `state` does and as `restore` takes it. (Does `state`
-#    copy the tensors, or will training change them?)
+#    `snapshot(run)`. It returns a dict of all seven parts, as `state` does and as `restore` takes it. (`state_dict`
+#    returns the living tensors, which training changes; Python has `copy.deepcopy`.)
 # 3. **Reach.** A save takes 2 s. How many seconds must machines live on average, so that the best interval wastes 1 %
 #    of the time?
 

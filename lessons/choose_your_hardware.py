@@ -32,6 +32,7 @@ from unittest.mock import patch
 
 from cria_tricks import course, models, recipes
 from cria_tricks.bench.style import Theme
+from cria_tricks.bench.tables import table
 from cria_tricks.bill.step_time import counts, ends, run_cost, run_tokens
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
@@ -135,7 +136,7 @@ for card, name in zip(CARDS.values(), (16, 24, 24, 40, 80), strict=True):
 # The other 2 stand for activations and logits, which do not grow in step with the weights.
 #
 # The last lines are the memory of five cards. The GB of their names are GiB (1.07 GB), and 1 to 9 % of these cannot be
-# used. Our job fits all of them, so we need minutes.
+# used. Our job fits all of them.
 #
 # ## 2. From scratch, in three steps
 # **Step 1: count a matrix multiplication.** $n$ tokens times a matrix of shape $(D_{in}, D_{out})$ take $2 n D_{in}
@@ -161,7 +162,7 @@ for n in (16, 2048):
 # %% Draw figure 1 tags=["hide-input"]
 def product(theme: Theme):
     """One product, with many tokens and with few, to scale."""
-    sketch = course.Sketch(theme, 41, 11)
+    sketch = course.Sketch(theme, 41, 12)
     for left, n in ((0.2, 2048), (21.2, 16)):
         tall, x, w, y = n / 760, 2 * n * 2048, 2 * 2048 * 8192, 2 * n * 8192
         sketch.tensor(left + 4.8, 1.8, 10.8, 2.7, "W (2,048, 8,192)", color=1)
@@ -177,13 +178,9 @@ def product(theme: Theme):
         sketch.arrow((left + 3, 5.6 + tall / 2), (left + 4.5, 5.6 + tall / 2))
         sketch.arrow((left + 10.2, 4.6), (left + 10.2, 5.5))
         sizes = f"x {x / 2**20:.3g}, W {w / 2**20:.0f}, y {y / 2**20:.3g} MiB"
-        sketch.text(left, 0.7, f"{n:,} tokens: {sizes}", align="left")
-        sketch.text(
-            left,
-            9.6,
-            f"{2 * n * 2048 * 8192 / (x + w + y):,.0f} operations for each byte",
-            align="left",
-        )
+        many = f"{2 * n * 2048 * 8192 / (x + w + y):,.0f} operations for each byte"
+        for down, words in ((0.7, f"{n:,} tokens"), (9.6, sizes), (11, many)):
+            sketch.text(left, down, words, align="left")
     return sketch.figure
 
 
@@ -442,27 +439,25 @@ def roofs(theme: Theme):
         )
     job = parts_of(recipes.capstone(T4), find_shape("llama-3.2-1b"))
     shown = {
-        "blocks forward": "blocks",
-        "attention": "attention",
-        "head": "head",
-        "adapter": "adapter",
+        "blocks forward": ("blocks", "o"),
+        "attention": ("attention", "^"),
+        "head": ("head", "s"),
+        "adapter": ("adapter", "D"),
     }
-    for part, says in shown.items():
+    for part, (says, marker) in shown.items():
         work, moved = job[part]
         reached = (
             min(CARDS["t4"].half_flops, CARDS["t4"].memory_rate * work / moved) / 1e12
         )
-        axes.scatter(work / moved, reached, color=theme.series[0], zorder=3)
-        side = {
-            "ha": "right" if part == "blocks forward" else "left",
-            "color": theme.ink,
-        }
-        axes.annotate(
-            says,
-            (work / moved, reached),
-            xytext=(4, -13),
-            textcoords="offset points",
-            **side,
+        axes.scatter(
+            work / moved,
+            reached,
+            color=theme.series[0],
+            edgecolor=theme.page,
+            marker=marker,
+            s=46,
+            zorder=3,
+            label=says,
         )
     axes.set(
         xscale="log",
@@ -471,13 +466,14 @@ def roofs(theme: Theme):
         ylabel="$10^{12}$ operations a second",
     )
     axes.grid()
-    axes.legend()
+    axes.legend(loc="lower right", ncols=2)
     return drawn
 
 
 course.show(
     roofs,
-    "Figure 2. Four roofs from data sheets, and the parts of our step under the T4's. "
+    "Figure 2. Four roofs (lines) from data sheets, and the parts of our step (marks) "
+    "under the T4's. "
     "The adapter is on the slope, where bytes decide. What lies between the matrix "
     "multiplications has no such operations and is not in the figure.",
 )
@@ -503,7 +499,7 @@ groups = {
     "head": ("head",),
     "no products": ("unpacking", "between products", "loss", "optimizer"),
 }
-spent = {}
+spent, lines = {}, []
 for name, card in CARDS.items():
     job = parts_of(recipes.capstone(card.device), find_shape("llama-3.2-1b"))
     share = card.reached.half
@@ -515,10 +511,9 @@ for name, card in CARDS.items():
         group: sum(roof[part] for part in members) for group, members in groups.items()
     }
     low, high = ends(sum(roof.values()), card.reached.spread)
-    print(
-        f"{name:8}{sum(roof.values()):5.1f} s a step ({low:.1f} to {high:.1f}):",
-        *(f"{s:.1f} {group};" for group, s in spent[name].items()),
-    )
+    times = (f"{s:.1f}" for s in (sum(roof.values()), *spent[name].values()))
+    lines.append([name, f"{low:.1f} to {high:.1f}", *times])
+course.show_table(table(("seconds", "range", "a step", *groups), lines))
 idle = {name: one["no products"] / sum(one.values()) for name, one in spent.items()}
 print(
     "share of the step without products:",
@@ -557,25 +552,26 @@ for model, name, tokens, measured, words in (
     took = reckoned.tokens / measured
     print(
         f"{model} on {name}: {reckoned.low:.1f} to {reckoned.high:.1f} s a step, "
-        f"measured {took:.1f}:",
-        end=" ",
+        f"measured {took:.1f}"
     )
-    print(f"{share * reckoned.seconds / took:.2f} of its peaks, where we take {share}")
+    reached = share * reckoned.seconds / took
+    print(f"    it reached {reached:.2f} of its peaks, and we divide by {share}")
     assert reckoned.low < took < reckoned.high
 
 # %% [markdown]
 # Six such runs on a T4 reached 0.24 to 0.32 of its peaks, and five on an A100 reached 0.46 to 0.56. So each card has
 # its own share, the mean of its runs, and a range whose high end is 1.5 times its low end. Each of the eleven also
 # falls into the range that the *other* runs on its card give. We found no run on an L4 or an A10G, so we assume a share
-# between the two, with a range of a factor of 2.8.
+# between the two, with a range of a factor of 2.8. (An H200, held to a T4's rules, was inside the range in only 2
+# of 22 steps.)
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: the slope of a roof, on this machine
 # A T4 is held to 70 watts, which may explain its lower share. (On one
 # [H200](../docs/benchmarks.md#a-first-sitting-on-an-h200), all six measured steps were inside their range. Held to the
-# rules of a T4, only two of 22 were, and half took less than 0.63 of the middle.) Your own machine can be measured with
-# `cria doctor --calibrate`. You can see the slope of the roof on any machine. Here is this one, with a matrix of 2,048
-# x 2,048 in fp32: with 256 tokens it does several times as many operations a second as with 1.
+# rules of a T4, only two of 22 were, and half took less than 0.63 of the middle, so they were faster.) Your own machine
+# can be measured with `cria doctor --calibrate`. You can see the slope of the roof on any machine. Here is this one,
+# with a matrix of 2,048 x 2,048 in fp32: with 256 tokens it does several times as many operations a second as with 1.
 
 # %% tags=["deep"]
 W = torch.randn(2048, 2048)
@@ -607,23 +603,23 @@ for n in (1, 16, 256):
 # cria plan kwanzaa --gpu t4 --rows 107
 # ```
 #
-# Our 107 rows, three times and taken as full, are 657,408 tokens. Prices are those of the list of Hugging Face Jobs of
-# 2026-08-21, and next to them those of the guide.
+# Our 107 rows, three times and taken as full, are 657,408 tokens. Prices are those of Hugging Face Jobs of 2026-08-21,
+# and those of the guide.
 
 # %%
 tokens = run_tokens(recipes.capstone(T4), 107, 2048)
 ours = offers("llama-3.2-1b", tokens)
 today = {offer.flavor: offer.cost for offer in ours}
-span = {}
+span, lines = {}, []
 for name, _, minutes, now, low, high in ours:
     spread = CARDS[FLAVORS[name].card].reached.spread
     (first, last), span[name] = ends(minutes, spread), ends(now, spread)
-    print(
-        f"{name:13}${FLAVORS[name].price:.2f} an hour,{minutes:5.1f} min "
-        f"({first:.1f} to {last:.1f}): ${span[name][0]:.2f} to {span[name][1]:.2f};",
-        end=" ",
-    )
-    print(f"by the guide ${low:.2f} to {high:.2f}")
+    hourly = f"{FLAVORS[name].price:.2f}"
+    timed = f"{minutes:.1f}", f"{first:.1f} to {last:.1f}"
+    costs = (f"{a:.2f} to {b:.2f}" for a, b in (span[name], (low, high)))
+    lines.append([name, hourly, *timed, *costs])
+titles = ("machine", "USD an hour", "minutes", "range", "USD", "USD by the guide")
+course.show_table(table(titles, lines))
 assert span["a100-large"][1] < span["t4-small"][0] < span["l4x1"][1], (
     "the A100 is cheaper; T4 or L4 is not known"
 )
@@ -636,6 +632,12 @@ assert f"{2.5 * (10 + a100_time) / 60:.2f}" == "0.46"
 # with 10 minutes of loading on both, the bills are equal at so many minutes on a T4
 equal = (2.5 - 0.4) * 10 / (0.4 - 2.5 * a100_time / t4_time)
 assert 125 < equal < 140
+# the same with the ends of both ranges
+share, half = a100_time / t4_time, CARDS["t4"].reached.spread ** 0.5
+ends_of_equal = [
+    (2.5 - 0.4) * 10 / (0.4 * up - 2.5 * share / up) / 60 for up in (half, 1 / half)
+]
+assert [f"{hours:.1f}" for hours in ends_of_equal] == ["1.2", "11.5"]
 
 
 # %% Draw figure 3 tags=["hide-input"]
@@ -653,17 +655,23 @@ def priced(theme: Theme):
         )
         axes.scatter(today[offer.flavor], place, color=theme.series[1], zorder=3)
         axes.plot(
-            span[offer.flavor], (place, place), color=theme.series[1], linewidth=2
+            span[offer.flavor],
+            (place, place),
+            color=theme.series[1],
+            linewidth=2,
+            zorder=3,
         )
         axes.text(
-            offer.high * 1.06,
+            max(offer.high, span[offer.flavor][1]) + 0.012,
             place,
             f"{offer.minutes:.1f} min",
             va="center",
             color=theme.ink,
+            bbox={"facecolor": theme.page, "edgecolor": "none", "pad": 0.6},
         )
     axes.plot([], [], color=theme.series[0], linewidth=5, label="the guide's prices")
-    axes.scatter([], [], color=theme.series[1], label="the hub's list of 2026-08-21")
+    listed = {"linewidth": 2, "marker": "o", "label": "the hub's list, with its range"}
+    axes.plot([], [], color=theme.series[1], **listed)
     axes.set_yticks(range(len(ours)), [offer.flavor for offer in ours])
     axes.set(
         xlabel="USD for the training of our job",
@@ -677,16 +685,15 @@ def priced(theme: Theme):
 
 course.show(
     priced,
-    "Figure 3. The same run on nine machines: minutes, and cents everywhere. Lines are "
-    "the ranges of today's prices. Loading and downloads come on top. The list's "
-    "a100-large has 80 GB, and the guide's has 40.",
+    "Figure 3. The same run on nine machines: minutes, and cents everywhere. Loading "
+    "and downloads come on top. The list's a100-large has 80 GB, and the guide's 40.",
 )
 
 # %% [markdown]
 # An hour of A100 costs six times as much as an hour of T4, but the training on it costs less: its range, \$0.03 to
-# \$0.05, ends below the T4's, \$0.06 to \$0.08. However, loading is billed as well. With ten minutes of it on both, the
-# T4 costs \$0.13 and the A100 \$0.46. The A100 is cheaper only for a run of more than about two hours on a T4. So here,
-# take the card that you have.
+# \$0.05, ends below the T4's, \$0.06 to \$0.08. However, loading is billed, too. With ten minutes of it on both, the
+# T4 costs \$0.13 and the A100 \$0.46. By the middles, the A100 is cheaper for a run of more than about two hours on a
+# T4; between 1.2 and 11.5 hours, the ranges overlap.
 #
 # **The guide, rule by rule.** We take eight rows of 2,048 tokens in a step, and say that a rule holds if it is within a
 # fifth of ours. Rules 1 and 2: the bill divided by the rule, for 0.5B, 1B, 7B and 13B. Rule 7: our hours, and the
@@ -804,13 +811,13 @@ verdicts = (
     ),
     (
         "budgets",
-        f"$5: ${five.low:.2f} to {five.high:.2f}; "
-        f"$20-50: ${fifty.low:.0f} to {fifty.high:.0f} at least",
+        f"USD 5: {five.low:.2f} to {five.high:.2f}; "
+        f"USD 20-50: {fifty.low:.0f} to {fifty.high:.0f} at least",
         "no",
     ),
 )
-for number, (rule, found, verdict) in enumerate(verdicts, 1):
-    print(f"{number:2} {rule:36}{found:64}{verdict}")
+numbered = [[str(n), *verdict] for n, verdict in enumerate(verdicts, 1)]
+course.show_table(table(("no.", "rule", "by our count", "does it hold?"), numbered))
 assert full[0] > 1.25 > 1.05 > max(full[1:])
 assert max(lora) / min(lora) > 4
 assert hours[0][1] < hours[0][2], (
@@ -824,8 +831,8 @@ assert [
 
 # %% [markdown]
 # Two rules hold: 1, and by our estimate 8. (We have not measured several cards.) Rule 3 is right by luck: by rule 2,
-# the guide's own 7B takes 28 GB, and an A10G has 24. In rule 7 the first and the last time are too long, and the second
-# is too short. Rule 8 is about rows: four cards hold four copies of one model, and no larger one.
+# the guide's own 7B takes 28 GB, and an A10G has 24. Rule 8 is about rows: four cards hold four copies of one model,
+# and no larger one.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: when LoRA is cheaper
@@ -847,8 +854,9 @@ assert 1.8 < times[0] / times[1] < 1.95
 # %% [markdown]
 # ## 6. Where it breaks
 # **`is_bf16_supported()` says True, but the run is very slow**, because torch counts emulation as support. No card
-# before compute capability 8.0 has bf16 units, so a T4 has none. At the rate of fp32, an eighth, we estimate 76 seconds
-# a step instead of 15. The cure is to ask without emulation, or to take the precision of the recipe.
+# before compute capability 8.0 has bf16 units, so a T4 has none. At the rate of fp32, an eighth, and with torch's slow
+# math kernel for attention, we estimate 76 seconds a step instead of 15. The cure is to ask without emulation, or to
+# take the precision of the recipe.
 #
 # **`does not fit`, although the name of the card says 16 GB.** Without checkpointing, a row of 8,192 tokens needs at
 # least 14.85 GiB, and 18.8 with what the allocator may reserve. But of the 16 in its name a T4 has only 14.74 GiB to
@@ -899,12 +907,12 @@ assert cria(f"{tight} --set tricks.gradient_checkpointing=true") == 0  # the cur
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** From how many tokens on is the multiplication with a 16-bit matrix of 2,048 x 8,192 limited by the
-#    operations of a T4 ($65\cdot10^{12}$ a second), and not by its bytes ($320\cdot10^9$ a second)?
+#    operations of a T4 ($65\cdot10^{12}$ a second), and not by the bytes of step 1 ($320\cdot10^9$ a second)?
 # 2. **Build.** `offers(model, tokens)` gives a list of machines with the fields `flavor` (its name), `fits`, `minutes`
 #    and `cost`. Fill in `choose(found, minutes)`: it returns the name of the cheapest machine (by `cost`) on which the
-#    run fits and is done within so many minutes, or `"none"` if there is none.
+#    run fits and is done in at most `minutes`, or `"none"` if there is none.
 # 3. **Reach.** Loading and downloads take 10 minutes on either machine, and are billed. At which price of an hour is
-#    the A100 as cheap for our job as a T4 at \$0.40? Take the minutes of section 5 before the brackets.
+#    the A100 as cheap for our job as a T4 at \$0.40? The runs take 10.2 and 1.0 minutes (section 5).
 
 # %% tags=["exercise"]
 tokens_at_the_ridge = None

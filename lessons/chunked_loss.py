@@ -53,7 +53,7 @@ MIB = 2**20
 # The last layer of a language model is the *head*, a matrix of shape $(V, D)$. It turns the hidden state of each token,
 # $D$ numbers, into [logits](../docs/glossary.md#logits): one score for each of the $V$ tokens of the vocabulary. We
 # call them *words*, and only the positions of a row *tokens*. Cross entropy compares these scores with the word that
-# really comes next.
+# comes next.
 #
 # In Llama-3.2-1B $D$ is 2,048 and $V$ is 128,256, and our one row has $N = 2{,}048$ tokens. How large is the matrix
 # of its logits, at 4 bytes a number?
@@ -98,7 +98,7 @@ def what_lives(theme: Theme):
     sketch.text(5.2, 2.9, "N", quiet=True)
     sketch.text(9.7, 5.9, "V", quiet=True)
     sketch.text(14.4, 5.9, "at the peak: 12 N V bytes", align="left", quiet=True)
-    sketch.text(0, 9.8, "chunked", align="left")
+    sketch.text(0, 7.2, "chunked", align="left")
     for left, name in ((6, "logits"), (14.4, "exp")):
         sketch.tensor(left, 7.6, 7.4, 4.6, "", color=0, kept=False)
         sketch.tensor(left, 9.0, 7.4, 1.4, name, color=1)
@@ -257,8 +257,8 @@ assert work[chunked] / work[plain] == 94 / 128
 # %% [markdown]
 # ## 3. Prove it
 # The claim is *exact within rounding*: the same formula, with sums in another order. The first cell measures how far
-# each way is from a float64 computation. Harmful chunks would be much farther from it than the plain loss. The second
-# cell tests the package's own version of `Chunked`, on a small Llama with LoRA adapters in its blocks.
+# each way is from a float64 computation. The second cell tests the package's own version of `Chunked`, on a small Llama
+# with LoRA adapters in its blocks.
 
 
 # %%
@@ -398,8 +398,8 @@ assert list(units.values()) == [2, 2, 3]
 
 # %% [markdown]
 # Ours takes the same two units as the plain loss, only earlier. Its 1.13 bytes are 1 for the chunk, 0.064 for the
-# gradient, and 0.064 for the copy `hidden[trained]`. Checkpointing saves nearly as much memory, but it costs half as
-# much computation again.
+# gradient, and 0.064 for the copy `hidden[trained]`. Checkpointing saves nearly as much memory, but costs half as much
+# computation again.
 #
 # **The size of a chunk.** Every chunk reads the whole head, so small chunks are slow. With fewer than about 50 tokens a
 # T4 waits for the head's 1,002 MiB instead of computing (derived below). In [16 bits](mixed_precision.py) this limit is
@@ -469,9 +469,10 @@ def of_chunks(theme: Theme):
 
 course.show(
     of_chunks,
-    "Figure 2. Left: chunks of up to 256 tokens leave the peak where it is, and "
-    "larger ones raise it. Right: small chunks make a T4 wait for the head, below 64 "
-    "tokens in fp32 and below 256 in 16 bits. The dashed line is our choice, 256.",
+    "Figure 2. The peak of the step: chunks of up to 256 tokens leave it where it is, "
+    "and larger ones raise it. The time of the head: small chunks make a T4 wait, "
+    "below 64 tokens in fp32 and below 256 in 16 bits. The dashed line is our choice, "
+    "256.",
 )
 
 # %%
@@ -505,8 +506,8 @@ for rate, name in ((touched, "plain torch"), (6, "a fused kernel")):
 # ## 5. The production switch
 # The Hugging Face code below checkpoints each chunk, so it pays the third unit of section 4. `[:, :-1]` and `[:, 1:]`
 # pair each token with the next. The code is for training only, because evaluation passes no `num_items_in_batch`.
-# **With LoRA**, make `model = model.get_base_model()` the first line of `compute_loss`. Otherwise `base_model` is
-# peft's wrapper, which computes all logits and returns no `last_hidden_state`.
+# **With LoRA**, its first two lines take the model out of peft's wrapper. Without them, `base_model` would compute all
+# logits and return no `last_hidden_state`.
 #
 # The package has the hand-written gradient. Its recipe for a T4 has this switch off, because QLoRA fits without it and
 # is faster. These commands train with it, and print the bill:
@@ -527,13 +528,14 @@ course.show_worth("chunked_loss")
 # *open block*). So the columns show two moments, and at the second no logits exist. The loss, with 250.5 MiB of logits,
 # is 199 MiB below it, so smaller chunks would save nothing here.
 #
-# The finished job, with all later lessons, would need 2,710 MiB more without the switch, because there the loss is
-# always the largest moment. The predicted time rises by 0.6 %, because our loss passes over the logits more often. (No
-# public run trains in fp32 on a T4, so both times may be 0.6 to 1.7 times as long.)
+# The finished job, with all later lessons, would need 2,710 MiB more without the switch, because there the largest
+# moment is the loss in either case. The predicted time rises by 0.6 %, because our loss passes over the logits more
+# often. (No public run trains in fp32 on a T4, so both times may be 0.6 to 1.7 times as long.)
 #
 # The saving grows with the row. To be safe, we fill only 11,847 of a T4's 15,095 MiB: 5 % stay free, CUDA takes 398,
 # and torch's allocator may keep up to 2,094 unused. Weights, optimizer states and gradients stay as large; the other
-# lines grow with the row. Before, a row of 4,374 tokens fitted. How many may it have now?
+# lines, 770 MiB for 2,048 tokens, grow with the row. (The last block stays the largest moment.) Before, a row of 4,374
+# tokens fitted. How many may it have now?
 
 # %% Your guess: tokens of the longest row that fits a T4 now tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -562,6 +564,15 @@ assert round(room.unused.bytes / MIB) in (2094, 2095)
 without = with_settings(course.CAPSTONE, ["tricks.chunked_loss=false"])
 more = course.bill(without).peak_bytes - course.bill(course.CAPSTONE).peak_bytes
 assert round(more / MIB) == 2710
+assert (
+    course.bill(without).peak.name == course.bill(course.CAPSTONE).peak.name == "loss"
+)
+fixed = ("weights", "optimizer states", "gradients")
+grows = sum(
+    line.bytes for line in course.bill(after).lines if not line.name.startswith(fixed)
+)
+assert round(grows / MIB) == 770
+assert target.memory(after, 18_624).peak.name == "last block"
 
 # %% Draw figure 3 tags=["hide-input"]
 course.show(
@@ -698,8 +709,8 @@ assert with_it < without_it / 2
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** Another model has a vocabulary of 151,936 words, and its rows have 4,096 tokens. With chunks of 256
-#    tokens, how many times fewer bytes do its logits take at the peak than with plain cross entropy? Give a number
-#    above 1.
+#    tokens, how many times fewer bytes do its logits take at the peak than with plain cross entropy? Compare the two
+#    formulas of Figure 1.
 # 2. **Build.** Gemma 2 caps its logits: it takes $c \tanh(z / c)$ in place of $z$. Fill in `capped` for one chunk, by
 #    hand, without autograd. It returns the loss, added up over the tokens (a tensor without dimensions), and its
 #    gradient for the hidden states, shaped like `hidden`. The derivative of $\tanh$ is $1 - \tanh^2$.

@@ -12,24 +12,24 @@
 # # Data at scale: read what you need, each row once
 # > **Promise.** Your training data is a folder of books, or gigabytes of web pages, and as Python lists it fills the
 # > memory of the machine. You will compare four ways to read it, and build a stream that stops and continues without
-# > losing a row. You will also find near duplicates, and test questions that are among the training rows.
+# > losing a row. You will also find near duplicates, and test questions among the training rows.
 # >
-# > **Card.** saves the memory of all rows: 12 bytes for each character as Python lists, 0.6 as 16-bit ids (1.2 as
-# > 32-bit) / costs a pass over the text before training, or tokenizing in each epoch / exact: each reader reads its
-# > rows once a pass, also over a stop / about 25 minutes / after [checkpoint and resume](checkpoint_and_resume.py)
+# > **Card.** saves the memory of all rows / costs a pass over the text before training, or tokenizing in each epoch /
+# > exact: each reader reads its rows once a pass, also over a stop / about 25 minutes / after [checkpoint and
+# > resume](checkpoint_and_resume.py)
 #
 # Our job has only 107 rows. Here a folder of books takes their place, as in *continued pretraining*, where the adapter
 # trains on whole texts. The number of rows does not change the memory of the card, so this lesson is about the memory
 # of the [host](../docs/glossary.md#host).
 #
 # ## 1. The bill
-# 200 MB of English like our examples are about 60 million tokens. A program can hold them in four ways:
+# With our tokenizer, 200 MB of English are about 60 million tokens. A program can hold them in four ways:
 #
 # - **Lists:** Python integers, in a list for ids and one for labels.
 # - **An array:** all ids in a numpy array of 16-bit integers. (These are enough for our vocabulary of 49,152 tokens,
 #   while Llama-3.2's 128,256 need 32 bits.)
 # - **A mapped file:** the array lies in a file, and `np.memmap` makes it look like memory. The system loads a *page* of
-#   4 KiB when it is read, and may drop it later. (`datasets` keeps the result of `map` in this way.)
+#   4 KiB when it is read, and may drop it later. (So `datasets` keeps the result of `map`.)
 # - **A stream:** the program tokenizes the text while it trains, and forgets each row afterwards.
 #
 # How many bytes of memory do the lists take for each character of the text?
@@ -246,7 +246,7 @@ assert read > 2**25 > 4 * abs(dropped)
 # %% [markdown]
 # ## 2. From scratch, in five steps
 # Lists take nineteen times as much as the array. A Python integer is an object of 28 bytes, and each list takes 8 more
-# to point to it. That is 44 bytes against 2. (It is not 22 times, because Python shares the integers up to 256.)
+# to point to it: 44 bytes against 2. (It is not 22 times, because Python shares the integers up to 256.)
 #
 # A mapped file can do what a list can. A stream starts at once and writes no file. However, it tokenizes again in each
 # epoch, and four things become hard: shuffling, sharing the rows among processes, finding duplicates, and continuing
@@ -254,7 +254,8 @@ assert read > 2**25 > 4 * abs(dropped)
 #
 # **Step 1: cut texts into rows.** We cut the tokens of a book every $T$ tokens. But a token is predicted from those
 # before it, so the first token of each row would never be trained. Therefore each row begins with the last tokens of
-# the row before, as *context*. They have the label -100, which the loss ignores.
+# the row before, as *context* (the *overlap*). They have the label -100, which the loss ignores. After the first row,
+# each row brings $T - \text{overlap}$ new tokens.
 
 # %%
 import random
@@ -320,7 +321,7 @@ course.show(
 # **Step 3: share the shards among processes.** A step of training has $k$
 # [micro-batches](../docs/glossary.md#micro-batch), here four. We use $k$ readers, each with its own shards, and
 # micro-batch $i$ always comes from reader $i$. Each of $N$ processes takes $k/N$ readers, so a step has the same rows
-# for any $N$.
+# for any $N$ that divides $k$.
 
 
 # %%
@@ -549,13 +550,13 @@ state = json.loads(json.dumps(stopped.state()))
 resumed = open_books()
 resumed.go_on(state)
 assert [row["input_ids"] for row in islice(resumed, 100)] == rows[3600:3700]
-print(len(stopped.source.shards()), "shards (each up to 1 MiB) for four readers")
+print(len(stopped.source.shards()), "shards for four readers")
 print("passes that each reader has done:", [state[n]["epoch"] for n in state])
 
 # %% [markdown]
-# The rows are the same with two processes, and after the stop. But readers 2 and 3 have just one of the six shards
-# each, so they begin their next pass while the others are in their first. So their rows come more often, and a stream
-# should have many more shards than readers.
+# The rows are the same with two processes, and after the stop. A shard holds books up to 1 MiB, here less. But readers
+# 2 and 3 have just one of the six shards each, so they begin their next pass while the others are in their first. So
+# their rows come more often, and a stream should have many more shards than readers.
 #
 # ## 4. What it costs
 # The stream holds one shard of each reader as lists, at most 1 MiB of text, or 12 MB by the bill. A search for
@@ -639,8 +640,8 @@ assert peak < bytes_a_row["near"] / 5
 #   --set data.stream=true --set data.duplicates=near --set train.max_steps=1000
 # ```
 #
-# The steps of the cleaning are off by default, except `data.leakage`, which warns. The report counts what happened to
-# our folder, read as a list:
+# The steps are off by default, except `data.leakage`, which warns. The report counts what happened to our folder, read
+# as a list:
 
 # %%
 cleaned = ["data.stream=false", "data.duplicates=near", "data.language=en"]
@@ -655,7 +656,7 @@ for step in ("in another language", "duplicate", "near duplicate"):
 
 # %% [markdown]
 # **Prepare once, for all runs.** The first command writes files of ids, with 2 bytes for each token (4 for a vocabulary
-# over 65,536). The second one trains from the mapped files, with the same settings of the cleaning.
+# over 65,536). The second trains from these files, mapped, with the same cleaning.
 #
 # ```bash
 # cria prepare baseline --out shards --set data.train=books --set data.eval=held_out.txt
@@ -691,7 +692,7 @@ pages = {
 }
 found = {name: repetitive(page) for name, page in pages.items()}
 for name, rule in found.items():
-    print(f"{name:16} {rule or 'stays'}")
+    print(f"{name + ':':18} {rule or 'stays'}")
 assert [bool(rule) for rule in found.values()] == [False, True, True, True]
 
 # %% [markdown] tags=["deep"]
@@ -709,15 +710,14 @@ chat = next(
 both = Augment({"shuffle_documents": 1, "drop_cited": 1}, seed=0)
 for kind, copy in {"as it is": chat, **dict(both.copies(chat))}.items():
     said = json.loads(copy.messages[-1]["content"])["answer"]["text"]
-    print(f"{kind:18} {labels(said)!s:8} {said[:88]}")
+    print(f"{kind:18} {labels(said)!s:8} {said[:56]}...")
 
 # %% [markdown]
 # ## 6. Where it breaks
 # **The evaluation loss is much too good.** Test questions are in the training data, unchanged or with another name
 # ([leakage](../docs/glossary.md#leakage)). A hash of the words finds only unchanged ones. The cure is
 # `data.leakage=drop`. The package's `Guard` compares the words and word pairs of the *question*, and reports a
-# similarity of 0.5 or more. We take `nguzo_saba`, a small data set of the package, and plant test questions with
-# another name:
+# similarity of 0.5 or more. We plant test questions with another name in `nguzo_saba`, a small data set:
 
 # %% Helper: copies of the test questions with another name tags=["hide-input"]
 other_name = {"Ujima": "Imani", "Montgomery": "Mobile", "NAACP": "SNCC"}
@@ -753,8 +753,8 @@ assert len(by_guard) == len(planted)
 assert not any(map(guard.find, sources.find("nguzo_saba", "train").rows))
 
 # %% [markdown]
-# In the real Kwanzaa data the guard finds 15 of the 107 training rows. They ask 8 of the 27 test questions: two word
-# for word, six with another name or subject. (The recipe `kwanzaa_curated` of [the last lesson](kwanzaa.py) leaves them
+# In the Kwanzaa data the guard finds 15 of the 107 training rows. They ask 8 of the 27 test questions: two word for
+# word, six with another name or subject. (The recipe `kwanzaa_curated` of [the last lesson](kwanzaa.py) leaves them
 # out.)
 #
 # **Each row comes twice in a run of two processes.** Each process opened the whole stream, so the loss falls as usual,
@@ -793,8 +793,9 @@ assert lost
 # 2. **Build.** Answers cite documents by number, and a copy of a row has its documents in another order: `order[k]` is
 #    the old number of what is now document $k+1$. Fill in `renumber(text, order)`, which returns the text with new
 #    numbers in labels such as `[2]`, `[1][3]` or `[12]`. With the order `[2, 3, 1]`, the label `[2]` becomes `[1]`.
-# 3. **Reach.** A signature of 128 numbers is cut into bands of $r$ numbers. What is the largest $r$, of 4, 8, 16 and
-#    32, for which two texts with $J=0.8$ have an equal band in at least nine cases of ten?
+#    Each label's number is in `order`.
+# 3. **Reach.** A signature of 128 numbers is cut into $128/r$ bands of $r$ numbers. What is the largest $r$, of 4, 8,
+#    16 and 32, for which two texts with $J=0.8$ have an equal band in at least nine cases of ten?
 
 # %% tags=["exercise"]
 rows_of_the_book = None
@@ -899,14 +900,14 @@ course.check(3, numbers_in_a_band, of_bands, "one of the numbers 4, 8, 16 and 32
 #
 # ## In one breath
 # - **Saves** the memory of all tokens: as Python lists they take 12 bytes for each character of the text, as an array
-#   of 16-bit ids 0.6, and as a mapped file or a stream nearly nothing.
+#   of 16-bit ids 0.6 (32-bit: 1.2), and as a mapped file or a stream nearly nothing.
 # - **Costs** a pass before training and 2 bytes of disk for each token. A stream costs tokenizing in each epoch. Near
-#   duplicates cost a pass, and for each row 6 kB of memory, or 0.7 kB of disk (see the fold in section 4).
+#   duplicates cost a pass, and for each row 6 kB of memory, or 0.7 kB of disk.
 # - **Exact**: each reader reads its rows once a pass, and a step has the same rows for any number of processes, also
 #   after a stop.
 # - **When**: map a file if the same tokens are used again. Stream if the text comes over the network, or if you cannot
 #   wait for the preparation.
-# - **When not**: if the rows fit into memory. A list can be packed, and it takes chats as well as texts.
+# - **When not**: if the rows fit into memory. A list can be packed, and takes chats.
 #
 # ## Sources
 # - Broder 1997, *On the resemblance and containment of documents*, section 2 (shingles, MinHash). Leskovec, Rajaraman,

@@ -27,7 +27,7 @@
 # rows.
 #
 # Then the two cards must agree on one gradient. It has 11,272,192 numbers in fp32, because only the adapter trains.
-# PCIe 3.0 x16 connects the cards, and reaches about 12 GB a second in each direction. With two cards, each sends its
+# PCIe 3.0 x16 connects the cards, and reaches about 12.2 GB a second in each direction. With two cards, each sends its
 # gradient once. How many milliseconds does the exchange take?
 
 # %% Your guess: milliseconds for the gradients of a step tags=["predict"]
@@ -564,11 +564,11 @@ course.show(
 )
 
 # %% [markdown]
-# By this estimate Kaggle's second card makes our run 1.8 times as fast. The missing part is lost by waiting, and not on
-# the link. Exercise 2 gets most of it back.
+# By this estimate Kaggle's second card makes our run 1.8 times as fast. The rest is lost by waiting, and exercise 2
+# gets most of it back.
 #
 # ## 5. The production switch
-# It is one wrapper. Your own script also needs the loop of section 3, and a card for each process
+# It is one wrapper. Your own script needs the loop of section 3, with its factor $N$, and a card for each process
 # (`torch.cuda.set_device`). The trainer of transformers does all this under `torchrun`:
 
 # %%
@@ -597,8 +597,8 @@ for name, recipe in {"our job": job, "full fine-tuning": full}.items():
 
 # %% [markdown]
 # The switch halves the seconds of equal rows; with ours, 14.7 become 8.1. The bytes stay. In full fine-tuning all 1.2
-# billion gradients travel: 4.4 % of the step, if nothing overlaps. The cards do not share the optimizer's work. (It
-# needs 13.3 to 15.6 GiB, so a T4 is tight.)
+# billion gradients travel: 4.4 % of the step, if nothing overlaps. The cards do not share the optimizer's work. (With
+# *paged* 8-bit AdamW it needs 13.3 to 15.6 GiB: tight on a T4.)
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: the same losses in the real trainer
@@ -716,23 +716,26 @@ except BadInput as refused:
 one = an_epoch(windows, False, 0.1)[0]
 two = ranks.run(an_epoch, windows, True, 0.1)[0][0]
 differences = [second / first - 1 for first, second in zip(one, two, strict=True)]
-print("with dropout:", *(f"{share:+.1%}" for share in differences))
+print("with dropout, the losses differ by so many per cent:")
+for half in (differences[:7], differences[7:]):
+    # adding 0.0 turns -0.0 into 0.0
+    print(*(f"{round(100 * share, 2) + 0.0:+6.2f}" for share in half))
 assert max(map(abs, differences)) > 1e-3
 ranks.close()
 
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** Full fine-tuning of the same model trains 1,235,814,400 numbers. Four cards share a step. How many
-#    bytes does each card send in it, in fp32 and around a ring? The answer is a number of bytes.
+#    bytes does each card send in it, in fp32 and around a ring?
 # 2. **Build.** Fill in `deal(window, cards)`. It gets the lengths of a window's rows, and returns one list of lengths
-#    for each card. All lists have equally many rows (in an uneven window, none has more than the rounded-up share).
-#    Reach a speed-up of 1.93 with two cards and 3.5 with four. (About five lines: the longest rows first, each to the
-#    card with the fewest tokens that still has room.)
+#    for each card. All lists have equally many rows (in an uneven window, at most the rounded-up share, or none). Reach
+#    a mean `speed_up` over our 100 `orders` of 1.93 with two cards and 3.5 with four. (About five lines: the longest
+#    rows first, each to the card with the fewest tokens that still has room.)
 # 3. **Reach.** Fill in `seconds(layers, bucket_bytes, start, rate)`: the time from the beginning of the backward pass
 #    until the last gradient has arrived. `layers` is a list of pairs (seconds, bytes) in the order of the backward
 #    pass. A bucket is sent as soon as it holds at least `bucket_bytes`, or when the layers end. Buckets travel one
 #    after the other, each for `start` seconds plus its bytes divided by `rate`. Then try 1 KiB, 25 MiB and 1 GiB on
-#    `[(0.04, 2_818_048)] * 16`, start 0.0005, rate 12e9: how large should a bucket be?
+#    `[(0.04, 2_818_048)] * 16`, start 0.0005, rate 12e9: which is fastest? (The solution says why.)
 
 # %% tags=["exercise"]
 bytes_sent = None
@@ -848,7 +851,7 @@ course.check(
 # <details><summary>Solutions</summary>
 #
 # ```python
-# # 7.4 GB, 0.6 seconds a step at 12 GB/s
+# # 7.4 GB, 0.6 seconds a step at 12.2 GB/s
 # bytes_sent = 2 * (4 - 1) / 4 * 4 * 1_235_814_400
 #
 #

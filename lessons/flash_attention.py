@@ -13,13 +13,13 @@
 # > numbers are right, find out which kernel really runs, and add the switch with which our job fits a T4 for the first
 # > time.
 # >
-# > **Card.** saves the T x T matrix of scores: B H T^2 numbers a block become B H T / costs five matrix multiplications
-# > in place of four for each tile of the backward pass / exact within rounding / about 25 minutes / after
-# > [LoRA](lora.py)
+# > **Card.** saves the $T \times T$ matrix of scores: $B H T^2$ numbers a block become $B H T$ / costs five matrix
+# > multiplications in place of four for each tile of the backward pass / exact within rounding / about 25 minutes /
+# > after [LoRA](lora.py)
 #
 # We fine-tune Llama-3.2-1B on rows of 2,048 tokens, on a T4 with 15,095 MiB, and [LoRA](lora.py) left the peak at
-# 22,201 MiB. Of these, 14,334 MiB are [saved activations](../docs/glossary.md#activation), and more than half of them
-# come from one operation inside attention.
+# 22,201 MiB. Of these, 14,334 MiB are [saved activations](../docs/glossary.md#activation), and more than half come from
+# one operation inside attention.
 #
 # ## 1. The bill
 # Attention makes a query $q$, a key $k$ and a value $v$ for each token, of $D$ numbers (here the width of a head). The
@@ -35,6 +35,7 @@
 guess = 0  # @param {type:"number"}
 
 # %% Imports and settings tags=["hide-input"]
+import os
 from unittest.mock import patch
 
 import torch.nn.functional as F
@@ -58,6 +59,7 @@ from cria_tricks.tricks import expand_kv, flash_attention
 from cria_tricks.tricks.folds import step
 
 KIB, MIB = 1024, 2**20
+os.environ["KINETO_LOG_LEVEL"] = "99"  # no messages of torch's profiler
 
 # %%
 before = course.so_far("lora")
@@ -124,10 +126,10 @@ assert plain_stores.peak == predicted
 # %% [markdown]
 # **Step 2: compute a softmax in one pass.** The softmax of a row is $e^{s_j} / \sum_j e^{s_j}$. In fp32 $e^{89}$ is
 # already infinite, so every softmax first subtracts the largest score $m$ from all. This divides numerator and
-# denominator by $e^m$, so it changes nothing. This seems to need the row twice: once to find $m$, and once to add up.
+# denominator by $e^m$, so it changes nothing. This seems to need the row twice: to find $m$, and to add up.
 #
 # One pass is enough if we correct the sum later. Keep the largest score so far, $m$, and the sum so far, $\ell=\sum
-# e^{s_j-m}$. When a larger score $m'$ arrives, multiply the sum by $e^{m-m'}$. This corrects all terms at once, because
+# e^{s_j-m}$. When a larger score $m'$ arrives, multiply the sum by $e^{m-m'}$. This corrects all terms, because
 # $e^{s_j-m}\cdot e^{m-m'}=e^{s_j-m'}$.
 
 # %%
@@ -187,8 +189,8 @@ course.show(
 )
 
 # %% [markdown]
-# **Step 3: go through the matrix tile by tile.** The output is a sum as well, $\sum_j e^{s_j-m} v_j$, divided by $\ell$
-# at the end, so the same factor corrects it. We cut queries and keys into [tiles](../docs/glossary.md#tile) of 32
+# **Step 3: go through the matrix tile by tile.** The output is a sum as well: $\sum_j e^{s_j-m} v_j$ divided by $\ell$
+# at the end. So the same factor corrects it. We cut queries and keys into [tiles](../docs/glossary.md#tile) of 32
 # tokens. For a tile of queries we visit the tiles of keys one after the other, and compute only the scores of that
 # pair. Each visit updates $m$, $\ell$ and the output so far. Causal attention hides the tiles above the diagonal, so we
 # skip them.
@@ -391,7 +393,7 @@ for dtype in (torch.float64, torch.float32):
 # ## 4. What it costs
 # **Arithmetic:** plain attention takes two matrix multiplications in the forward pass and four in the backward pass.
 # FlashAttention takes five in the backward pass, because it computes the scores again. However, plain attention works
-# on all $8\times8$ tiles, and FlashAttention only on the 36 tiles on and below the diagonal.
+# on all $8\times8$ tiles, and FlashAttention only on the 36 on and below the diagonal.
 #
 # **Traffic:** ours stores 520 KiB, and plain attention 2,496. Does it also move fewer bytes between memory and chip?
 
@@ -436,9 +438,8 @@ course.on_a_gpu("flash_attention", off=rest, on=f"{rest} attention=best")
 
 # %% [markdown]
 # ## 5. The production switch
-# According to the prediction, `sdpa` alone changes nothing on a T4. The reason is that torch's
-# `scaled_dot_product_attention` ([sdpa](../docs/glossary.md#sdpa)) contains several kernels, and picks one in each
-# call:
+# According to the prediction, `sdpa` alone changes nothing on a T4, because torch's `scaled_dot_product_attention`
+# ([sdpa](../docs/glossary.md#sdpa)) contains several kernels and picks one in each call:
 #
 # - *flash* is FlashAttention-2. It needs 16-bit numbers and [compute
 #   capability](../docs/glossary.md#compute-capability) 8.0; a T4 has 7.5.
@@ -477,8 +478,8 @@ print(f"they store {math_stores.peak / KIB:,.0f}, {fused_stores.peak / KIB:,.0f}
 # %% [markdown]
 # In Llama-3.2-1B, 32 query heads share 8 heads of keys and values. transformers passes them to torch as they are, if no
 # row is padded. (For padded rows it repeats them itself.) A T4 then has only the math kernel, which stores as much as
-# eager attention. The cure is the switch `expand_kv`, which repeats keys and values before the call. The command, plain
-# Hugging Face code, and what both are worth:
+# eager attention. The cure is the switch `expand_kv`, which repeats keys and values before the call. The command, the
+# plain code, and what both are worth:
 #
 # ```bash
 # cria train kwanzaa --set tricks.attention=sdpa --set tricks.expand_kv=true
@@ -488,7 +489,7 @@ print(f"they store {math_stores.peak / KIB:,.0f}, {fused_stores.peak / KIB:,.0f}
 print(flash_attention.PLAIN)
 # `ungrouped` hides from transformers that heads are shared
 print(expand_kv.PLAIN)
-print("sdpa alone")
+print("sdpa alone (in the whole job, without it expand_kv goes, too)")
 course.show_worth("attention")
 print("sdpa and expand_kv")
 course.show_worth("attention", "expand_kv")
@@ -533,7 +534,7 @@ course.show(
 # With CUDA's own memory a step needs 14,410 MiB, so the job fits a T4 for the first time. [An
 # H200](../docs/benchmarks.md#a-first-sitting-on-an-h200), held to a T4's kernels and memory, ran this step, and without
 # `expand_kv` it ran out of memory. Taken away from the finished job, both are worth over half of the time, but only
-# 1,288 MiB, because with [checkpointing](gradient_checkpointing.py) one block at a time has T x T matrices.
+# 1,289 MiB, because with [checkpointing](gradient_checkpointing.py) one block at a time has T x T matrices.
 #
 # ## 6. Where it breaks
 # **`FlashAttention only supports Ampere GPUs or newer.`** You see this on a T4 with
@@ -586,12 +587,14 @@ for name, rule in (("update", update), ("careful", careful)):
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: padding and dropout change the kernel
-# With padding there is a mask, and then transformers repeats keys and values by itself. So a T4 gets its slow kernel
-# only for rows without a mask, such as one row at a time. We can listen in on a small Llama, with transformers' own
-# attention function and with ours, which always repeats. (A mask has a price of its own: it is stored, and tiles above
-# the diagonal are computed. And flash takes no mask, so even an A100 runs the memory-efficient kernel then.) Dropout
-# inside attention sends a CPU to the math kernel. In the finished job, `sdpa` without `expand_kv` needs even more than
-# eager attention (2,837 MiB against 2,805), because the math kernel computes in fp32 throughout.
+# With padding there is a mask, and then transformers repeats keys and
+# values by itself. So a T4 gets its slow kernel only for rows without a mask, such as one row at a time. We can listen
+# in on a small Llama, with transformers' own attention function and with ours, which always repeats. (A mask has a
+# price of its own: it is stored, and tiles above the diagonal are computed. And flash takes no mask, so even an A100
+# runs the memory-efficient kernel then.) Dropout inside attention sends a CPU to the math kernel. In the finished job,
+# `sdpa` without `expand_kv` needs even more than eager attention (2,837 MiB against 2,805), because the math kernel
+# computes in fp32 throughout. In 16 bits, eager attention keeps the matrix twice, since its softmax is computed in fp32
+# and multiplied in 16 bits: $6\, B H T^2$ bytes a block.
 
 
 # %% tags=["deep"]
@@ -629,14 +632,15 @@ for dropout in (0.0, 0.1):
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** `expand_kv` stores repeated keys and values. How many MiB more does a block of Llama-3.2-1B store than
-#    with a kernel that takes grouped heads? Take 2,048 tokens, 16-bit numbers, and heads that are 64 wide.
+#    with a kernel that takes and stores only the 8 grouped heads? Take 2,048 tokens, 16-bit numbers, and heads that are
+#    64 wide.
 # 2. **Build.** In a *sliding window* a query sees itself and the `window - 1` tokens before it. Fill in `windowed`,
-#    forward pass only, for equally many heads of `q`, `k` and `v`. Go tile by tile as `Flash` does, but skip each tile
-#    in which no query sees a key. The first tile of a query may be hidden completely, so use `careful` (section 6,
+#    forward pass only, for equally many heads of `q`, `k` and `v`. Go through `TILES` as `Flash` does, but skip each
+#    tile in which no query sees a key. The first tile of a query may be hidden completely, so use `careful` (section 6,
 #    folded) in place of `update`: it subtracts 0 as long as $m$ is $-\infty$.
 # 3. **Reach.** $m$ need only be near the largest score. Fill in `lazy`, which takes and returns what `update` does. It
-#    moves a row's $m$ to the tile's largest score in that row only if this score is more than 8 above $m$, and each row
-#    decides for itself. So corrections are rare, and no exponential exceeds $e^8$.
+#    moves a row's $m$ to the tile's largest score in that row only if this score is more than 8 above $m$. At the start
+#    $m$ is $-\infty$, so the first tile always moves it. So corrections are rare, and no exponential exceeds $e^8$.
 
 # %% tags=["exercise"]
 more_mib = None

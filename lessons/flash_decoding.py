@@ -95,8 +95,7 @@ for past in (2048, longest):
 # Even the longest past that this model knows takes less than half of a T4. (`cria chat` unpacks an NF4 base to 16
 # bits.) So time is the problem, because each new token reads all of these bytes. A byte comes with 1 to 3 operations,
 # and a T4 could do 203 in the time that reading it takes ($65\cdot10^{12}$ operations a second over $320\cdot10^9$
-# bytes). Therefore bandwidth divided by bytes limits the tokens a second. (A real run is slower, as it also launches
-# kernels.)
+# bytes). Therefore bandwidth divided by bytes limits the tokens a second.
 #
 # However, only a part of the GPU reads the cache. A T4 computes in 40 multiprocessors ([SMs](../docs/glossary.md#sm)),
 # and [FlashAttention](flash_attention.py) gives each of them a head and a tile of 64 queries. In training that makes 32
@@ -123,8 +122,8 @@ def who_works(theme: Theme):
             sketch.tensor(
                 left,
                 down,
-                1.9,
-                1.2,
+                1.4,
+                1,
                 "",
                 color=n // 8 % 2 if row == 2 else 0,
                 kept=n < busy,
@@ -136,7 +135,8 @@ course.show(
     who_works,
     "Figure 1. The 40 multiprocessors of a T4: filled ones have work, dashed ones have "
     "none. Training keeps all of them busy, and one new token keeps 8 busy. If the "
-    "past is cut in five, each of the 8 heads keeps five busy.",
+    "past is cut in five, each of the 8 heads keeps five busy (two colours, one for "
+    "every second piece).",
 )
 
 # %% [markdown]
@@ -478,13 +478,14 @@ repeats = {"attn_implementation": "repeated"}
 usual = times_moved(dynamic)
 with_repeats = times_moved(dynamic, **repeats)
 course.reveal(guess, with_repeats, "times")
-print(f"shared heads, in a kernel that takes them: {usual:.0f} times the cache")
+print("The other ways, times that the cache moves:")
+print(f"{usual:3.0f} shared heads, in a kernel that takes them")
 with sdpa_kernel(SDPBackend.MATH):
     in_math = times_moved(dynamic, dtype=torch.float16)
-print(f"shared heads, in torch's math kernel: {in_math:.0f} times")
+print(f"{in_math:3.0f} shared heads, in torch's math kernel")
 for machine in (A100_40GB, T4):
     once = times_moved(in_place, **for_chat(machine))
-    print(f"{machine.name}, as `cria chat` answers: {once:.0f} times")
+    print(f"{once:3.0f} cria chat, on {machine.name}")
 
 # %% Print what bandwidth allows, and check the numbers of the text tags=["hide-input"]
 assert (usual, with_repeats, once) == (2 + 1, 2 + (1 + 4) + 4, 1)
@@ -493,7 +494,7 @@ assert 29 + 2 < in_math < 29 + 2 + 0.5
 for times in (31, 11, 3, 1):
     *others, cache = answering(longest).values()
     rate = card.memory_rate / (sum(others) + times * cache)
-    print(f"{times:2} times: at most {rate:4.1f} tokens/s after {longest:,} tokens")
+    print(f"moved {times:2} x: at most {rate:4.1f} tokens/s after {longest:,} tokens")
 *others, cache = answering(2048).values()
 slower = [round((sum(others) + n * cache) / (sum(others) + cache), 2) for n in (3, 11)]
 assert slower == [1.05, 1.26]
@@ -549,9 +550,9 @@ course.show_table(tables.tricks(measured) if measured else "no committed results
 # and makes more copies. Step 4 avoids the copies, so the cache moves once. After the longest past that allows 47 tokens
 # a second on a T4 (predicted), where 11 times allow 6.
 #
-# The last lines show what pieces gain at most, if 8 of 40 SMs read the cache five times as slowly as all. After 2,048
-# tokens, pieces make a token at most a tenth faster, because it mostly reads weights, and all SMs read those anyway. So
-# Flash-Decoding is made for long pasts, and its authors report up to 8 times with CodeLlama-34B.
+# The lines *pieces, after* show what pieces gain at most, if 8 of 40 SMs read the cache five times as slowly as all.
+# After 2,048 tokens, pieces make a token at most a tenth faster, because it mostly reads weights, and all SMs read
+# those anyway. So Flash-Decoding is made for long pasts, and its authors report up to 8 times with CodeLlama-34B.
 #
 # The printed table was measured on a CPU, after 1,024 tokens: the cache in place (`on`) takes 0.76 of the time of
 # `DynamicCache` (`off`).
@@ -576,10 +577,8 @@ ways = {
     ),
     "4 queries a head": F.scaled_dot_product_attention,
 }
-print(
-    f"{this_device().name}: microseconds of one block's attention after 1,024, "
-    "4,096, 16,384 tokens"
-)
+print(f"{this_device().name}: microseconds of one block's attention")
+print(f"{'after so many tokens':20}{'1,024':>6}{'4,096':>10}{'16,384':>10}")
 for name, way in ways.items():
     line = f"{name:16}"
     for past in (1024, 4096, 16_384):
@@ -610,11 +609,12 @@ assert sum(answering(longest).values()) < T4.memory_bytes / 2
 
 # %% [markdown]
 # ## 5. The production switch
-# In plain Hugging Face code, one argument of `generate` gives a cache in place, a `StaticCache`:
+# In plain Hugging Face code, one argument of `generate` gives a cache in place, a `StaticCache`. (On a GPU, also pass
+# `disable_compile=True`, because a compiled model repeats the heads: see the deeper part.)
 
 # %%
 print(kv_cache.PLAIN)
-print("`cria chat` on a T4 loads the model with", for_chat(T4))
+print("cria chat on a T4 loads the model with", for_chat(T4))
 shares = for_chat(T4)  # the queries of a token share their heads
 both = times_moved(in_place, **shares)
 only_shared = times_moved(dynamic, **shares)
@@ -634,9 +634,8 @@ assert training.lines == course.bill(course.so_far("kwanzaa")).lines
 
 # %% [markdown]
 # Each change is worth the same both times, 2 and 8 times the cache, because moved bytes add up. `sdpa_expanded` repeats
-# heads only for the prompt; for a new token its 4 queries share a head, as in step 4. (What plain transformers does
-# with a `StaticCache` depends on its version: see the deeper part.) `cria chat` and `cria eval` always write the cache
-# in place, without a field in the recipe:
+# heads only for the prompt; for a new token its 4 queries share a head, as in step 4. `cria chat` and `cria eval`
+# always write the cache in place, without a field in the recipe:
 #
 # ```bash
 # cria train kwanzaa
@@ -762,15 +761,17 @@ assert torch.allclose(out, attend(q, k[:, 600:], v[:, 600:])[0], atol=1e-6)
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** After how many tokens does the KV cache take as many bytes as the weights, if both are in 16 bits?
+# 1. **Predict.** After how many tokens does the KV cache take as many bytes as the 1,235.8 million weights of the base,
+#    if both are in 16 bits?
 # 2. **Build.** Into how many pieces should the past be cut? $w$ heads in $n$ pieces each give $w\,n$ pieces of work,
 #    which take $r=w\,n/M$ rounds on $M$ SMs. The last round may be nearly empty, so the share of the card in use is
 #    $r/\lceil r\rceil$. FlashAttention uses $n=1$ if $w\ge0.8\,M$. Otherwise it takes the smallest $n\le M$ whose share
 #    is at least 85 % of the best share. Fill in `splits_for(work, sms)`, where `work` is $w$ and `sms` is $M$. It
 #    returns the whole number $n$.
 # 3. **Reach.** $B$ questions share a system prompt. Its keys and values, $(K, P, D)$ each, are stored once, and should
-#    be read once. Fill in `with_prompt`, using `attend` and `merge`. The queries are $(B, K, G, D)$, and the own past
-#    of each question is $(B, K, S, D)$. It returns the outputs, in the shape of the queries.
+#    be read once: in one multiplication for all questions. Fill in `with_prompt`, using `attend` and `merge`. The
+#    queries are $(B, K, G, D)$, and the own past of each question is $(B, K, S, D)$. It returns the outputs, in the
+#    shape of the queries.
 
 # %% tags=["exercise"]
 past_as_large_as_the_weights = None

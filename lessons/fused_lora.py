@@ -76,12 +76,12 @@ def saved_per_token(recipe):
 
 # %% [markdown]
 # ## 1. The bill
-# Saved activations take 3,345 MiB of it, so we look at what one [block](../docs/glossary.md#block) keeps for its
+# Saved activations take 3,345 of the 4,711 MiB, so we look at what one [block](../docs/glossary.md#block) keeps for its
 # backward pass. A block has a norm, attention, a second norm, and an MLP, which computes
 # $\text{down}(a(\text{gate}(x)) \cdot \text{up}(x))$, where $a$ is the activation function SiLU. In Llama-3.2-1B, $x$
 # has $D = 2048$ numbers for each token. The results of gate and up have $F = 8192$ numbers, and a number takes 2 bytes.
-# The block keeps each norm's input (4 bytes a number) and output, queries, keys and values of all heads, the result of
-# attention, and four tensors of $F$ numbers in the MLP. How many KiB is that for one token?
+# The block keeps each norm's input (4 bytes a number) and output, queries, keys and values (all three for 32 heads),
+# the result of attention, and four tensors of $F$ numbers in the MLP. How many KiB is that for one token?
 
 # %% Your guess: KiB that one block keeps for one token tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -145,7 +145,7 @@ def lora_backward(dy, x, W, A, B):
 
 # %% [markdown]
 # **Step 2: two matrices have the same input.** Gate and up both multiply $x$, so each of them gives a gradient of $x$,
-# and the two are added. (So do queries, keys and values.)
+# and the two are added.
 #
 # **Step 3: the activation function.** Let $e$ be the result of *gate*, and $g$ that of *up* (Unsloth's letters). Then
 # down multiplies $h = a(e) \cdot g$, where $a(e) = e\,\sigma(e)$ is SiLU, and $\sigma$ is the sigmoid, with
@@ -467,8 +467,7 @@ print(fused_blocks.PLAIN)
 #   --set tricks.fused_lora=true --set tricks.fused_blocks=true
 # ```
 #
-# We predict what the switches are worth. The brackets hold the range of a T4's speed, which moves all seconds of the
-# table together.
+# We predict their worth, with the range of a T4's speed in brackets, which moves all seconds of the table together.
 
 # %%
 switches = ["tricks.fused_lora=true", "tricks.fused_blocks=true"]
@@ -504,7 +503,6 @@ assert round(toggles.longest(target, fused) / toggles.longest(target, job), 2) =
 assert round(target.bill(fused).seconds / target.bill(job).seconds, 2) == 0.83
 both = with_settings(whole, switches)
 assert round(target.bill(both).seconds / target.bill(whole).seconds, 2) == 0.79
-assert round(100 * (1 - 6_996 / 13_090)) == 47
 of_a_row = []  # seconds of the job's parts, before and after
 for recipe in (job, fused):
     parts = {
@@ -548,7 +546,7 @@ course.show(
 # (`fused_lora` alone: 1,052.5), and rows may be 59 % longer. A row takes 17 % less time by estimate, because the small
 # operations move fewer bytes, in 0.24 s instead of 0.51 s. With checkpointing, blocks keep only their inputs, so the
 # peak falls by only 29.5 MiB, of 16-bit copies. But a row takes 21 % less time, because checkpointing repeats the small
-# operations. (Unsloth's whole gain above is 47 %.) All recipes leave the switches off until a GPU has timed them, but
+# operations. All recipes leave the switches off until a GPU has timed them, but
 # `cria plan kwanzaa --gpu t4 --fit fastest` tries them.
 
 # %% [markdown] tags=["deep"]
@@ -556,9 +554,11 @@ course.show(
 # For each token and block, the MLP keeps $4F$ bytes less, and each of seven adapters $2r$. Each of 32 norms keeps $2D$
 # bytes less for each token: 31 norms of the blocks, and the final norm, which has its own line in the bill. (The first
 # norm of the first block saves nothing, because no gradient goes to the frozen embedding. Therefore the saved
-# activations after fusing are a little less than 16 blocks of 64 KiB for each token.) Autocast also keeps 16-bit copies
-# of the adapters' 11,272,192 numbers until the backward pass, and the fused functions do not. With checkpointing, the
-# switches save these copies, and a 16-bit copy of the final norm's input.
+# activations after fusing are a little less than 16 blocks of 64 KiB for each token. Before, they are 3,345 MiB and not
+# 16 times 104 KiB for each token, which is 3,328: the copies, the $xA^\top$, and 4.25 MiB of small numbers of attention
+# and norms come on top, and the first norm saves 16 MiB less.) Autocast also keeps 16-bit copies of the adapters'
+# 11,272,192 numbers until the backward pass, and the fused functions do not. With checkpointing, the switches save
+# these copies, and a 16-bit copy of the final norm's input.
 
 # %% tags=["deep"]
 of_blocks = 2048 * shape.layers * (4 * shape.inner + 7 * 2 * job.lora.r)
@@ -567,6 +567,10 @@ copies = 2 * 11_272_192
 print(*(f"{size / MIB:,.1f} MiB" for size in (of_blocks, of_norms, copies)), sep=" + ")
 less = course.bill(job).peak_bytes - course.bill(fused).peak_bytes
 assert less == of_blocks + of_norms + copies
+saved = {line.name: line.bytes for line in course.bill(job).lines}["saved activations"]
+thin = 2048 * shape.layers * 7 * 2 * job.lora.r
+of_blocks_alone = 2048 * 104 * KIB * shape.layers
+assert round((saved - of_blocks_alone - thin - copies) / MIB, 2) == -11.76
 checkpointed = course.bill(with_settings(whole, switches)).peak_bytes
 assert course.bill(whole).peak_bytes - checkpointed == copies + 2 * 2048 * shape.width
 course.show_bill(job, fused)
@@ -625,7 +629,7 @@ try:
     y.sum().backward()
     raise AssertionError("torch let it read twice")
 except RuntimeError as error:
-    print(str(error)[:140])
+    print(*str(error).partition(" If you")[0].split(": ", 1), sep=":\n  ")
     assert "already unpacked once" in str(error)
 
 
@@ -662,13 +666,14 @@ assert (first, second) == (6, 12)
 # ## 7. Exercises
 # 1. **Predict**: without checkpointing, by how many MiB do both switches lower the saved activations of Llama-3.1-8B,
 #    with $D = 4096$, $F = 14336$ and 32 blocks, for one row of 1,024 tokens? For each token, a block's MLP keeps $4F$
-#    bytes less, and each of its two norms $2D$. Leave $x A^\top$ out.
-# 2. **Build**: fill in `norm_backward(dy, x, w, eps)`, which returns the gradient of $x$ for $y = w\,x\,q$. Here
-#    $q = 1 / \sqrt{\mathrm{mean}(x^2) + \mathrm{eps}}$ is one number for each token, and it depends on $x$ by
-#    $\partial q / \partial x_j = -q^3 x_j / D$.
+#    bytes less, and each of its two norms $2D$. Count all 64 norms, and leave out $x A^\top$ and the adapters' copies.
+# 2. **Build**: fill in `norm_backward(dy, x, w, eps)`, which returns the gradient of $x$ for $y = w\,x\,q$; `x` is
+#    (tokens, D), and `w` is (D,). Here $q = 1 / \sqrt{\mathrm{mean}(x^2) + \mathrm{eps}}$ is one number for each token,
+#    and it depends on $x$ by $\partial q / \partial x_j = -q^3 x_j / D$.
 # 3. **Reach**: Unsloth's kernel for `gate_backward` makes no new tensor. Fill in `in_place(dh, e, g)`, which returns
 #    $h$, $de$ and $dg$ and makes *one* new tensor of their size. It may write over `dh`, `e` and `g` with `mul_`,
-#    `add_` and `addcmul_`, and with $a = e\,\sigma$ it helps to see that $a'(e) = \sigma + a - \sigma a$.
+#    `add_` and `addcmul_` (`t.addcmul_(u, v, value=c)` adds $c\,u\,v$). With $a = e\,\sigma$,
+#    $a'(e) = \sigma + a - \sigma a$.
 
 # %% tags=["exercise"]
 mib_saved_for_8b = None

@@ -27,8 +27,8 @@
 # Frozen weights help little here, because the [LoRA](lora.py) adapter next to a matrix multiplies the same input. The
 # first block stores its activations longest, because the backward pass reaches it last.
 #
-# Suppose that each of the 16 blocks stores nothing but its own input, which has 2,048 tokens of 2,048 numbers in fp32.
-# How many MiB of the 6,146 remain?
+# Suppose that each of the 16 blocks stores only its own input, which has 2,048 tokens of 2,048 numbers in fp32. How
+# many MiB of the 6,146 remain?
 
 # %% Your guess: MiB of saved activations that remain tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -235,8 +235,8 @@ def ours(block, x):
 # ## 3. Prove it
 # The claim is *exact*, so we ask for equal bits in the loss and in every gradient, with dropout on. We also count the
 # bytes. The peak is the larger one of two moments. At the loss, the $L$ inputs and what the loss stores are in memory,
-# here $L\,s+s$. When a block is recomputed, it is $L\,s+a$, which is larger here. (In our job the logits make the loss
-# the larger one.)
+# here $L\,s+s$. When a block is recomputed, the loss has freed its $s$, and $L\,s+a$ remain, here more. (In our job the
+# logits make the loss the larger one.)
 
 # %%
 predicted = L * s + max(s, a)  # the loss's s is freed before a block is recomputed
@@ -371,9 +371,8 @@ print(f"our job: its blocks {of_blocks:+.0%}, the whole step {of_a_step:+.0%}")
 # has computed the last tensor that the backward pass needs, the rest of the block is skipped. Here the rest is `down`,
 # half of all work: its output is only added to $x$, so no gradient needs its value. In a Llama with LoRA the rest is
 # only a small matrix of an adapter, so early stop gains nearly nothing. There the multiplications of the blocks grow by
-# 48 %, and those of the whole step by 39 %, because the logits are computed once. So ask what is trained when somebody
-# says that "checkpointing costs 33 %". torchtune measured 21 % fewer tokens a second and 42 % less memory
-# (Llama-3.2-3B, A100).
+# 48 %, and those of the whole step by 39 %, because the logits are computed once. torchtune measured 21 % fewer tokens
+# a second and 42 % less memory (Llama-3.2-3B, A100).
 #
 # The next cell shows our own measurements of a step without and with it. Without a GPU you see a CPU's committed
 # results, of a model with two blocks and rows of 128 tokens, where there is little to save. [An
@@ -427,6 +426,11 @@ one_more = course.bill(one_less).peak_bytes - course.bill(long).peak_bytes
 one_more = round(one_more / MIB)
 assert (least, one_more, round(T4.memory_bytes / MIB)) == (11_799, 738, 15_095)
 assert (15_095 - least) // one_more == 4
+both = [
+    course.bill(with_settings(long, [f"tricks.gradient_checkpointing={number}"]))
+    for number in (1, "false")
+]
+assert round((both[1].peak_bytes - both[0].peak_bytes) / MIB) == 706
 fitting = [
     number
     for number in range(1, 17)
@@ -448,11 +452,11 @@ course.show(
 )
 
 # %% [markdown]
-# Added to the lessons before, it saves about 5,890 MiB and makes a row 38 % slower. Taken away from the finished job,
-# it is worth 3,195 MiB and 34 %. (The times are predicted, and may really be 0.6 to 1.7 times as long. Both times of a
-# pair move together, so the percentages are surer.) The peak stays at the loss, when no block is being recomputed. Of
-# the saved activations only the 16 inputs are left there, and the largest line after the weights is now 3,006 MiB of
-# [logits](../docs/glossary.md#logits).
+# Added to the lessons before, it saves 5,890.2 MiB (the first table subtracts rounded peaks) and makes a row 38 %
+# slower. Taken away from the finished job, it is worth 3,195 MiB and 34 %. (The times are predicted, and may be 0.6 to
+# 1.7 times as long. Both times of a pair move together, so the percentages are surer.) The peak stays at the loss, when
+# no block is being recomputed. Of the saved activations only the 16 inputs are left there, and the largest line after
+# the weights is now 3,006 MiB of [logits](../docs/glossary.md#logits).
 #
 # **Checkpoint only some blocks.** `gradient_checkpointing=3` checkpoints the first 3 blocks. The last blocks then store
 # everything and cost no extra pass. The backward pass begins with them, so they have freed their $a$ when the first
@@ -474,7 +478,7 @@ assert all(torch.equal(p, q) for p, q in zip(plain_grads, grads, strict=True))
 # It pays for long rows only: on one CPU core, blocks of SmolLM2 were 12 % slower with 128 tokens and 6 % faster with
 # 2,048. (torch calls this *selective* checkpointing.)
 #
-# Here is the whole choice, as predicted:
+# The whole choice, as predicted:
 
 # %% The whole choice for our job tags=["hide-input"]
 print("gradient_checkpointing  keep_attention  peak, MiB  seconds a row")
@@ -502,7 +506,8 @@ assert max(peaks) * MIB < T4.memory_bytes
 # for rows of 2,048 tokens the last line is the fastest. The course checkpoints all blocks, because it looks for the
 # smallest peak; [a full card](a_full_card.py) shows what to switch off where memory is left over. To choose a number
 # for your card, take `least` of the bill with all blocks checkpointed. With rows of 4,096 tokens it is 11,799 MiB, and
-# each block left out adds $a$, 738 MiB. A T4 has 15,095, so 4 blocks can be left out, and 12 must be checkpointed.
+# each block left out adds $a$, 738 MiB (the first block only 706, because no gradient needs its input). A T4 has
+# 15,095, so 4 blocks can be left out, and 12 must be checkpointed.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: send saved activations to the host
@@ -585,14 +590,14 @@ except CheckpointError as error:
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** Rows become twice as long, $T=128$. How many bytes does our checkpointed stack store at its peak? The
-#    answer is a number of bytes.
+# 1. **Predict.** Rows become twice as long, $T=128$. How many bytes does our stack store at its peak, if all eight
+#    blocks are checkpointed by `ours`?
 # 2. **Build.** Checkpoint two blocks at a time, so that fewer inputs are stored, and the insides of two blocks are
 #    recomputed together. Fill in `in_pairs(blocks, x)`: it runs all blocks, an even number of them, and returns the
 #    last output, shaped like `x`. (About four lines. `nn.Sequential` makes one block of two, and `ours` takes any
 #    block.)
-# 3. **Reach.** In groups of $g$ blocks the peak is about $\frac{L}{g}\,s+g\,(s+a)$, less the $s$ that is counted twice.
-#    With $L=64$ and $a=15\,s$, at which $g$ is it lowest? The answer is a whole number of blocks.
+# 3. **Reach.** In groups of $g$ blocks the peak is about $\frac{L}{g}\,s+g\,(s+a)$, minus one $s$, because a group's
+#    first input is in both terms. With $L=64$ and $a=15\,s$, at which whole $g$ is it lowest?
 
 # %% tags=["exercise"]
 bytes_at_twice_the_length = None

@@ -10,17 +10,16 @@
 # %% [markdown]
 # # Hybrid: a grid of processes
 # > **Promise.** A model with 70 billion weights does not fit one card, so several cards must share one copy of it.
-# > Eight cards can divide the work in ten ways. A bad choice takes twice as long, and a small mistake trains a wrong
-# > model without an error. You will write one training loop for all ways, prove it right, and predict which way is
-# > fastest.
+# > Eight cards can divide the work in ten ways. A bad choice takes twice as long, and a mistake trains a wrong model
+# > without an error. You will write one training loop for all ways, prove it right, and predict which way is fastest.
 # >
 # > **Card.** saves memory where cards share blocks and matrices, and time where they share rows / costs what each way
 # > sends, over the link that it gets / exact within rounding / about 25 minutes / after
 # > [tensor parallelism](tensor_parallel.py) and [pipeline parallelism](pipeline_parallel.py)
 #
-# Our own job, QLoRA of Llama-3.2-1B, fits one T4. So this lesson also uses a larger job: LoRA of Llama-3.1-70B in bf16
-# (our tensor parallelism refuses 4-bit weights), on two machines with four A100s of 40 GB each. NVLink connects the
-# cards of a machine, and InfiniBand the machines: one HDR port for each card, about a tenth as fast.
+# Our own job, QLoRA of Llama-3.2-1B, fits one T4. So we also take a larger job: LoRA of Llama-3.1-70B in bf16 (our
+# tensor parallelism refuses 4-bit weights), on two machines with four A100s of 40 GB each. NVLink connects the cards of
+# a machine, and InfiniBand the machines: one HDR port for each card, about a tenth as fast.
 #
 # ## 1. The bill
 # The lessons before divided a step in three ways:
@@ -131,8 +130,11 @@ assert _cube.needed_bytes > A100.memory_bytes
 assert [bill(large, sizes).verdict for sizes in GRIDS].count("tight") == 2
 _quarter = find_shape(large.model).weights * 2 / 4 / GIB
 assert round(_quarter) == 33
-_two_by_four = bill(large, {"data": 2, "stage": 1, "tensor": 4}).least_bytes
-assert round(_two_by_four / GIB, 1) == 40.9
+_two_by_four = bill(large, {"data": 2, "stage": 1, "tensor": 4})
+assert round(_two_by_four.least_bytes / GIB, 1) == 40.9
+_whole = {line.name: round(line.bytes / GIB, 1) for line in _two_by_four.lines}
+assert (_whole["weights: all others"], _whole["saved activations"]) == (3.9, 2.5)
+assert (find_shape(large.model).heads, find_shape(large.model).kv_heads) == (64, 8)
 
 
 def memory_of_grids(theme: Theme):
@@ -143,13 +145,8 @@ def memory_of_grids(theme: Theme):
     colours = [theme.series[0] if size <= has else theme.quiet for size in sizes_of]
     axes.barh(range(10), sizes_of, color=colours, height=0.66)
     for place, size in enumerate(sizes_of):
-        axes.text(
-            max(size, has) if has - 3 < size else size,
-            place,
-            f" {size:.1f}",
-            va="center",
-            color=theme.ink,
-        )
+        # to the right of the line, which would strike the words
+        axes.text(max(size, has), place, f" {size:.1f}", va="center", color=theme.ink)
     axes.axvline(has, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.text(has, -0.95, f" an A100 has {has:.1f} GiB", color=theme.alarm, va="center")
     axes.set_yticks(range(10), [name(sizes) for sizes in GRIDS])
@@ -161,14 +158,14 @@ def memory_of_grids(theme: Theme):
 course.show(
     memory_of_grids,
     "Figure 1. LoRA of Llama-3.1-70B on eight cards: the predicted need of each card. "
-    "Six of ten grids fit 40 GB.",
+    "Six of ten grids (blue) fit an A100, which has 39.4 GiB; the grey ones do not.",
 )
 
 # %% [markdown]
 # Six fit (predicted), but two of them are *tight*: what PyTorch's allocator may [reserve](../docs/glossary.md#reserved)
 # could take them above 39.4 GiB. A quarter of the weights is 33 GiB, but 2 x 1 x 4 needs 40.9 GiB, because our tensor
-# parallelism keeps embedding, head and the tensors between blocks whole in every process. (Megatron can divide them,
-# too.) With two stages, a process holds only embedding or head.
+# parallelism keeps embedding and head (3.9 GiB) and the inputs of blocks (2.5 GiB) whole in every process. With two
+# stages, a process holds only embedding or head.
 #
 # ## 2. From scratch, in three steps
 # **Step 1: find the coordinates.** At first a process knows only its [rank](../docs/glossary.md#rank). The last
@@ -266,7 +263,7 @@ course.show(
 # %% [markdown]
 # **Step 2: let torch make the groups.** torch calls such a grid a [device mesh](../docs/glossary.md#mesh). For each
 # dimension it makes a [process group](../docs/glossary.md#process-group). An all-reduce with `group=` adds up tensors
-# of that group only. We compare torch's groups with ours for all six grids of four processes.
+# of that group only. We compare them with ours for all six grids of four processes.
 
 # %%
 # data and stage of each grid of four; tensor is what remains
@@ -536,20 +533,19 @@ best = min(fitting, key=lambda sizes: seconds(large, sizes))
 course.reveal(guess, name(best))
 
 # %% [markdown]
-# 2 x 2 x 2 is fastest for the large model, and 8 x 1 x 1 (plain data parallelism) for our small one. If it runs out of
-# memory, 1 x 4 x 2 needs 22.3 GiB and 11.7 s. (Our trainer runs neither; section 5 says what it runs.) The seconds are
-# the middles of ranges whose high end is 1.5 times the low end, so do not trust the order of close ones. The large
-# differences give a rule:
+# 2 x 2 x 2 is fastest for the large model: $(8.13 + 0.13) \cdot 5/4 + 0.01$ s, in the order of the formula. If it runs
+# out of memory, 1 x 4 x 2 needs 22.3 GiB and 11.7 s. For our small model 8 x 1 x 1, plain data parallelism, is fastest.
+# The seconds are the middles of ranges whose high end is 1.5 times the low end, so do not trust the order of close
+# ones. The large differences give a rule:
 #
 # - Take as large a *data* dimension as memory allows, unless it needs many stages (2 x 4 x 1). Let it cross between
 #   machines, because it sends once a step.
-# - Keep *tensor* inside a machine. It crosses in 1 x 1 x 8, the slowest grid by far.
+# - Keep *tensor* inside a machine. It crosses in 1 x 1 x 8, the slowest grid.
 # - If one more dimension must cross, take *stage*. It sends little, but with 8 stages and 8 micro-batches a stage is
 #   idle for 7 of 15 turns.
 #
-# **The order of the dimensions matters, too.** Take 2 x 2 x 2 again, with *tensor* as the first dimension and *data* as
-# the last. Now ranks 0 and 4 share matrices, with the same memory and losses. How many times as many bytes go to the
-# other machine?
+# **The order of the dimensions matters, too.** We turn 2 x 2 x 2 around: *tensor* is first, and *data* is last. Now
+# ranks 0 and 4 share matrices, with the same memory and losses. How many times as many bytes go to the other machine?
 
 # %% Your guess: times as many bytes to the other machine tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -586,7 +582,16 @@ assert round(seconds(large, turned) / seconds(large, best), 2) == 1.12
 _sums = sent_along(large, best)["tensor"]
 _sums = [sum(map(LINKS[link].seconds, _sums)) for link in ("nvlink_a100", "hdr")]
 assert [round(took, 1) for took in _sums] == [0.1, 1.2]
-assert round(computing(large, best, "a100"), 1) == 8.1
+assert round(_sums[0], 2) == 0.13
+assert round(computing(large, best, "a100"), 2) == 8.13
+_others = [sent_along(large, best)[dimension] for dimension in ("stage", "data")]
+_stage, _data_sum = (
+    sum(map(LINKS[link].seconds, calls))
+    for link, calls in zip(("nvlink_a100", "hdr"), _others, strict=True)
+)
+assert round(_stage + _data_sum, 2) == 0.01
+assert not crosses("stage", best)
+assert crosses("data", best)
 _second = {"data": 1, "stage": 4, "tensor": 2}
 assert round(bill(large, _second).least_bytes / GIB, 1) == 22.3
 assert f"{seconds(large, _second):.1f}" == "11.7"
@@ -628,12 +633,12 @@ course.show(
 )
 
 # %% [markdown]
-# 96 times as many bytes, but a step takes only 12 % longer (predicted). It computes for 8.1 s, and the sums of tensor
-# groups take 1.2 s instead of 0.1 s.
+# 96 times as many bytes, but a step takes only 12 % longer (predicted), because the sums of tensor groups take 1.2 s
+# instead of 0.1 s.
 #
 # ## 5. The production switch
 # In plain PyTorch it is a mesh, whose dimensions go to the tools of the lessons before (`to_local` is the process's own
-# piece). In a recipe, a strategy names the combination:
+# piece). In a recipe, it is one strategy:
 
 # %%
 print(hybrid.PLAIN)
@@ -803,7 +808,8 @@ for mistake in ("no group", "own order"):
 # %% [markdown] tags=["deep"]
 # ### Deeper: processes that form no grid, and a grid that is slow
 # **`they make no grid`.** Of six processes, four should share each matrix. But the number of processes must be the
-# product of the sizes.
+# product of the sizes. $M$ must also divide the numbers of heads and key heads (64 and 8 in the large model), so with
+# 16 cards no grid has $M = 16$. Our $M$ does not divide embedding and head, but Megatron can divide them, too.
 #
 # **Nothing is wrong, but it is slow.** The dimensions are in the wrong order, or the launcher gave neighbouring ranks
 # to different machines. To find out, let each rank print `socket.gethostname()` and
@@ -822,13 +828,13 @@ except BadInput as refusal:
 #    rank 27? Answer with a list, in order.
 # 2. **Build.** An all-reduce in two levels. Fill in `two_levels(tensor, inside, across)`. `inside` is the group of the
 #    processes in the same machine. `across` is the group of those that have the same place in the other machines.
-#    Between machines each process sends only its own piece. Return the sum over all processes, a tensor of the same
-#    shape. (Five lines: a new piece, `dist.reduce_scatter_tensor`, `dist.all_reduce`, `dist.all_gather_into_tensor`.
-#    The length divides evenly.)
+#    Between machines each process sends only its own piece. `tensor` has one dimension, and the size of `inside`
+#    divides its length. Return the sum over all processes. (Five lines: a new piece, `dist.reduce_scatter_tensor(piece,
+#    tensor, group=...)`, `dist.all_reduce`, and `dist.all_gather_into_tensor(tensor, piece, group=...)`.)
 # 3. **Reach.** Llama-2-13B (the recipe `medium`) trains on two machines with four L4s (`l4`) each. Inside there is PCIe
-#    4.0 (`pcie4`), and between them 10 Gbit Ethernet (`10gbe`). Which of `GRIDS` fits and is fastest? Answer with
-#    $(N, S, M)$. (`bill` and `seconds` take a card, and `seconds` takes links. `bill` and `medium` are in folded cells
-#    of sections 1 and 5.)
+#    4.0 (`pcie4`), and between them 10 Gbit Ethernet (`10gbe`). Run code: which of `GRIDS` fits (`.fits`, so *tight* is
+#    enough) and is fastest? Answer with $(N, S, M)$. (`seconds` and `bill` take a card; `bill` and `medium` are in
+#    folds of sections 1 and 5.)
 
 # %% tags=["exercise"]
 data_group_of_27 = None

@@ -195,7 +195,8 @@ def the_ways(theme: Theme):
     """The two ways of a multiplication."""
     sketch = course.Sketch(theme, 41.5, 12)
     sketch.text(5, 1.9, "input, T × D")
-    sketch.tensor(1, 3, 8, 5, "codes", color=0)
+    sketch.tensor(1, 3, 8, 5, "", color=0)
+    sketch.text(3.9, 5.5, "codes")
     sketch.tensor(6.9, 3, 0.7, 5, "", color=3)
     sketch.text(7.2, 8.9, "6 or more", quiet=True)
     sketch.tensor(9.6, 3, 0.8, 5, "", color=1)
@@ -211,7 +212,7 @@ def the_ways(theme: Theme):
     sketch.text(27.4, 8.9, "· a b / 127²")
     sketch.text(32.5, 5.5, "+")
     sketch.tensor(34, 3, 7, 5, "floating point", color=3)
-    sketch.text(37.5, 8.9, "outlier columns", quiet=True)
+    sketch.text(37.5, 9.3, "outlier\ncolumns", quiet=True)
     return sketch.figure
 
 
@@ -340,10 +341,10 @@ torch.testing.assert_close(
 
 # %% [markdown]
 # ## 4. What it costs
-# **Memory that bitsandbytes keeps.** Here are eight small blocks, $y = x + W\,\text{norm}(x)$, with a frozen $W$. The
+# **Memory that bitsandbytes keeps.** Here are eight small blocks, ${y = x + W\,\text{norm}(x)}$, with a frozen $W$. The
 # output of each block takes $s=16$ KiB, and it is the next block's input. With
 # [checkpointing](gradient_checkpointing.py), only these eight inputs should be in memory after the forward pass:
-# $8s=128$ KiB. We compare 16 bits with `MatMul8bitLt`, which bitsandbytes uses on a GPU (it also runs here).
+# $8s=128$ KiB. We compare 16 bits with `MatMul8bitLt`, which bitsandbytes uses on a GPU.
 
 # %%
 small_codes, small_absmax = to_codes(torch.randn(64, 64).half() / 8)
@@ -415,7 +416,7 @@ assert torch.equal(gradient, same_gradient)
 #
 # **Quality.** We fine-tuned SmolLM2-135M for 20 steps of one row and measured the loss on 9 other rows. int8 costs
 # 0.011 to 0.012 of loss, and NF4 costs 0.105 to 0.110 (the table of losses below). These runs were on a CPU, where
-# bitsandbytes rounds the inputs only in evaluation, and on a GPU in training, too (not measured).
+# bitsandbytes rounds the inputs only in evaluation. On a GPU it does so in training, too (not measured).
 #
 # **Time.** A T4's data sheet has 130 TOPS for int8 and 65 for fp16. However, each multiplication must first find the
 # outliers and round its input, and then scale its sums. bitsandbytes has measured Qwen2.5-3B *generating text* on a T4
@@ -428,9 +429,8 @@ assert torch.equal(gradient, same_gradient)
 # | 32 | 532 | 167 | 3.2 times as long |
 #
 # Generating multiplies 1 to 32 tokens at once, so this fixed work counts much. *Training* multiplies 2,048, so it
-# counts less; how much, we have not measured on a T4. Our estimate leaves it out, so it may be too low: 1.92 seconds a
-# row (1.57 to 2.36), and 1.91 with NF4. The table of the step is from your GPU, or from a CPU, whose time says nothing
-# about a GPU.
+# counts less (not measured on a T4). Our estimate leaves it out, so it may be too low: 1.92 seconds a row (1.57 to
+# 2.36), and 1.91 with NF4. The table of the step is from your GPU, or from a CPU, which says nothing about GPUs.
 
 # %% Print the measured losses tags=["hide-input"]
 study = results.study("quality") or {}
@@ -576,7 +576,8 @@ def bills(theme: Theme):
         )
     axes.set_yticks(range(len(ways)), list(ways))
     axes.set(xlabel="peak of a step, MiB", xlim=(0, 3400), ylim=(len(ways) - 0.5, -0.5))
-    axes.grid(axis="x")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(False)  # the totals would be struck
     drawn.legend(loc="outside upper center", ncols=4)
     return drawn
 
@@ -697,9 +698,9 @@ except BadInput as refused:
 # 1. **Predict.** The ordinary features of a token have absolute values of at most 1, and one outlier has the value $s$.
 #    All are rounded together. What is the smallest $s$ at which every ordinary feature gets the code 0?
 # 2. **Build.** Limit the damage: give a scale to every `size` numbers of a vector. Fill in `in_blocks(vectors, size)`,
-#    where `size` divides the length. It returns a pair: int8 codes of shape (vectors, blocks, size), and the absmax of
-#    each block, fp32 of shape (vectors, blocks). (About two lines, with `to_codes`.) Why can an integer multiplication
-#    not use such scales?
+#    where `size` divides the length, and no block is all zeros. It returns a pair: int8 codes of shape (vectors,
+#    blocks, size), and the absmax of each block, fp32 of shape (vectors, blocks). (About two lines, with `to_codes`.)
+#    (Why can an integer multiplication not use such scales? The solution answers.)
 # 3. **Reach.** What int8 saves does not depend on the tokens of a row, but what bitsandbytes keeps does. In the bill of
 #    section 5, for which number of tokens are the two equal? Your answer may be off by 1 %.
 
@@ -800,7 +801,7 @@ course.check(3, tokens_that_use_it_up, of_tokens, "a number of tokens")
 # - **Approximate**: a number moves by at most half a step of its scale. For random numbers without outliers, an output
 #   is off by about 1.2 %.
 # - **When**: the model fits in 8 bits but not in 16, and quality matters more than speed; or rows are short.
-# - **When not**: a small model with long rows, where NF4 saves far more. Look at the bill, not at the name.
+# - **When not**: a small model with long rows, where NF4 saves far more.
 #
 # ## Sources
 # - Dettmers et al. 2022, *LLM.int8()*, arXiv 2208.07339, sections 3.1 and 3.2; appendix D, table 5 for the speed.

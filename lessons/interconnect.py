@@ -9,8 +9,9 @@
 # %% [markdown]
 # # Interconnect: when more cards stop helping
 # > **Promise.** Two cards are rarely twice as fast as one, and over a slow link eight can be slower than one, because
-# > they wait for each other's bytes. You will build the ring all-reduce in plain PyTorch, describe a link by two
-# > numbers, and predict for three strategies and four links when another card stops helping, before you rent it.
+# > they wait for each other's bytes. You will build the ring all-reduce in plain PyTorch, describe a link by its
+# > latency and rate, and predict for three strategies and four links when another card stops helping, before you rent
+# > it.
 # >
 # > **Card.** saves the rent of cards that wait / costs seconds of measuring, or a data sheet / bytes exact, seconds
 # > within a range / about 25 minutes / after [hybrid parallelism](hybrid.py)
@@ -205,28 +206,29 @@ def ring(x):
     all_gather(pieces)
 
 
+# %% Print what each process sends, and draw figure 1 tags=["hide-input"]
 print("each process sends", sent_by_each(ring))
-
-
-# %% Draw figure 1 tags=["hide-input"]
 course.reveal(guess, sent_by_each(ring)[0], "times")
 
 
 def turns(theme: Theme):
     """How many processes' numbers are in each piece, turn by turn, as the code above
     moves them."""
-    sketch = course.Sketch(theme, 46, 13.4)
+    sketch = course.Sketch(theme, 46, 28)
     inside = [[1] * 4 for _ in range(4)]
     for turn in range(7):
-        left = 4.6 + 6 * turn
+        # at first and reduce-scatter above, all-gather below
+        column, below = (turn, 0) if turn < 4 else (turn - 4, 14.6)
+        left = 5.4 + 10.3 * column
         head = "at first" if turn == 0 else f"turn {turn}"
-        sketch.text(left + 2.6, 0.6, head)
+        sketch.text(left + 4.5, below + 0.6, head)
         for rank in range(4):
-            if turn == 0:
-                sketch.text(0, 2.9 + 2.6 * rank, f"rank {rank}", align="left")
+            top = below + 1.9 + 2.6 * rank
+            if turn in (0, 4):
+                sketch.text(0, top + 1, f"rank {rank}", align="left")
             for piece in range(4):
                 held = inside[rank][piece]
-                box = (left + 1.3 * piece, 1.9 + 2.6 * rank, 1.2, 2)
+                box = (left + 2.35 * piece, top, 2, 2)
                 sketch.tensor(
                     *box, str(held), color=1 if held == 4 else 0, kept=held > 1
                 )
@@ -236,16 +238,17 @@ def turns(theme: Theme):
             inside[rank][piece] = before[rank - 1][piece] + (
                 before[rank][piece] if turn < 3 else 0
             )
-    sketch.text(4.6 + 6 * 2 + 2.6, 12.8, "reduce-scatter: sums grow", quiet=True)
-    sketch.text(4.6 + 6 * 5 + 2.6, 12.8, "all-gather: sums are handed on", quiet=True)
+    sketch.text(30.5, 12.8, "reduce-scatter: sums grow", quiet=True)
+    sketch.text(20.2, 27.4, "all-gather: sums are handed on", quiet=True)
     return sketch.figure
 
 
 course.show(
     turns,
     "Figure 1. Four processes with four pieces each. The number says how many "
-    "processes have been added up in a piece. After three turns every process has one "
-    "complete piece, and after six turns all of them.",
+    "processes have been added up in a piece: dashed boxes are a process's own "
+    "numbers, blue ones are sums that grow, and orange ones are complete. After three "
+    "turns every process has one complete piece, and after six turns all of them.",
 )
 
 # %% [markdown]
@@ -258,15 +261,14 @@ course.show(
 # **Step 4: get the two numbers from measurements.** If we measure calls of several sizes, the seconds lie on a line
 # over the bytes that a process sends. At zero bytes the line shows the latency of a whole call, with all its messages,
 # and its slope is $1 / \beta$. A usual fit minimises the squared errors in seconds, so the largest size would decide
-# nearly alone. Therefore we minimise the *relative* error: predicted seconds divided by measured seconds should be near
-# to 1.
+# nearly alone. Therefore we minimise the *relative* error.
 
 
 # %%
 def line_through(points):
     """Latency and rate, from pairs of bytes sent and seconds."""
     sent, seconds = torch.tensor(points, dtype=torch.float64).T
-    # least squares of (latency + slope * sent) / seconds = 1
+    # least squares of predicted / measured = (latency + slope * sent) / seconds = 1
     A = torch.stack([1 / seconds, sent / seconds], dim=1)
     ones = torch.ones(len(A), 1, dtype=torch.float64)
     latency, slope = torch.linalg.lstsq(A, ones).solution.flatten().tolist()
@@ -377,13 +379,12 @@ course.show(
 )
 
 # %% [markdown]
-# Errors of tens of per cent are usual, and good enough to choose by, because links differ by up to 200 times.
+# Errors of tens of per cent are usual, and good enough to choose by, because the links below differ by up to 300 times.
 #
-# **Without the cards, use their data sheet.** `LINKS` of the package has the rate of each link, and the part of it that
-# collectives reach, with sources.  The latency has two
-# parts there: a *start* for each call, and a *hop* for each turn of the ring. NCCL assumes the same hop for all
-# networks, which is too short for Ethernet. For an all-reduce between two cards, at which size do the bytes take half
-# of the time?
+# **Without the cards, use their data sheet.** `LINKS` of the package has each link's rate, and the part that
+# collectives reach, with sources. The latency has two parts there: a *start* for each call, and a *hop* for each turn
+# of the ring. NCCL assumes the same hop for all networks, which is too short for Ethernet. For an all-reduce between
+# two cards, at which size do the bytes take half of the time?
 
 
 # %%
@@ -409,15 +410,17 @@ columns = ("link", "GB/s reached", "start, µs", "hop, µs", "start + 2 hops, µ
 columns += ("MB that take as long", "gradients of our job, ms")
 course.show_table(table(columns, lines))
 assert lines[0][5] == "3.53"
+_rates = [LINKS[name].rate for name in (*NAMES, "nvlink_h100")]
+assert 300 < max(_rates) / min(_rates) < 320
 
 # %% [markdown]
 # Below 3.5 MB, NVLink needs more time for latency than for bytes.
 #
 # **When do more cards stop helping your training?** With $N$ cards a step takes as long as one of them computes, as in
-# [choosing hardware](choose_your_hardware.py), and then the time of its calls. (Nothing overlaps.) We double $N$ as
-# long as the step becomes at least 1.5 times as fast, so that the new cards do at least half as much as the old ones.
-# We take four links and three strategies: `ddp`, `fsdp` ([sharding](sharding.py)) and `tensor`. How many of these 12
-# cases stop at one card?
+# [choosing hardware](choose_your_hardware.py), and then the time of its calls. (Nothing overlaps. One card computes
+# 1.70 s, or 1.63 for `tensor`.) We double $N$ as long as the step becomes at least 1.5 times as fast, so that the new
+# cards do at least half as much as the old ones. We take four links and three strategies: `ddp`, `fsdp`
+# ([sharding](sharding.py)) and `tensor`. How many of these 12 cases stop at one card?
 
 # %% Your guess: cases of 12 that stop at one card tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -443,6 +446,8 @@ course.show_table(table(columns, lines))
 course.reveal(guess, sum(number == 1 for number in stops.values()), "cases")
 
 # %% Draw figure 3, and hold the numbers of the text tags=["hide-input"]
+_alone = {way: compute_seconds(RECIPES[way], shape, A100, way, 1) for way in RECIPES}
+assert [round(took, 2) for took in _alone.values()] == [1.70, 1.70, 1.63]
 assert {number for (way, _), number in stops.items() if way == "ddp"} == {8}
 assert {number for (way, _), number in stops.items() if way == "tensor"} == {1}
 assert [stops["fsdp", name] for name in NAMES] == [8, 8, 8, 1]
@@ -464,13 +469,14 @@ def of_speed(theme: Theme):
     """Times as fast as one card, by strategy and link."""
     drawn, axes = course.figure(height=3.4)
     styles = {
-        "nvlink_a100": ("-", "o"),
-        "pcie4": ((0, (4, 2)), "s"),
-        "10gbe": ((0, (1, 1.5)), "D"),
+        "nvlink_a100": ("-", "o", 9),
+        "pcie4": ((0, (4, 2)), "s", 5.5),
+        "10gbe": ((0, (1, 1.5)), "D", 4),
     }
-    axes.plot((1, 8), (1, 8), color=theme.quiet, linewidth=0.8)
+    # above the lines that nearly reach it
+    axes.plot((1, 8), (1, 8), color=theme.ink, linewidth=0.8, zorder=5)
     for (way, recipe), colour in zip(RECIPES.items(), theme.series, strict=False):
-        for name, (dashes, marker) in styles.items():
+        for name, (dashes, marker, size) in styles.items():
             traffic = STRATEGIES[way].traffic
             points = when_it_stops(
                 recipe, shape, A100, LINKS[name], way, traffic, gain=0, most=8
@@ -486,7 +492,8 @@ def of_speed(theme: Theme):
                 color=colour,
                 linestyle=dashes,
                 marker=marker,
-                markersize=4,
+                markersize=size,
+                markerfacecolor="none",  # so that none hides another
                 label=label,
             )
     axes.set(
@@ -499,16 +506,17 @@ def of_speed(theme: Theme):
     axes.set_yticks((0.25, 0.5, 1, 2, 4, 8), ["1/4", "1/2", *"1248"])
     axes.minorticks_off()
     axes.grid()
-    axes.legend(fontsize=6.5, loc="upper left", ncols=3)
-    axes.set_ylim(0.08, 40)
+    axes.set_ylim(0.15, 12)
+    drawn.legend(fontsize=6.5, loc="outside lower center", ncols=3)
     return drawn
 
 
 course.show(
     of_speed,
     "Figure 3. Eight rows a step on one to eight A100s. On the thin line, N cards are "
-    "N times as fast. Data parallelism stays nearest to it over any link. Over "
-    "Ethernet, two cards of either other strategy are slower than one.",
+    "N times as fast. Data parallelism stays nearest to it over any link. Its lines "
+    "for NVLink and PCIe nearly lie on the thin line, as that of fsdp for NVLink does. "
+    "Over Ethernet, two cards of either other strategy are slower than one.",
 )
 
 # %% [markdown]
@@ -677,11 +685,13 @@ def in_pieces(calls):
     pair, pieces = dist.new_group([0, 1]), torch.zeros(2**18).chunk(calls)
     if dist.get_rank() > 1:
         return 0
-    dist.all_reduce(torch.zeros(1), group=pair)  # connects
-    start = time.perf_counter()
-    for piece in pieces:
-        dist.all_reduce(piece, group=pair)
-    return time.perf_counter() - start
+    took = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for piece in pieces:
+            dist.all_reduce(piece, group=pair)
+        took.append(time.perf_counter() - start)
+    return min(took[1:])  # as above: the first one connects
 
 
 def waiting(slow):
@@ -695,8 +705,8 @@ def waiting(slow):
 
 for calls in (1, 1024):
     predicted = calls * latency + MIB / rate
-    took = min(ranks.run(in_pieces, calls)[0] for _ in range(3))
-    print(f"{calls:5} calls: predicted {1000 * predicted:.1f} ms,", end=" ")
+    took = ranks.run(in_pieces, calls)[0]
+    print(f"calls: {calls:5,}, predicted {1000 * predicted:.1f} ms,", end=" ")
     print(f"measured {1000 * took:.1f} ms")
 for rank, took in enumerate(ranks.run(waiting, 2)):
     print(f"rank {rank} is in the all-reduce for {took:.3f} s")
@@ -718,7 +728,8 @@ for name, N, link in crossing:
     calls = STRATEGIES["tensor"].traffic(bf16, shape, N)
     computes = compute_seconds(bf16, shape, A100, "tensor", N)
     times[name] = step_seconds(computes, calls, link).seconds
-print(", ".join(f"{name}: {took:.2f} s" for name, took in times.items()))
+for name, took in times.items():
+    print(f"{name:20} {took:.2f} s")
 assert times["8 in two, Ethernet"] > 5 * times["1 card"]
 assert times["1 card"] > times["8 in two, InfiniBand"] > 1.3 * times["4 in a machine"]
 
@@ -728,8 +739,8 @@ assert times["1 card"] > times["8 in two, InfiniBand"] > 1.3 * times["4 in a mac
 #    number of bytes a second. (Which link of section 4 is it?)
 # 2. **Build.** An all-reduce for *small* tensors. Swap whole tensors with the process whose rank differs in the lowest
 #    bit, and add. Then do the same with the next bit, until all bits are done: $\log_2 N$ turns. Fill in `doubling(x)`,
-#    which returns the sum, a tensor shaped like `x`. (Six lines with `exchange`; $N$ is any power of two. `rank ^ 2`
-#    differs from `rank` in the second bit.)
+#    which returns the sum, a tensor shaped like `x` (it may change `x`). (Six lines with `exchange`; $N$ is any power
+#    of two. `rank ^ 2` differs from `rank` in the second bit.)
 # 3. **Reach.** Doubling sends whole tensors, so for large tensors the ring is faster. From which size on, for 64
 #    processes over InfiniBand HDR? The answer is a number of bytes. (Both start once, and each turn costs a hop:
 #    `LINKS["hdr"].hop`, in seconds. `.rate` is in bytes a second.)

@@ -26,7 +26,7 @@
 # By Hugging Face's price list of 2026-08-21 a machine with a T4 costs 0.40 USD an hour, and one with an A100 2.50 USD.
 # By our estimate the training takes 7.3 minutes on the T4 and 0.7 on the A100, which costs a few cents on either. But
 # you also pay while the machine installs packages, downloads the model, evaluates and publishes. We have not measured
-# this, and assume half an hour.
+# this, and assume half an hour (15 minutes of it for installing and publishing).
 #
 # The estimate may be too low, so the *timeout*, after which the job is ended, is half an hour plus twice the estimate.
 # How many dollars can the job on the T4 cost at most?
@@ -87,7 +87,16 @@ usd = {
     for name in ("t4-small", "l4x1", "a100-large")
 }
 cheapest = [min(usd, key=lambda name: usd[name][n]) for n in range(len(EPOCHS))]
-assert cheapest == 3 * ["t4-small"] + 3 * ["a100-large"]  # from 100 epochs on
+assert cheapest == 3 * ["t4-small"] + 3 * ["a100-large"]
+_near = {  # where both cost the same
+    epochs: [
+        jobs.prepare("kwanzaa", "me/x", [f"train.epochs={epochs}"], flavor=name).most
+        for name in ("t4-small", "a100-large")
+    ]
+    for epochs in (75, 85)
+}
+assert _near[75][0] < _near[75][1]
+assert _near[85][0] > _near[85][1]
 assert round(a100_job.training_cost / t4_job.training_cost, 1) == 0.6
 _ends = {  # of the training's cost, in USD
     name: [job_on[name].price * end / 3600 for end in job_on[name].training_range]
@@ -130,9 +139,9 @@ course.show(
 # 0.25.) The A100 trains ten times as fast, but its half hour alone costs 1.25 USD. So for a short training take the
 # machine with the cheapest hour.
 #
-# For a long training the A100 costs least by our estimate, in Figure 1 from 100 epochs on. Its training costs 0.6 of
-# the T4's, and the ranges of the two estimates nearly touch. The L4's range overlaps with both, because no public run
-# backs it. So before a long job, measure a few steps on each.
+# For a long training the A100 costs least by our estimate, from about 80 epochs on. Its training costs 0.6 of the T4's,
+# and the ranges of the two estimates nearly touch. The L4's range overlaps with both, because no public run backs it.
+# So before a long job, measure a few steps on each.
 #
 # ## 2. From scratch, in three steps
 # **Step 1: choose the machine whose job costs least.** Its cards must have enough memory ([the bill](the_bill.py)).
@@ -246,11 +255,10 @@ run = subprocess.run(
     encoding="utf-8",
     env=os.environ | {"OMP_NUM_THREADS": "1"},
 )
-print(run.stdout)
 assert run.returncode == 0, run.stderr[-2000:]
 
-
-# %% Draw figure 2, and compare the guess tags=["hide-input"]
+# %% Print what the run said, compare the guess, and draw figure 2 tags=["hide-input"]
+print(run.stdout)
 course.reveal(guess, 10)
 assert [line.split()[-1] for line in run.stdout.splitlines()] == ["0", "10"]
 
@@ -290,7 +298,7 @@ course.show(
 # %% [markdown]
 # ## 3. Prove it
 # The interrupted run must end with the same bits as an uninterrupted one, which here is a single process that adds up
-# both shares of the rows. (`tests/parallel/test_elastic.py` tests a real `cria train`.)
+# both shares of the rows.
 
 # %%
 sys.path.insert(0, folder.name)
@@ -317,14 +325,14 @@ for setting in (f"name={token}", "data.train=mine.jsonl", "model=/models/mine"):
         jobs.prepare("kwanzaa", "me/adapter", [setting])
         raise AssertionError(setting)
     except BadInput as error:
-        print(str(error)[:120])
+        print(textwrap.fill(textwrap.shorten(str(error), 170, placeholder=" ..."), 88))
 
 # %% [markdown]
 # ## 4. What it costs
-# **Restarts and checkpoints cost time.** A restart costs a new start, and the steps since the last checkpoint, which is
-# half an interval on average. A checkpoint costs the time to write it. If a save takes $C$ seconds and a machine is
-# lost every $M$ seconds, save every $\sqrt{2CM}$ seconds ([resuming](checkpoint_and_resume.py)). Suppose that a save
-# takes 3 seconds, a step of our job 11 seconds on a T4, and the machine is lost every two hours. (11 is predicted.
+# **Restarts and checkpoints cost time.** A restart costs a new start, and on average half an interval of steps. If a
+# save takes $C$ seconds, $t$ seconds lie between saves, and a machine is lost every $M$ seconds, the share $C/t +
+# t/(2M)$ of the time is lost. It is smallest at $t = \sqrt{2CM}$ ([resuming](checkpoint_and_resume.py)). Suppose that a
+# save takes 3 seconds, a step of our job 11 seconds on a T4, and the machine is lost every two hours. (11 is predicted.
 # [Data parallelism](data_parallel.py) has 14.7, with checkpointing and the chunked loss, which the T4's recipe leaves
 # out.) How many steps should lie between two checkpoints?
 
@@ -399,13 +407,14 @@ for factor in (0.5, 2):
 # torchrun can also take in machines while it runs: `--nnodes 1:4` means at least one and at most four. When a machine
 # comes, torchrun ends all processes with SIGTERM, on which `cria train` saves, and starts more of them. That is worth
 # it if the saved time is longer than the restart. Suppose that *all* processes wait 90 seconds for a restart, and that
-# a second T4 halves a step, as with rows of one length. How long must the run still take, so that it is worth it?
+# a second T4 halves a step, as with rows of one length. How long must the run still take at its present speed, so that
+# it is worth it?
 
 # %%
 shared = with_settings(recipe, ["parallel.strategy=ddp"])
 on_two = Target(shape, t4.device, 2).bill(shared).seconds * tokens
 saved_share = 1 - on_two / step_seconds
-# 321 rows of 8 a step; the last step of each epoch has only three
+# 321 rows of 8 a step; the last step of each of three epochs has only three
 seconds_left = job_on["t4-small"].training_seconds
 print(f"a step takes {step_seconds:.1f} s on one card and {on_two:.1f} s on two")
 print(f"worth a restart of 90 s with more than {90 / saved_share:.0f} s to go")
@@ -425,8 +434,8 @@ assert round(90 / (1 - 1 / 1.8), -1) == 200
 
 # %% [markdown]
 # With our rows of many lengths two T4s are 1.8 times as fast ([data parallelism](data_parallel.py)), so the limit is
-# about 200 seconds. But a new machine needs perhaps 15 minutes to install, and by then our run of 440 seconds is over.
-# So an *autoscaler*, which rents machines by itself, is worth nothing for this job.
+# about 200 seconds. But a new machine needs perhaps 15 minutes to install, and by then our run of 440 seconds (42
+# steps, three of them short) is over. So an *autoscaler*, which rents machines by itself, is worth nothing here.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: what an autoscaler needs beyond torchrun
@@ -465,7 +474,7 @@ assert round(90 / (1 - 1 / 1.8), -1) == 200
 # )
 # ```
 #
-# Our command makes all of that from the recipe. With `--print` it shows what would be sent, and sends nothing:
+# Our command makes all of that from the recipe, and with `--print` only shows it:
 #
 # ```bash
 # cria launch kwanzaa --on hf-jobs --repo me/adapter --budget 1 --print
@@ -478,15 +487,15 @@ for line in hub.shown(job):
 assert job.most <= 1
 
 # %% [markdown]
-# It needs 9.5 GiB instead of 1.5, because the T4's recipe spends memory to save time. `cria train` gets 15 minutes less
-# than the timeout, which are left for installing and publishing. If these take longer, the timeout may come before the
-# result is published. The token travels in a field of its own, which the hub encrypts. Without `--print` the command
-# follows the log, fetches the adapter, and compares it with its manifest, a list of hashes. With `--attempts 2 --bucket
+# It needs 9.5 GiB instead of 1.5, because the T4's recipe spends memory to save time. `cria train` gets the timeout
+# less the 15 minutes for installing and publishing. If these take longer, the timeout may come before the result is
+# published. The token travels in a field of its own, which the hub encrypts. Without `--print` the command follows the
+# log, fetches the adapter, and compares it with its manifest, a list of hashes. With `--attempts 2 --bucket
 # me/checkpoints` the hub starts a failed job again, and it continues from its checkpoint in the bucket, a storage that
 # outlives the job.
 #
 # **Survive restarts.** `cria launch` writes torchrun's command. The first is for one machine, the second for one or two
-# that meet at node0. Each of them gets the same command:
+# that meet at node0. Both get the same command:
 #
 # ```bash
 # cria launch kwanzaa --on torchrun --nproc 1 --max-restarts 3
@@ -499,7 +508,8 @@ one = launch.Elastic(max_restarts=3)
 some = launch.Elastic(3, "1:2", "node0:29400")
 for elastic, out in ((one, None), (some, Path("/shared/run"))):
     words = launch.command("kwanzaa", "torchrun", 1, out=out, elastic=elastic)
-    print(launch.shown(words), end="\n\n")
+    parts = textwrap.wrap(launch.shown(words), 80, break_on_hyphens=False)
+    print(" \\\n    ".join(parts), end="\n\n")
 
 # %% [markdown]
 # `--resume` is always there, because each start must look for a checkpoint; the first start finds none. Without the

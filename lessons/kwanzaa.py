@@ -58,6 +58,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 
 from cria_tricks import course
 from cria_tricks.bench import results
@@ -93,8 +94,8 @@ if MIRROR:
 whose_output = "your run" if GPU else "the toy, with random weights"
 
 # %% [markdown]
-# **Without a GPU you see a toy**: a tiny model with random weights is trained for two steps. This proves only that
-# every command works. The result to read is the stored run in section 3, with its failures.
+# **Without a GPU you see a toy**: a tiny model with random weights trains for two steps on rows cut at 640 tokens. This
+# proves only that every command works. The result to read is the stored run in section 3.
 #
 # Before you train, look at the rows, here one of each kind: the first two are ours, and we made the third as the real
 # ones are made. Then `cria doctor --selftest` asks whether the libraries compute what they should ([some do
@@ -102,9 +103,15 @@ whose_output = "your run" if GPU else "the toy, with random weights"
 
 
 # %% Show one row of each kind tags=["hide-input"]
+def short(text: str, width: int) -> str:
+    """Cut a text between words, and say so."""
+    return shorten(text, width, placeholder=" ...")
+
+
 def show(row: QARow) -> None:
     documents = (
-        "; ".join(document.title[:60] for document in row.prompt.documents) or "none"
+        "; ".join(short(document.title, 60) for document in row.prompt.documents)
+        or "none"
     )
     print(
         f"{kind(row)}\n  documents: {documents}\n  asked: "
@@ -139,9 +146,9 @@ _ = cria("data", DATA)
 #
 # ## 1. The bill
 # How many GiB does a training step of this run need? On a T4 the recipe leaves out checkpointing and the chunked loss,
-# because they cost nearly 40 % more time and the card has room. So it needs more than the earlier 1,516 MiB. `cria
-# plan` takes all rows as full, 2,048 tokens each, and adds what PyTorch's allocator may reserve at most with expandable
-# segments ([a full card](a_full_card.py)). No T4 has confirmed this prediction yet.
+# because they cost nearly 40 % more time and the card has room. So it needs more than the earlier 1,516 MiB.
+# `cria plan` takes all rows as full, 2,048 tokens each, and adds the most that PyTorch's allocator may reserve: 25 %,
+# from 204 simulated settings ([this one](a_full_card.py) reserves 8 %). No T4 has confirmed this prediction yet.
 
 # %% Your guess: GiB that a training step needs tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -150,9 +157,11 @@ guess = 0  # @param {type:"number"}
 ROWS = {"kwanzaa_curated": 395, "kwanzaa": 107}[RECIPE]
 bill = ask("plan", RECIPE, "--rows", ROWS)
 for line in bill["lines"] + bill["around"]:
-    print(f"{line['bytes'] / 2**20:9.1f} MiB  {line['name']}")
+    print(f"{line['bytes'] / 2**20:9,.1f} MiB  {line['name']}")
 needed, capacity = bill["needed_bytes"], bill["capacity_bytes"]
-print(f"{needed / 2**20:9.1f} MiB  needed, of {capacity / 2**20:,.1f} on {bill['gpu']}")
+print(
+    f"{needed / 2**20:9,.1f} MiB  needed, of {capacity / 2**20:,.1f} on {bill['gpu']}"
+)
 assert bill["fits"]
 assert sum(line["bytes"] for line in bill["lines"]) == bill["peak_bytes"]
 
@@ -176,7 +185,7 @@ def ladder(theme):
             for step in bill["ladder"]
         ],
     )
-    axes.axvline(capacity / 2**30, color=theme.alarm, linestyle="--")
+    axes.axvline(capacity / 2**30, color=theme.ink, linestyle="--")
     axes.invert_yaxis()
     axes.set(xlabel=f"peak of a step, GiB (dashed: the {bill['gpu']})")
     return drawn
@@ -441,14 +450,14 @@ course.show(
 # %% Print four questions of the stored run, with three answers each tags=["hide-input"]
 for place in (0, 2, 7, 8):
     example = study["answers"][place]
-    titles = [title[:60] for title in example["documents"]]
+    titles = [short(title, 60) for title in example["documents"]]
     print(f"{example['question']}\n  documents: {'; '.join(titles) or 'none'}")
     for name, system in (
         ("base", "base"),
         ("adapter", "adapter"),
         ("the data", "reference"),
     ):
-        print(f"  {name:9} {' '.join(example[system].split())[:180]}")
+        print(f"  {name:9} {short(example[system], 180)}")
 
 # %% [markdown]
 # **What it learned** is the form: 63 of 64 answers keep the contract, and none of the base's does. It also learned to
@@ -456,12 +465,13 @@ for place in (0, 2, 7, 8):
 #
 # **What it lost** is in the line "answer, refusal": base 0.98, adapter 0.82. These are the 44 questions that have an
 # answer, so a model scores here by *not* refusing. The base answers 43 of them, the adapter 36: it wrongly refuses 8.
-# Over all 64 questions base has 0.69, trivial 0.75 and the adapter 0.77, and these differences may be chance.
+# Over all 64 questions base has 0.69, trivial 0.75 and the adapter 0.77. Its 95 % interval in brackets (a bootstrap of
+# 10,000 draws of the rows) contains the other two, so these differences may be chance.
 #
 # **What proves nothing** about understanding are format, citations and grounding, where trivial reaches 1.00: no score
 # asks whether the document fits the question. In one example the adapter says that Imani means heritage, from notes
-# that do not mention Imani, and still gets full marks for grounding. We hope that the larger model does better, but we
-# have not trained it on a T4 yet ([all scores and intervals](../docs/guide/evaluate.md)).
+# that do not mention Imani, and still gets full marks for grounding. We have not trained the larger model on a T4 yet
+# ([all scores and intervals](../docs/guide/evaluate.md)).
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: what a model learns from all 107 rows
@@ -485,10 +495,10 @@ assert (round(losses[0], 2), round(losses[-1], 2)) == (1.66, 0.49)
 # %% [markdown]
 # ## 4. What it costs
 # The cell compares predicted and measured numbers of *this* run, and predicts the run on a T4. Its seconds are a range
-# because they come from six public runs, which reached 0.24 to 0.32 of a T4's peak rates. We have not measured our run
-# on a T4. A rented T4 costs \$0.40 to \$0.60 an hour (Hugging Face Jobs), and Colab's is free. The real rows hold only
-# about a quarter of the tokens that the plan assumed, so the minutes shrink, too. (The 107 rows of `kwanzaa` are fewer
-# but longer.)
+# because they come from six public runs, which reached 0.24 to 0.32 of a T4's peak rates. A rented T4 costs
+# \$0.40 to \$0.60 an hour (Hugging Face Jobs), and Colab's is free. The real rows hold only about a quarter of the
+# tokens that the plan assumed, so the minutes shrink, too. (The 107 rows of `kwanzaa` take 4 to 6 minutes, and 6 to 9
+# with checkpointing and the chunked loss.)
 
 # %%
 ratio = report["estimate"]["ratio"]
@@ -524,8 +534,6 @@ if answers.get("eval_seconds"):  # not known for every GPU
 # cria plan kwanzaa_curated --gpu t4 --rows 395
 # cria train kwanzaa_curated --out kwanzaa-run --resume --set train.time_budget=80m
 # ```
-#
-# The adapter needs none of our code, as the folded part below shows.
 #
 # The first cell checks every file of the adapter against the manifest, the list of hashes that was written with it, and
 # writes the scores into the model card. The second one publishes, if you set `PUBLISH_AS`. The licence of Llama 3.2
@@ -588,8 +596,6 @@ if not GPU and not (RUN / "gguf").exists():
 
 # %% [markdown]
 # ## 6. Where it breaks
-# Both failures end in one line that says what to do.
-#
 # **If the drive is not mounted**, `cria train` says `there is no folder ...; is the drive mounted?` Otherwise your
 # checkpoints would lie on the disk that Colab deletes. Mount it and run the cell again.
 #
@@ -615,9 +621,10 @@ shutil.rmtree(broken)
 # ## 7. Exercises
 # 1. **Predict.** Take rank 32 instead of 16 on Llama-3.2-1B. How many bytes of numbers does the adapter's file hold?
 # 2. **Build.** A checkpoint holds the trained numbers in fp32, and for each of them two moments of `bits` bits. Fill in
-#    `checkpoint_bytes(numbers, bits)`: the bytes of one checkpoint. (Leave out the scales of 8-bit states.)
-# 3. **Reach.** If a Colab session lasted 12 hours, how many rows could it train, in whole steps? Take the T4's
-#    predicted pace: the variable `seconds` of section 1, for an optimizer step of 8 full rows.
+#    `checkpoint_bytes(numbers, bits)`: the bytes of one checkpoint. (Leave out scales and tables of 8-bit states.)
+# 3. **Reach.** If a Colab session lasted 12 hours, how many rows could it train, in whole steps of 8 and without
+#    evaluation? Take the T4's predicted pace: the variable `seconds` of section 1, for an optimizer step of 8 full
+#    rows.
 
 
 # %% tags=["exercise"]

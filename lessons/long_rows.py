@@ -11,7 +11,7 @@
 # > **Promise.** You fine-tune on contracts or code, and rows of 2,048 tokens cut each document into pieces. With longer
 # > rows the step dies with `CUDA out of memory`, although all switches are on. You will find the two parts that grow,
 # > and shrink both. Then the longest row of Llama-3.1-8B on a T4 grows from 12,783 tokens to 37,925, by estimate, if
-# > the machine around the card has enough memory.
+# > the machine around the card has 20 GB.
 # >
 # > **Card.** saves most inner tensors of one MLP, and nearly all saved block inputs / costs PCIe traffic and host
 # > memory / exact within rounding (tiles), exact (offload) / about 25 minutes / after [fused LoRA](fused_lora.py)
@@ -106,10 +106,9 @@ assert abs(each["open block"] - of_mlp - others) < KIB
 
 # %% [markdown]
 # Weights and optimizer states do not grow with the row. Neither do the logits, because [the chunked
-# loss](chunked_loss.py) takes a few tokens at a time. At 65,536 tokens the single open block is as large as the inputs
-# of all 32 blocks.
+# loss](chunked_loss.py) takes a few tokens at a time. The single open block is as large as the inputs of all 32 blocks.
 #
-# Here is what one more token adds, with 2 bytes a number:
+# One more token adds, with 2 bytes a number:
 #
 # - **Block inputs**: $D$ numbers for each of the $L$ blocks, which is $2LD$ bytes.
 # - **The MLP of the open block**: autograd saves four tensors of $F$ numbers (gate, its SiLU, up, and their product),
@@ -200,7 +199,7 @@ for way in (mlp, only_cut):
     assert saved.now == 4 * (T * d + 4 * T * f)  # x, and four inner tensors
 
 # %% [markdown]
-# Cutting alone does not help, because autograd saves the inner tensors of every tile.
+# Cutting alone does not help: autograd saves the inner tensors of every tile.
 #
 # **Step 2: save only the input, and compute each tile again** in the backward pass. This is checkpointing for each
 # tile. In the forward pass of a `torch.autograd.Function` autograd records nothing, so the inner tensors of a tile are
@@ -354,25 +353,25 @@ def three_passes(theme: Theme):
     """When a checkpointed block's MLP runs forward, with x saved after or before."""
     sketch = course.Sketch(theme, 46, 13)
     for at, words in (
-        (13.5, "forward pass"),
-        (26, "repetition"),
-        (38.5, "tiles, backward"),
+        (14, "forward pass"),
+        (26.7, "repetition"),
+        (39.4, "tiles, backward"),
     ):
         sketch.text(at, 0.8, words, quiet=True)
     for row, label in enumerate(("naive", "saved before")):
         top = 2.2 + 5.6 * row
         sketch.text(0, top + 1.5, label, align="left")
         # naive tiles stand before x, because x is saved when they have run
-        first = 2.8 * row
-        for n, left in enumerate((8.5, 21, 33.5)):
+        first = 2.9 * row
+        for n, left in enumerate((8.6, 21.3, 34)):
             if n < 2:
                 sketch.tensor(
-                    left + 7.4 * (1 - row), top, 2.2, 3, "x", color=0, kept=n == 1
+                    left + 8.6 * (1 - row), top, 2.2, 3, "x", color=0, kept=n == 1
                 )
             for tile in range(4):
                 if n != 1 or row == 0:
                     sketch.tensor(
-                        left + first + 1.8 * tile, top, 1.4, 3, "", color=1, kept=n == 2
+                        left + first + 2.1 * tile, top, 1.1, 3, "", color=1, kept=n == 2
                     )
     return sketch.figure
 
@@ -452,8 +451,8 @@ print("with the copies, all gradients are equal bit for bit")
 # **Offload** copies each block input over the PCIe link to the host and back, which takes at most 1 % of a step.
 #
 # The real price of long rows is attention, because its time grows with $T^2$: at 32,768 tokens it is a third of the
-# step. A hundred such rows take 4.7 to 7.0 hours. No GPU has run these rows, so the seconds are predicted,
-# with the range of [public runs](choose_your_hardware.py) of shorter rows.
+# step. A hundred such rows take 4.7 to 7.0 hours. (The seconds are predicted, with the range of [public
+# runs](choose_your_hardware.py) of shorter rows.)
 
 # %%
 t4 = find_card("t4")
@@ -575,25 +574,27 @@ assert f"{slow.low / 36:.1f} to {slow.high / 36:.1f}" == "4.7 to 7.0"
 # %% [markdown]
 # With both switches the row is 3.0 times as long, because its length is the free memory divided by the bytes that a
 # token adds. Each of the two growing parts is half of these bytes, so while one remains, the length can at most double.
-# With both, a token adds 169 KiB and not 513 (deeper part).
+# Tiles alone reach only 1.2, because they turn the $12F+22D$ bytes of the open block into $40D$: 256 KiB into 160
+# (deeper part).
 #
 # If you switch tiles off again, you lose 14,466 tokens, and without offload 22,196. With the [fused
-# operations](fused_lora.py) as well (`tricks.fused_lora`, `tricks.fused_blocks`) a token adds 89 KiB, and the row has
-# 63,688 tokens. All of this is predicted, and it needs a host with 20 GB, such as Kaggle's. **Colab's free machine has
-# 12.7 GB, so there rows of the 8B end at 32,768 tokens** (section 6).
+# operations](fused_lora.py) as well (`tricks.fused_lora`, `tricks.fused_blocks`) the row has 63,688 tokens. All of this
+# is predicted, and needs a host with 20 GB, such as Kaggle's. **Colab's free machine has 12.7 GB, so there rows of the
+# 8B end at 32,768 tokens** (section 6).
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: why the gains multiply
 # About 6.2 GiB are free for what grows. (The plan leaves a margin, and counts what the allocator may reserve: [the
 # lesson on a full card](a_full_card.py).) A token adds 513 KiB without the switches, 417 with tiles, 273 with offload,
-# and 169 with both, which is a third. (With offload, two of the 32 inputs are on the card at the peak, which are 16
-# KiB.)
+# 169 with both, which is a third, and 89 with the fused operations as well. (With offload, two of the 32 inputs are on
+# the card at the peak, which are 16 KiB.)
 #
 # Tiles remove only 96 of the 168 KiB of the MLP. The reason is that the peak then moves to another moment, the backward
-# pass of the second norm, where other tensors are alive. For adapters of rank 32 we predict rows of 60,890 tokens with
-# everything on. Unsloth publishes 40,724 on a 16 GB card, but until a T4 has run ours, the two cannot be compared. One
-# [H200](../docs/benchmarks.md#a-first-sitting-on-an-h200), held to the kernels and the memory of a T4, ran rows of
-# 59,007 tokens of Llama-3.2-1B with neither switch, where we predict 49,901.
+# pass of the second norm. There other tensors are alive, $40D$ bytes in a Llama by the package's list. For adapters of
+# rank 32 we predict rows of 60,890 tokens with everything on. Unsloth publishes 40,724 on a 16 GB card, but until a T4
+# has run ours, the two cannot be compared. One [H200](../docs/benchmarks.md#a-first-sitting-on-an-h200), held to the
+# kernels and the memory of a T4, ran rows of 59,007 tokens of Llama-3.2-1B with neither switch, where we predict
+# 49,901.
 
 # %% tags=["deep"]
 names = ("neither", "tiles", "offload", "both")
@@ -613,6 +614,7 @@ assert round(sum(fused.values()) / KIB) == 89
 print(f"tiles remove {whole - in_pieces:.0f} of the MLP's {of_mlp / KIB:.0f} KiB")
 at_the_peak = folds.estimate(with_settings(job, [TILED]), shape, T4, 65_536).peak.lines
 assert round(whole - in_pieces) == 96
+assert round(in_pieces) == round(40 * D / KIB) == 160
 assert any("second norm" in line.why for line in at_the_peak)
 
 # %% [markdown] tags=["deep"]
@@ -642,8 +644,8 @@ except BadInput as error:
     print(error)
 
 # %% [markdown]
-# **Tiles gain nothing.** Qwen3-14B has 4,337 tokens with and without tiles, because its row is shorter than a tile of
-# $D = 5120$ tokens. Smaller tiles help: `tricks.tiled_mlp=1024`.
+# **Tiles gain nothing.** Without offload, Qwen3-14B has 4,337 tokens with and without tiles, because its row is shorter
+# than a tile of $D = 5120$ tokens. Smaller tiles help: `tricks.tiled_mlp=1024`.
 #
 # **The process is gone, without a message.** The memory of the host was full, so Linux ended the process. torch rounds
 # each pinned block input up to a power of two, so 32 inputs of 32,768 tokens take 8 GiB, and with one more token 16.
@@ -651,13 +653,13 @@ except BadInput as error:
 #
 # ## 7. Exercises
 # 1. **Predict.** Llama-3.2-1B has 16 blocks of width 2,048. How many GiB of pinned memory do the inputs of a row of
-#    70,000 tokens take, at 2 bytes a number?
+#    70,000 tokens take, at 2 bytes a number, as torch rounds them (section 6)?
 # 2. **Build.** Cut the MLP across its inner width instead of across tokens. Fill in `by_width(x, gate, up, down,
 #    pieces)`. It returns the result of the MLP, shaped like `x`, and makes only `1 / pieces` of the inner numbers at a
-#    time. (`gate` and `up` are (f, d), `down` is (d, f). No gradients are needed.)
+#    time. (`gate` and `up` are (f, d), `down` is (d, f). `pieces` need not divide f. No gradients are needed.)
 # 3. **Reach.** A block has $W = 13 D^2$ weights, and each weight costs 2 operations for a token. A fast card reaches
 #    $400 \cdot 10^{12}$ operations a second, and its link carries $50 \cdot 10^9$ bytes a second. Below which width $D$
-#    does copying the input of a block, at 2 bytes a number, take longer than computing the block?
+#    does copying the input of a block, at 2 bytes a number, take longer than the forward pass of the block?
 
 # %% tags=["exercise"]
 pinned_gib = None
@@ -767,8 +769,8 @@ course.check(
 # - **What grows with the row**: the block inputs, $2LD$ bytes a token, and the open block, $12F + 22D$. In Llama-3.1-8B
 #   both are 256 KiB.
 # - **Tiles** take 96 of the MLP's 168 KiB a token out of the open block, and **offload** moves the block inputs to the
-#   host. For Llama-3.1-8B on a T4 we predict rows 1.2 times, 1.8 times and, with both, 3.0 times as long. [The longest
-#   rows](../docs/longest_rows.md) has other models and cards.
+#   host. For Llama-3.1-8B on a T4 we predict rows 1.2 times, 1.8 times and, with both, 3.0 times as long. The page
+#   [*The longest rows*](../docs/longest_rows.md) has other models and cards.
 # - **Costs**: the weights are read once for each tile, the copies take at most 1 % of a step (predicted), and the host
 #   needs pinned memory in powers of two.
 # - **Exact**: offload gives the same bits, and tiles add up the gradients of weights in another order.

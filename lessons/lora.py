@@ -53,7 +53,8 @@ MIB, GIB = 2**20, 2**30
 before, after = course.so_far("the_bill"), course.so_far("lora")
 shape = find_shape(after.model)
 trained = 0
-for name, (d_in, d_out) in shape.linears.items():  # the seven matrices of a block
+print(f"in each of {shape.layers} blocks:")
+for name, (d_in, d_out) in shape.linears.items():  # seven matrices
     print(f"{name:10} {d_in:5,} -> {d_out:5,}")
     trained += shape.layers * 16 * (d_in + d_out)  # at rank 16
 print(
@@ -357,9 +358,9 @@ for n in (1, r, 2 * r):
 
 # %% [markdown]
 # ## 4. What it costs
-# **Time.** The backward pass multiplies twice with each matrix: for the gradient of its inputs, and for the gradient of
-# the matrix itself. A frozen matrix does not need the second one, so a step does a third fewer multiplications with
-# weights, of which the adapters add back about 3 %. Attention stays, so we predict only a quarter less time: 4.2 to 12
+# **Time.** The backward pass multiplies twice with each matrix: for the gradient of its inputs, and
+# for the gradient of the matrix itself. A frozen matrix does not need the second one, so a step takes 2 multiplications
+# with it in place of 3, and the adapters add 0.03. Attention stays, so we predict only a quarter less time: 4.2 to 12
 # seconds for a row on a T4, in place of 5.6 to 16.
 #
 # The next table is measured, on your GPU or else on a CPU with a tiny model. `off` is full fine-tuning, and `on` is
@@ -371,9 +372,9 @@ step_of = "attention=best precision=best gradient_checkpointing=true"
 course.on_a_gpu("lora", off=step_of, on=f"{step_of} peft=lora")
 
 # %% [markdown]
-# **Bytes.** Many people lower $r$ to save memory. At the peak, a number of the adapter takes 12 bytes, for itself and
-# two states, because no gradients exist yet. Each of the 112 adapted matrices also saves the output of $A$, with 4
-# bytes for each token and rank. How much do you save if you lower $r$ from 16 to 1?
+# **Bytes.** At the peak, a number of the adapter takes 12 bytes, for itself and two states, because no gradients exist
+# yet. Each of the 112 adapted matrices also saves the output of $A$, with 4 bytes for each token and rank. How much do
+# you save if you lower $r$ from 16 to 1?
 
 # %% Your guess: per cent that the peak falls from r = 16 to r = 1 tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -463,6 +464,12 @@ assert 8.5 < without_it / course.bill(course.CAPSTONE).peak_bytes < 9
 assert round(course.bill(after).peak_bytes / GIB, 1) == 21.7
 assert not course.bill(after).fits
 assert round(course.bill(after).peak_bytes / MIB) == 22_201
+old, new = (
+    {line.name: line.bytes / MIB for line in course.bill(recipe).lines}
+    for recipe in (before, after)
+)
+assert round(old["saved activations"] - new["saved activations"]) == 512 + 16 - 14
+assert round(old["optimizer states"] - new["optimizer states"], 1) == 9_342.5
 
 # %% Draw figure 3 tags=["hide-input"]
 course.show(
@@ -473,8 +480,9 @@ course.show(
 
 # %% [markdown]
 # These numbers are *predicted*: memory within 3 %, and the seconds are the middle of a wide range. The optimizer states
-# fall by 9,343 MiB, and the activations by 514, because a frozen norm does not save its normalized input. The peak of
-# 22,201 MiB still does not fit a T4. Saved activations are now the largest line, so the next lessons reduce them.
+# fall by 9,342.5 MiB. The activations fall by 514: frozen norms save no normalized inputs (512), no gradient needs the
+# first block's input (16), but adapters add 14. The peak of 22,201 MiB still does not fit a T4. Saved activations are
+# now the largest line, so the next lessons reduce them.
 #
 # Without LoRA, the finished job needs almost nine times as much. Four later switches go with it: 4-bit weights cannot
 # be trained, and the chunked loss needs a frozen head.
@@ -495,14 +503,18 @@ course.show(
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: rsLoRA, DoRA, and other ways to train few weights
-# All of these freeze the base and train something else.
+# All of these freeze the base and train something else, or less.
 #
 # - **rsLoRA** (`lora.rslora=true`) scales by $\alpha / \sqrt{r}$, so that large ranks do not learn more slowly. It
 #   trains the same numbers and has the same bill. It is useful when you compare high ranks at one rate.
 # - **DoRA** (`lora.dora=true`) trains the length of each output's weights apart from their direction: one number more
 #   for each output. In this lesson's bill it is expensive, because it saves two more outputs of each matrix for the
-#   backward pass. [Checkpointing](gradient_checkpointing.py) removes most of that, so in the table of section 4
-#   it costs time only.
+#   backward pass. [Checkpointing](gradient_checkpointing.py) removes most of that, so in the table of section 4 it
+#   costs time only.
+# - **Attention only** (`lora.target_modules=q_proj,k_proj,v_proj,o_proj`) lowers the peak by 1,376 MiB at this point.
+#   The adapter and its states take 90 MiB less. A frozen matrix without an adapter does not save its input, so each
+#   block saves 80 MiB less for its MLP: $4 \cdot 2{,}048$ bytes for each of 2,048 + 8,192 numbers. The outputs of $A$
+#   take 6 MiB less in all.
 # - **Head only** (`tricks.peft=head`) trains a copy of the matrix that makes the logits. No gradient reaches the
 #   blocks, so they save no activations. But it can only recombine old features, and Llama's head has 263 million
 #   weights.
@@ -536,6 +548,10 @@ for name, (setting, weights) in family.items():
     assert bills[name].facts.trained_weights == weights
 side = with_settings(course.CAPSTONE, ["tricks.peft=side_network"])
 assert round(course.bill(side).peak_bytes / MIB) == 3578
+
+only = with_settings(after, ["lora.target_modules=q_proj,k_proj,v_proj,o_proj"])
+lower = course.bill(after).peak_bytes - course.bill(only).peak_bytes
+assert lower == (90 + 16 * 80 + 6) * MIB == 1376 * MIB
 
 rslora = LoraLinear(linear(), 16, 32, rslora=True)
 assert rslora.scale == 4 * LoraLinear(linear(), 16, 32).scale
@@ -581,7 +597,6 @@ def of_family(theme: Theme):
             "a line of the bill is not drawn"
         )
         axes.text(end, place, f" {end:.1f} GiB", va="center", color=theme.ink)
-    capacity(axes, theme)
     names = [
         f"{name}\n{bill.facts.trained_weights:,} trained"
         for name, bill in bills.items()
@@ -592,6 +607,7 @@ def of_family(theme: Theme):
         xlim=(0, 38),
         ylim=(len(bills) - 0.5, -1.2),
     )
+    capacity(axes, theme)
     axes.grid(axis="x")
     drawn.legend(loc="outside lower center", ncols=4, fontsize=8)
     return drawn
@@ -649,9 +665,9 @@ course.show_table(
 # %% [markdown]
 # ## 6. Where it breaks
 # **After `merge_and_unload()` the loss is higher than training ended with, and there is no error.** The adapter was
-# merged into another base than the one it was trained on. Names and shapes fit, but the numbers differ. An Instruct
-# model and its plain version are such a pair. Another is a model in 4 bits and the published one: this project trained
-# on 4-bit weights to a loss of 0.489 on new rows, and over the published weights it was 0.618.
+# merged into another base than the one it was trained on. An Instruct model and its plain version are such a pair.
+# Another is a model in 4 bits and the published one: this project trained on 4-bit weights to a loss of 0.489 on new
+# rows, and over the published weights it was 0.618.
 #
 # Cure: merge into the base that was trained on. After training in 4 bits, load it in 4 bits and call
 # `model.dequantize()` before you load the adapter. (`cria merge` does this by itself.) In our toy the damage is what
@@ -694,11 +710,12 @@ assert sum(p.numel() for p in cured.parameters() if p.requires_grad) == 2 * r * 
 # 1. **Predict.** A popular setting is $r = 8$ on `q_proj` and `v_proj` alone. How many numbers does it train in
 #    Llama-3.2-1B? (Section 1 prints the sizes.)
 # 2. **Build.** You have a matrix that was trained as a whole, and want an adapter of it. Fill in `extract(difference,
-#    rank)`. From a difference of shape $(D_{out}, D_{in})$ it computes $A$ of shape $(rank, D_{in})$ and $B$ of shape
-#    $(D_{out}, rank)$, such that $BA$ is as close to the difference as possible, without scale and training.
-#    (`torch.linalg.svd` gives $U$, the singular values, and $V^T$.)
+#    rank)`. From a difference of shape $(D_{out}, D_{in})$ it returns $A$ of shape $(rank, D_{in})$ and $B$ of shape
+#    $(D_{out}, rank)$, in this order, such that $BA$ is as close to the difference as possible, without scale and
+#    training. (`torch.linalg.svd` gives $U$, the singular values, and $V^T$.)
 # 3. **Reach.** If $r$ is very large, LoRA needs more memory than full fine-tuning. What is the highest rank at which
-#    the peak of `after` is below that of `before`? (Section 4 says what one more rank costs.)
+#    the peak of `after` is below that of `before`? (Section 4 says what one more rank costs. The fullest moment stays
+#    the same.)
 
 # %% tags=["exercise"]
 numbers_at_rank_8 = None

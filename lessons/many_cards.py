@@ -31,11 +31,14 @@
 guess = 0  # @param {type:"number"}
 
 # %% Imports, and the settings of two public runs tags=["hide-input"]
+import math
+
 import torch.distributed.pipelining as pipelining
 
 from cria_tricks import course, recipes
 from cria_tricks.bench.style import Theme
 from cria_tricks.bench.tables import table
+from cria_tricks.bill import step_time
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.measure.utilisation import hardware_flops, model_flops
 from cria_tricks.models.shape import find_shape
@@ -89,18 +92,26 @@ course.show_table(table(columns, lines))
 assert [round(mfu[name], 3) for name in ("t4", "a100")] == [0.084, 0.258]
 _by_hand = 4 * 1.24e9 * 1060 / 65e12
 assert round(_by_hand, 2) == 0.08
+_llama = find_shape("llama-2-7b")
+_size = {name: a * b * _llama.layers for name, (a, b) in _llama.linears.items()}
+_flops = {part.name: part.flops for part in step_time.counts(work)}  # of the A100
+_tokens = work.micro_batches * work.batch * work.tokens
+_again = _flops["blocks again"] / _tokens
+assert math.isclose(_again, 2 * (sum(_size.values()) - _size["down_proj"]))
+assert (round(_again / 1e9, 1), round(2 * sum(_size.values()) / 1e9, 1)) == (10.1, 13)
+assert "down_proj" not in work.adapted
 
 # %% [markdown]
-# By hand it is $4 \cdot 1.24 \cdot 10^9 \cdot 1{,}060 / (65 \cdot 10^{12})$, or 8 %, to which attention and the adapter
-# add a little. The T4 reached less than a tenth of its peak, and the A100 a quarter.
+# It is $4 \cdot 1.24 \cdot 10^9 \cdot 1{,}060 / (65 \cdot 10^{12})$, or 8 %, to which attention and the adapter add a
+# little. The T4 reached less than a tenth of its peak, and the A100 a quarter. Checkpointing adds mostly 2 operations
+# for each weight of a block ("done", for HFU; see the last fold).
 #
-# [The lesson on choosing hardware](choose_your_hardware.py) has higher shares for the same runs, because it compares
-# each part of a step with its own limit: the card's arithmetic, or its memory. MFU compares every part with the
-# arithmetic.
+# [The lesson on choosing hardware](choose_your_hardware.py) has higher shares, because it compares each part of a step
+# with its own limit: the card's arithmetic, or its memory.
 #
 # ## 2. From scratch, in three steps
 # **Step 1: compare computing with sending.** A card can send while it computes, and at best this takes no extra time.
-# But if sending takes longer, the card waits. So we say that a way to share a model *pays* while
+# But if sending takes longer, the card waits. So a way to share a model *pays* while
 #
 # $$\text{seconds of computing} \ge \text{seconds of sending}.$$
 #
@@ -272,8 +283,8 @@ course.show(
 # The table says from how many tokens the first three ways pay. With *tensor* and *pipeline* $n$ cancels. There the
 # link, the number of cards and the model's width decide, and for a pipeline also its depth. Nothing hides the sums of
 # *tensor*, because the next operation needs them, so a card waits 20 % of the time on NVLink, and 71 % on InfiniBand.
-# So *tensor* stays inside a machine, while a pipeline may cross even Ethernet. ([Our small job](interconnect.py) is
-# different, because norms, head and loss, which we leave out here, stay whole.)
+# So *tensor* stays inside a machine, and a pipeline may cross Ethernet. ([Our small job](interconnect.py) is different,
+# because norms, head and loss, which we leave out here, stay whole.)
 #
 # **Step 3: fill the bubble of a pipeline.** Each stage of a [pipeline](pipeline_parallel.py) waits at the beginning and
 # at the end of a step, and this time is the [bubble](../docs/glossary.md#bubble). The backward pass has two halves: B
@@ -349,8 +360,8 @@ def both_orders(theme: Theme):
 course.show(
     both_orders,
     "Figure 2. Three stages, one below the other, and four micro-batches, time to the "
-    "right. F, B and W take a second each. 1F1B takes 18 seconds. Zero bubble fills "
-    "gaps with W and takes 14.",
+    "right. F, B and W take a second each; BW is both as one pass. 1F1B takes 18 "
+    "seconds. Zero bubble fills gaps with W and takes 14.",
 )
 assert [12 + waiting(3, 4, 1, 1, 1, split) for split in (False, True)] == [18, 14]
 
@@ -359,8 +370,8 @@ assert [12 + waiting(3, 4, 1, 1, 1, split) for split in (False, True)] == [18, 1
 # By the paper of zero bubble (Qi et al.) a stage waits for $(S - 1)(F + B + W)$ with 1F1B, and for $(S - 1)(F + B - W)$
 # with its schedule ZB-H1, which needs no more memory than 1F1B. (Ours keeps up to two micro-batches more.) Our rule
 # must wait exactly as long as the first, and at most as long as the second. Our operations and bytes must be those that
-# the package counts for its own strategies. And the operations of MFU must be those of PaLM's formula for a token of a
-# row of $T$: 6 for each weight, and $12\,L\,Q\,T$ for attention.
+# the package counts. And the operations of MFU must be those of PaLM's formula for a token of a row of $T$: 6 for each
+# weight, and $12\,L\,Q\,T$ for attention.
 
 # %%
 for S, k in ((4, 8), (4, 16), (8, 32)):
@@ -429,8 +440,8 @@ assert find_shape("mixtral-8x7b").inner == 14_336
 
 # %% [markdown]
 # Newer mixtures have many narrow experts, which makes the ratio worse. The report on DeepSeek-V3, with another cluster,
-# names a "computation-to-communication ratio of approximately 1:1" (section 3.2.1). With half of our `RATE`, near the
-# MFU of section 1, ours would be 1.54.
+# names a "computation-to-communication ratio of approximately 1:1" (section 3.2.1). That lies between our 0.77 and the
+# 1.54 of half our `RATE`, which is near the MFU of section 1.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: cures for narrow experts, and the memory of zero bubble
@@ -446,16 +457,16 @@ assert find_shape("mixtral-8x7b").inner == 14_336
 
 # %% [markdown]
 # ## 5. The production switch
-# MFU needs no switch. The first command below shows it, and writes it into `report.md`. (On a CPU it is `unknown`.) The
-# second command measures your own links, for the inequality:
+# MFU needs no switch. The first command shows it, and writes it into `report.md`. (On a CPU it is `unknown`.) The
+# second measures your links, for the inequality:
 #
 # ```bash
 # cria train kwanzaa
 # cria doctor --collectives --nproc 8
 # ```
 #
-# Our package has neither zero bubble nor expert parallelism, and torchtitan has both. The schedules are torch's. In the
-# plain code of [the lesson on pipelines](pipeline_parallel.py) only the schedule changes:
+# Our package has neither zero bubble nor expert parallelism, and torchtitan has both. In the plain code of [the lesson
+# on pipelines](pipeline_parallel.py) only the schedule changes:
 #
 # ```python
 # from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
@@ -490,11 +501,10 @@ course.show_table(table(columns, lines))
 assert zero > 0.9 * plain
 
 # %% [markdown]
-# The cure is more micro-batches, which make the bubble a smaller share of the step.
+# The cure is more micro-batches, so that the bubble is a smaller share.
 #
-# **The inequality holds, but the cards still wait.** The last gradient of a step has nothing behind which it could
-# hide, and each call takes a fixed time before it sends anything ([the interconnect](interconnect.py)). Measure a few
-# steps.
+# **The inequality holds, but the cards still wait.** Nothing can hide the last gradient of a step, and each call takes
+# a fixed time before it sends anything ([the interconnect](interconnect.py)). Measure a few steps.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: two MFUs that cannot be compared
@@ -503,6 +513,10 @@ assert zero > 0.9 * plain
 # 16-bit peak seems twice as good. So ask which operations were counted, and which peak. (Ours counts 4 for a frozen
 # weight, and the pairs that the kernel computes, so a kernel that computes all pairs seems better than it is. It takes
 # the peak of the precision that is used.)
+#
+# The column "done" of section 1 has in addition what checkpointing repeats: the products of the blocks and adapters,
+# and attention. torch stops as soon as all saved tensors exist again. So on the A100, where `down_proj` has no adapter,
+# it leaves out this last product of each block, and the blocks add 10.1 billion operations a token instead of 13.0.
 
 # %% [markdown]
 # ## 7. Exercises
@@ -510,10 +524,10 @@ assert zero > 0.9 * plain
 #    together, without checkpointing. The peak of each card is $312 \cdot 10^{12}$ operations a second. What is the MFU,
 #    if attention is left out? The answer is a number from 0 to 1.
 # 2. **Build.** Fill in `least_tokens(flops, sent, rate, link)`: the smallest whole number of tokens for which computing
-#    takes at least as long as sending. `flops` are operations for each token, `sent` are bytes of a step, and the other
-#    two are operations and bytes a second.
+#    takes at least as long as sending. `flops` are operations for each token. `sent` are the bytes that a card sends in
+#    a step, for any number of tokens. The other two are operations and bytes a second.
 # 3. **Reach.** How wide must an expert be at least, so that eight cards with our `RATE` on InfiniBand HDR compute as
-#    long as they send, if all weights are trained and 16-bit numbers are sent?
+#    long as they send, if all weights are trained and 16-bit numbers are sent? (To 1 %.)
 
 # %% tags=["exercise"]
 share_of_the_peak = None
@@ -587,7 +601,7 @@ course.check(
 #
 # ## In one breath
 # - **Saves** the rent of cards that wait: one inequality for each way to share a model, before you rent any.
-# - **Costs** arithmetic. The counts are exact, and the rates are those that public runs and NCCL reached.
+# - **Costs** arithmetic. Counts are exact, and rates are those of public runs and NCCL.
 # - **MFU** is the needed operations over the peak. HFU also counts what is computed a second time.
 # - **When**: data parallelism and sharding with enough tokens for each card; context parallelism with long rows; tensor
 #   parallelism inside one machine; a pipeline across machines.

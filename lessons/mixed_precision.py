@@ -129,7 +129,7 @@ course.show(
 )
 
 # %% [markdown]
-# In fp16 each update was rounded up, so the weight moved 50 % too far. In bf16 it never moved, and no error said so.
+# In fp16 each update was rounded up, so the weight moved 50 % too far. In bf16 it never moved, without an error.
 # Therefore weights that train are kept in fp32, as *master weights*.
 #
 # **Step 2: multiply in 16 bits.** Our toy is a linear layer with a frozen fp16 matrix and a LoRA adapter, A and B, in
@@ -296,7 +296,7 @@ class Scale:
 # **Step 5: cast the small tensor, not the large one.** A is in fp32 and its input $x$ in fp16, so one of them must be
 # cast. peft casts the large $x$ up to fp32. Autocast then casts it down again, into a new fp16 tensor that is kept for
 # the backward pass (the fp32 one is freed). Without peft's cast, autocast casts only A, and the layer keeps the $x$
-# that is in memory anyway. This is the smaller half of *lean preparation*; section 5 has the larger one.
+# that is in memory anyway.
 
 
 # %%
@@ -330,8 +330,7 @@ assert all(map(torch.equal, usual_result, lean_result))  # the same bits
 # ## 3. Prove it
 # The claim is *approximate*: each input and result of a matrix multiplication moves by at most half a step of its
 # format. But our loop must match torch's bit by bit, so we train the toy twice from one start: with `autocast` and
-# `GradScaler`, and by hand. Both begin with a scale that is far too high, $2^{24}$, and double it after eight good
-# steps.
+# `GradScaler`, and by hand. Both begin with far too high a scale, $2^{24}$, and double it after eight good steps.
 
 
 # %%
@@ -362,7 +361,9 @@ scale = Scale(2.0**24, growth_interval=8)
 our_history, our_weights = train(by_hand, lambda: scale.scale, scale.step)
 assert our_history == history  # losses and scales
 assert all(map(torch.equal, our_weights, weights))
-print("log2 of the scale:", *(int(used).bit_length() - 1 for _, used in history))
+powers = [int(used).bit_length() - 1 for _, used in history]
+print("log2 of the scale:", *powers[:20])
+print("and of steps 21-40:", *powers[20:])
 
 # %% Predict the first good step; compare with the package's LossScale tags=["hide-input"]
 torch.manual_seed(6)
@@ -374,8 +375,8 @@ _largest = max(
     )
 )
 print(
-    f"65,504 / {_largest:.4f}, the largest gradient at the start, "
-    f"is 2^{(65504 / _largest).log2():.1f}"
+    f"the largest gradient at the start is {_largest:.4f}; "
+    f"65,504 is 2^{(65504 / _largest).log2():.1f} times as much"
 )
 _first = [used for _, used in history].index(2.0 ** (65504 / _largest).log2().floor())
 assert _first == 3  # that step was the first to be taken
@@ -404,13 +405,13 @@ for name in ("fp16", "bf16"):
 
 # %% [markdown]
 # ## 4. What it costs
-# **A few steps.** The run above skipped three steps before the scale was low enough. Later doublings skip one now and
-# then, which is normal.
+# **A few steps.** The run above skipped three steps before the scale was low enough. Later doublings normally skip one
+# now and then.
 #
 # **Time** falls, if the card's tensor cores know the format. A T4's know only fp16. At the peak rate of a T4, the
-# multiplications of a row of 2,048 tokens would take 1.87 s in fp32 and 0.23 in fp16 (printed below). But public runs
-# in 16 bits reach 0.28 of that rate, and memory traffic comes on top. So we *predict* 8.27 s in fp32 (4.9 to 13.8,
-# because no such run is public) and 1.83 with both switches (1.5 to 2.2).
+# multiplications of a row of 2,048 tokens would take 1.87 s in fp32 and 0.23 in fp16. But public runs in 16 bits reach
+# 0.28 of that rate, and memory traffic comes on top. So we *predict* 8.27 s in fp32 (4.9 to 13.8, because no such run
+# is public) and 1.83 with both switches (1.5 to 2.2).
 #
 # Of a CPU, only the table's bytes count (46 % less), because it emulates fp16.
 
@@ -437,7 +438,7 @@ print("Script 2: LoRA, with frozen weights in 16 bits, and lean")
 print(lean_preparation.PLAIN)
 
 # %% [markdown]
-# The complete command (on a T4 the recipe has both switches on already):
+# The command (a T4's recipe has both switches on already):
 #
 # ```bash
 # cria train kwanzaa --set tricks.precision=fp16 --set tricks.lean_preparation=true
@@ -495,15 +496,15 @@ for _recipe, _range in ((before, (4.94, 8.27, 13.84)), (after, (1.49, 1.83, 2.24
     assert all(abs(a / b - 1) < 0.01 for a, b in zip(_found, _range, strict=True))
 
 # %% [markdown]
-# Frozen weights and saved activations take half. The peak is at the loss now, so lines of that moment appear; the
-# *16-bit copies of weights* are the adapters, cast by autocast. Lean preparation saves only 66 MiB here. Yet in the
-# whole job, which has [4-bit weights](nf4.py), it is worth 1,155 MiB, because most QLoRA scripts call peft's
-# `prepare_model_for_kbit_training`. It raises every weight that is still in 16 bits to fp32:
+# Frozen weights and saved activations take half. The peak is at the loss now, so lines of that moment appear (the
+# deeper part explains them). *16-bit copies of weights* are the adapters, cast by autocast. Lean preparation saves only
+# 66 MiB here. Yet in the whole job, which has [4-bit weights](nf4.py), it is worth 1,155 MiB, because most QLoRA
+# scripts call peft's `prepare_model_for_kbit_training`. It raises every weight that is still in 16 bits to fp32:
 #
 # - The embedding takes twice its bytes: +501 MiB.
 # - In Llama-3.2-1B the embedding is also the head, so autocast makes a 16-bit copy of it for the loss: +501 MiB.
-# - The sum that passes from block to block (the residual stream) becomes fp32, so saved activations and hidden states
-#   double: +153 MiB.
+# - The sum that passes from block to block (the residual stream) becomes fp32, so the inputs of $L$ blocks take $2LTD$
+#   bytes more (128 MiB), and what the loss reads 24.5: +152.5 MiB.
 #
 # Without lean preparation the whole job takes 2,671 MiB, *more* than in fp32 (2,364). So on a T4 use both
 # switches: in fp16, lean preparation cost 0.0001 of loss (one seed of a small model). In bf16 it cost 0.017 to 0.019
@@ -636,9 +637,11 @@ def dtypes(model):
 
 right = [p.dtype for p in model.parameters()]
 assert [p.dtype for p in usual(packed()).parameters()] == right
-for prepared, dtype in ((usual, torch.float32), (left_alone, fp16)):
-    found = dtypes(prepared(packed()))
-    print(prepared.__name__, {place: str(its)[6:] for place, its in found.items()})
+print(f"{'':16}{'usual':10}left alone")
+seen = [dtypes(prepared(packed())) for prepared in (usual, left_alone)]
+for place in seen[0]:
+    print(f"{place:16}" + "".join(f"{str(found[place])[6:]:10}" for found in seen))
+for found, dtype in zip(seen, (torch.float32, fp16), strict=True):
     assert set(found.values()) == {dtype}
 
 
@@ -741,7 +744,9 @@ print(
 assert kept[0] - kept[1] == 2 * BLOCKS * ROWS * TOKENS * WIDTH
 
 # %% [markdown] tags=["deep"]
-# At last the bill of the whole job without and with lean preparation: every line that changes is predicted.
+# At last the bill of the whole job without and with lean preparation: every line that changes is predicted. With it,
+# the *final norm* saves its input in fp32 and its output in 16 bits, 24 MiB. Without it, both are in fp32, 32 MiB. The
+# *hidden states for the loss* are those of trained tokens, and their gradients: 16 MiB with it, and 32 without.
 
 # %% tags=["deep"]
 whole = course.CAPSTONE
@@ -858,7 +863,7 @@ course.on_a_gpu("lean_preparation", off=step_of, on=f"{step_of} lean_preparation
 runs = [
     run
     for run in (results.study("quality") or {}).get("runs", ())
-    if "16 + nf4" in run["case"]
+    if run["case"] == "fp32" or "16 + nf4" in run["case"]
 ]
 course.show_table(
     tables.quality(runs) if runs else "no committed results next to this package"
@@ -972,7 +977,8 @@ fp32_block, fp16_block = (keeps(**LLAMA, half=half) for half in (False, True))
 change = {kind: 16 * (fp16_block[kind] - fp32_block[kind]) for kind in fp32_block}
 change["copies of weights"] += 2 * 128_256 * LLAMA["D"]  # the head's
 change["activations"] -= 2 * LLAMA["T"] * LLAMA["D"]  # what the head takes
-print({kind: f"{size / MIB:+,.0f} MiB" for kind, size in change.items() if size})
+for kind, size in change.items():
+    print(f"{kind:18}{size / MIB:+7,.0f} MiB")
 peaks = [course.bill(recipe).peak_bytes for recipe in (plain, plain16)]
 assert sum(change.values()) == peaks[1] - peaks[0]
 
@@ -1269,11 +1275,12 @@ for rate, steps in ((2e-4, 400), (2e-5, 4000)):
 #    scale does it take its first step?
 # 2. **Build.** A script has called `prepare_model_for_kbit_training` on a quantized model, and then added adapters.
 #    Fill in `undo(model, dtype)`. It changes the model in place: frozen fp32 weights become `dtype`, packed 4-bit
-#    weights (dtype uint8) and the adapters stay, and every flag `cast_input_dtype_enabled` of a module becomes False.
+#    weights (dtype uint8) and whatever requires gradients (the adapters) stay, and every flag
+#    `cast_input_dtype_enabled` of a module becomes False.
 # 3. **Reach.** Weights in bf16 can learn if rounding is random: each number goes to its lower or its upper neighbour,
 #    so that the *mean* is right. Fill in `to_bf16_at_random(x)`, from an fp32 tensor to a bf16 tensor. A bf16 number is
 #    the upper 16 bits of an fp32 number, and `x.view(torch.int32)` gives all 32. What if you add random lower 16 bits,
-#    and then set these to zero?
+#    and then set these to zero with the mask `-65536`? (Ignore inf and nan.)
 
 # %% tags=["exercise"]
 first_scale = None

@@ -10,15 +10,15 @@
 # %% [markdown]
 # # Monitoring: a card that is 100 % busy and does nothing
 # > **Promise.** Your GPU is 100 % busy, and the run is slow. Or `nvidia-smi` shows 14 GiB, although the tensors of the
-# > run take 2. You will build three instruments, a sampler, a trace and a memory snapshot. With them you find a stall,
-# > a memory leak and a process that hangs. You will also know what "100 % busy" counts, and each of four numbers for
-# > one memory.
+# > run take 2. You will build a sampler, a trace and a memory snapshot, and find a stall and a memory leak with them,
+# > and a hanging process with two ready tools. You also learn what "100 % busy" counts, and four numbers for "the
+# > memory".
 # >
 # > **Card.** saves hours of guessing / costs less than a thousandth of the run for samples, on a CPU; a trace slows
 # > three steps / exact: no bit of the run changes by samples and a trace / about 25 minutes / after [data at
 # > scale](data_at_scale.py)
 #
-# So far we predicted a step of our job, QLoRA of Llama-3.2-1B on a T4. Now we look at it while it runs.
+# So far we predicted a step of our job, QLoRA of Llama-3.2-1B on a T4, and now we look at a run.
 #
 # ## 1. The bill
 # Four numbers are called "the memory of the run":
@@ -98,8 +98,8 @@ assert [round(size / 2**20, 1) for size in _sizes] == [1516.2, 1532.4, 381.5, 15
 
 # %% [markdown]
 # ## 2. From scratch, in three instruments
-# **Instrument 1: a sampler.** A thread reads a number again and again, and writes it down. Ours reads the resident
-# memory of its own process.
+# **Instrument 1: a sampler.** A thread reads a number repeatedly, and writes it down. Ours reads its own process's
+# resident memory.
 #
 # It watches a tensor of 64 MiB, which we create with `torch.empty`, fill, and delete. A tensor counter reports 64, 64
 # and 0 MiB. How many MiB larger is the *process* after `torch.empty`?
@@ -166,9 +166,9 @@ filled = round((watch.next() - before) / MIB)
 del x
 deleted = round((watch.next() - before) / MIB)
 watch.ended.set()
-print(f"created {created:+} MiB, filled {filled:+} MiB, deleted {deleted:+} MiB")
 
-# %% Compare your guess tags=["hide-input"]
+# %% Print the samples, and compare your guess tags=["hide-input"]
+print(f"created {created:+} MiB, filled {filled:+} MiB, deleted {deleted:+} MiB")
 course.reveal(guess, created, "MiB")
 assert max(abs(created), abs(deleted)) < 16
 assert 48 < filled < 80
@@ -258,7 +258,7 @@ course.show(
 
 # %% [markdown]
 # The run spends most of its time waiting. Tokens a second show *that* a run is slow, and only the trace shows *where*.
-# The cure is to tokenize before training, or to let a `DataLoader` fetch batches in other processes.
+# Tokenize before training, or let a `DataLoader` fetch batches in other processes.
 #
 # On a card an operation returns before its [kernel](../docs/glossary.md#kernel) has run, so our spans would be wrong.
 # There call `torch.cuda.synchronize()` at both ends of a span, or use `torch.profiler`.
@@ -304,8 +304,8 @@ def our_line():
 
 
 # %% [markdown]
-# The evaluation below keeps one number for each batch, an fp32 loss of 4 bytes. How many bytes does each batch really
-# leave in memory? (`N` and `D` are above.)
+# The evaluation below keeps one fp32 loss of 4 bytes for each batch. How many bytes does each batch really leave in
+# memory? (`N` and `D` are above.)
 
 # %% Your guess: bytes that each batch leaves in memory tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -331,23 +331,23 @@ def growth():
 
 
 left = growth()
-for line, size in left.items():
-    print(f"{size:9,.0f} bytes  {line}")
 with torch.no_grad():
     cured = growth()
-print("with no_grad:", cured)
 
-# %% Compare your guess, and hold the numbers of the text tags=["hide-input"]
+# %% Print both, compare your guess, and hold the numbers of the text tags=["hide-input"]
 course.reveal(guess, sum(left.values()), "bytes")
+for line, size in left.items():
+    print(f"{size:9,.0f} bytes  {line}")
+print("with no_grad:", cured)
 print("(The line of y: 65,536 bytes of y, and 262,144 of gelu's result.)")
 assert left["y = down(F.gelu(hidden))"] == 65_536 + 262_144 == (1 + 4) * 4 * N * D
 assert sum(left.values()) == 4 + 4 * (1 + 4 + 4 + 1) * N * D == 655_364
 assert sum(cured.values()) == 4
 
 # %% [markdown]
-# Each loss holds its graph, and the graph holds all activations, because no backward pass frees them. With
-# `torch.no_grad()` no graph exists, so only the 4 bytes remain. (In training, keep `loss.item()`.) Divide the free
-# memory by the growth, and you know at which batch the run will die.
+# Each loss holds its graph, and the graph holds all activations, because no backward pass frees them:
+# $4\,(1{+}4{+}4{+}1)\,N D + 4$ bytes. The free memory divided by this growth tells at which batch the run dies. With
+# `torch.no_grad()` no graph exists, so only the 4 bytes remain. (In training, keep `loss.item()`.)
 #
 # ## 3. Prove it
 # The claim is *exact*: no bit of a run changes. We train a toy with dropout twice, once with the package's sampler and
@@ -492,8 +492,8 @@ course.show(
 )
 
 # %% [markdown]
-# In the middle of a step a sample takes about 250 microseconds, so one a second costs about 0.03 % (`make
-# bench-monitor`, two quiet AMD EPYC cores). What a card's driver costs has not been measured yet.
+# In the middle of a step a sample takes about 250 microseconds, so one a second costs 0.025 % (`make bench-monitor`,
+# two quiet AMD EPYC cores). What a card's driver costs has not been measured.
 #
 # A trace costs more, because torch records every operator. So we trace only three steps, whose seconds are no
 # benchmark.
@@ -580,9 +580,9 @@ course.reveal(guess, products / sums, "times")
 assert products > 1000 * sums
 
 # %% [markdown]
-# The cure is to compare tokens a second with the estimate, and to look at the power: a T4 whose kernels only wait stays
-# far below its 70 W. Then a trace shows which kernels fill the time: products, small ones that only move memory, or
-# those of NCCL, which wait for other cards.
+# Compare tokens a second with the estimate, and look at the power: a T4 whose kernels only wait stays far below its 70
+# W. Then a trace shows which kernels fill the time: products, small ones that only move memory, or those of NCCL, which
+# wait for other cards.
 #
 # **The monitor never showed more than 2 GiB, but the run needed 3 and stopped.** A peak of some milliseconds can lie
 # between two samples. We sample before and after such a peak, and count with `LiveBytes`, the tensor counter of [the
@@ -639,7 +639,7 @@ away.mkdir()
 
 # %%
 with hang_demo.hanging(away, seconds=15) as processes:
-    counts = [hang_demo.counts(found) for found in hang_demo.recorded(away)]
+    counts = [hang_demo.counts(found) for found in hang_demo.recorded(away, processes)]
     for rank, (begun, ended) in enumerate(counts):
         print(f"rank {rank}: {begun} collectives begun, {ended} ended")
     print_stacks()  # as cria doctor --hang does
@@ -651,7 +651,7 @@ assert (counts, code) == ([(5, 4), (4, 4)], 1)
 # It is the other one, because rank 0 began its fifth collective, and rank 1 did not. Without the tools you would read
 # only the last line, which the *waiting* process printed. So look at the rank that is in no collective.
 # `parallel.timeout` ends a run that hangs, by default after 10 minutes, here after 15 seconds. The page [When it
-# hangs](../docs/guide/when_it_hangs.md) says how to read the recorder, and why NCCL's stacks tell less.
+# hangs](../docs/guide/when_it_hangs.md) says how to read the recorder.
 #
 # ## 7. Exercises
 # 1. **Predict.** On a free T4, others trained Llama-3.2-1B by QLoRA with checkpointing, at 1,060 tokens a second. A
@@ -659,11 +659,11 @@ assert (counts, code) == ([(5, 4), (4, 4)], 1)
 #    2 backward. It takes 4 for each of the head's 263 million, where nothing is repeated. What share of the T4's fp16
 #    peak, 65e12 operations a second, did the run reach? (It is the HFU, because repeated work counts.)
 # 2. **Build.** Fill in `stalls(events)`, the sum of the seconds from the end of a span whose name begins with `step` to
-#    the beginning of the next such span. Other spans do not count, the list is not sorted, and `ts` and `dur` are
-#    microseconds. With fewer than two steps the answer is 0.
+#    the beginning of the next such span. Steps do not overlap, other spans do not count, the list is not sorted, and
+#    `ts` and `dur` are microseconds. With fewer than two steps the answer is 0.
 # 3. **Reach.** A run leaks 3 MiB a step: step 1 peaks 3 MiB above the bill's `allocated_bytes`, step 2 peaks 6 MiB
 #    above it, and so on. CUDA's context takes `CONTEXT` of a T4's `T4.memory_bytes` (all three in MiB: Figure 1). What
-#    is the number of the first step that does not fit?
+#    is the number of the first step that does not fit, if the allocator keeps nothing?
 
 # %% tags=["exercise"]
 share_of_the_peak = None
@@ -738,7 +738,8 @@ course.check(3, failing_step, of_leak, "the number of a step, a whole number")
 # <details><summary>Solutions</summary>
 #
 # ```python
-# # 11 %. (choose_your_hardware.py has 0.31, which counts memory traffic as work, too.)
+# # 11 %. (With attention and the adapter it is 11.8 %: many_cards.py. In
+# # choose_your_hardware.py it is 0.31, which counts memory traffic as work, too.)
 # share_of_the_peak = (6 * 973e6 + 4 * 263e6) * 1060 / 65e12
 #
 #
@@ -759,8 +760,7 @@ course.check(3, failing_step, of_leak, "the number of a step, a whole number")
 #   *which line*.
 # - **Costs** less than a thousandth of the run for samples. A trace slows three steps down, and takes seconds to write.
 #   A snapshot slows every operation down.
-# - **Exact**: samples and a trace change no bit of the run. Allocated, reserved, the card's and the process's memory
-#   are four numbers for one memory, and all of them are right.
+# - **Exact**: samples and a trace change no bit of the run.
 # - **When**: samples always, a trace if tokens a second are below the estimate, and a snapshot if *allocated* rises.
 # - **When not**: do not trace a whole run, and conclude nothing from "100 %".
 #

@@ -103,7 +103,8 @@ def quantile_levels_4():
 
 nf4_levels = quantile_levels_4()
 even_levels = torch.linspace(-1, 1, 16)
-print(" ".join(f"{level:.3f}" for level in nf4_levels))
+for half in nf4_levels.split(8):
+    print(" ".join(f"{level:6.3f}" for level in half))
 
 # %% [markdown]
 # ### Step 2: give every 64 weights a scale
@@ -152,7 +153,14 @@ assert small_groups < 1.01 * nf4_error
 def where_levels_lie(theme: Theme):
     """Weights over the largest of their group, and the levels of two sets."""
     drawn, axes = course.figure(height=3.0)
-    axes.hist(shares.numpy(), bins=81, range=(-1, 1), density=True, color=theme.grid)
+    axes.hist(
+        shares.numpy(),
+        bins=81,
+        range=(-1, 1),
+        density=True,
+        color=theme.quiet,
+        alpha=0.6,
+    )
     for place, levels in enumerate((nf4_levels, even_levels)):
         heights = [-0.2 - 0.25 * place] * len(levels)
         color = theme.series[place]
@@ -181,7 +189,7 @@ course.show(
 # ### Step 3: two codes in a byte, and scales in 8 bits
 # Two codes of four bits fill a byte; the first takes the upper half. Double quantization rounds the scales with the
 # same two functions, in groups of 256. Their mean is subtracted first, because all are positive and the 256 levels have
-# both signs. We import these levels for now; you will build them in [the lesson on optimizers](optimizers.py).
+# both signs. We import these levels; you will build them in [the lesson on optimizers](optimizers.py).
 
 # %%
 from cria_tricks.tricks.adamw_8bit import dynamic_levels
@@ -285,7 +293,8 @@ for block in (32, 64, 128, 256):
     bits, its_error = 4 + 32 / block, error(w, nf4_levels, block)
     print(f"groups of {block:3}: {bits:.3f} bits a weight, error {its_error:.4f}")
 used = codes.bincount(minlength=16) / len(codes)
-print("codes are used", " ".join(f"{share:.1%}" for share in used))
+for half in used.split(8):
+    print("codes are used", " ".join(f"{share:.1%}" for share in half))
 assert abs(even_error / predicted - 1) < 0.02
 assert even_error < fp4_error
 assert abs(nf4_error / fp4_error - 0.75) < 0.02
@@ -373,7 +382,7 @@ assert abs(share / nf4_error - 1) < 0.05
 # others with `off`.
 
 # %%
-for tokens in (2048, 256):
+for tokens in (2048, 1024, 256):
     seconds = []
     for recipe in (before, after):
         chosen = with_settings(recipe, [f"data.max_length={tokens}"])
@@ -506,7 +515,8 @@ for case in ("nf4 + loftq", "nf4 + loftq, shuffled"):
 # Before training, LoftQ repairs only 0.007 of loss, and yet after training it ends even below fp32. The control (one
 # seed) shows why. It starts as far from zero, but the rows of its $E$ are shuffled, so that it repairs nothing, and it
 # still gains 0.121. So most of the gain comes from starting away from zero, and 20 steps are too few for a verdict.
-#
+
+# %% [markdown] tags=["deep"]
 # ### Deeper: GPTQ
 # *GPTQ* rounds with the help of sample inputs. In Hugging Face's comparison of 2023 it generated text up to twice as
 # fast, was slower to train, and was as good: Llama-2-7B scored 53.2 in the mean of four tests, with bitsandbytes 53.4,
@@ -514,11 +524,10 @@ for case in ("nf4 + loftq", "nf4 + loftq, shuffled"):
 
 # %% [markdown]
 # ## 5. The production switch
-# In plain Hugging Face code the whole trick is a configuration. **On a T4, add two arguments to the code below:**
-# `bnb_4bit_compute_dtype=torch.float16` to the configuration, and `dtype=torch.float16` to `from_pretrained`. Without
-# the first, transformers takes fp32 without a warning: matrices are unpacked to twice the bytes, and outside of
-# autocast multiplied in fp32. Without the second, the embedding keeps the dtype of its file, bf16. Our switch sets
-# both.
+# In plain Hugging Face code the whole trick is a configuration. The code below sets `bnb_4bit_compute_dtype`, because
+# otherwise transformers takes fp32 without a warning: matrices are unpacked to twice the bytes, and outside of autocast
+# multiplied in fp32. **On a T4, also pass** `dtype=torch.float16` to `from_pretrained`, or the embedding keeps the
+# dtype of its file, bf16. Our switch sets both.
 
 # %%
 print(nf4.PLAIN)
@@ -577,8 +586,8 @@ course.show_bill(before, usual)
 # - *Weights: blocks*: -1,377, as we proved.
 # - *Weights: all others*, +501: the preparation casts everything that is not packed to fp32. The embedding doubles.
 # - *Saved activations*, +128: an fp32 embedding gives fp32 hidden states, and a 4-bit layer answers in the dtype of its
-#   input. So the hidden states between the blocks double. *Final norm*, *hidden states for the loss* and *batch* (mask,
-#   cosines and sines) double, too: together +24.5.
+#   input. So the hidden states between the blocks double. *Hidden states for the loss* (+16) and *batch* (mask, cosines
+#   and sines, +0.5) double, too. *Final norm* gains 8, because it saved its input in fp32 before, too.
 # - *16-bit copy of the head*, +501: the head is the embedding, which is fp32 now. So autocast makes a 16-bit copy of it
 #   to multiply with.
 
@@ -694,11 +703,11 @@ assert cured < 2 * trained < min(alone, on_published, rounded_again) / 10
 # 1. **Predict.** Take groups of 32 weights, and double quantization with one fp32 scale for 256 scales as before. How
 #    many bits does a weight take, without the mean and the tables?
 # 2. **Build.** Fill in `quantile_levels(bits)`. It returns a tensor of $2^{bits}$ rising levels from -1 to 1. Zero is
-#    one of them, and above zero is one level more than below. Choose `outermost` by the rule of step 1. For 4 bits you
-#    get `nf4_levels`.
-# 3. **Reach.** Find 16 levels, a tensor, whose `error` on normal weights is at least 3 % below NF4's. (`shares` are the
-#    weights divided by their scales. Which place is best for a level, given the weights that fall to it? The ends need
-#    not be -1 and 1.)
+#    one of them, and above zero is one level more than below. Choose `outermost` by the rule of step 1: the mean for
+#    $2^{bits}$ slices and for one fewer. For 4 bits you get `nf4_levels`.
+# 3. **Reach.** Find 16 levels, a tensor, whose `error` on new normal weights is at least 3 % below NF4's. (`shares` are
+#    the weights divided by their scales. Which place is best for a level, given the weights that fall to it? The ends
+#    need not be -1 and 1.)
 
 # %% tags=["exercise"]
 bits_in_groups_of_32 = None

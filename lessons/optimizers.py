@@ -232,7 +232,14 @@ def spread_of_moments(theme: Theme):
     """Second moments over the largest of their group, above the levels of two maps."""
     drawn, axes = course.figure(height=2.9)
     found = shares[shares > 0].log10().flatten()
-    axes.hist(found.numpy(), bins=96, range=(-8, 0), density=True, color=theme.grid)
+    axes.hist(
+        found.numpy(),
+        bins=96,
+        range=(-8, 0),
+        density=True,
+        color=theme.quiet,
+        alpha=0.6,
+    )
     for place, levels in enumerate((MAPS[1], even)):
         at = levels[levels > 0].log10()
         heights = [-0.09 - 0.12 * place] * len(at)
@@ -310,8 +317,8 @@ def paged_step(weights, card, steps, order):
 # %% Draw figure 2 tags=["hide-input"]
 def aside(theme: Theme):
     """A card in a forward pass and in the optimizer's step."""
-    sketch = course.Sketch(theme, 50, 11)
-    times = ((3.5, "a long forward pass", 1), (28.5, "the optimizer's step", 4))
+    sketch = course.Sketch(theme, 51.5, 11)
+    times = ((5, "a long forward pass", 1), (30, "the optimizer's step", 4))
     for left, when, here in times:
         sketch.text(left, 0.8, when, align="left", quiet=True)
         wide = 20 - 3 * here
@@ -327,10 +334,10 @@ def aside(theme: Theme):
             sketch.tensor(at + 8, 7.4, 2.6, 2.6, name, color=1, kept=not on_card)
     for top, name in ((3.1, "card"), (8.7, "host")):
         sketch.text(0, top, name, align="left")
-    sketch.arrow((15.7, 4.8), (15.7, 7.0))
-    sketch.text(16.3, 5.9, "out", align="left", quiet=True)
-    sketch.arrow((40.7, 7.0), (40.7, 4.8))
-    sketch.text(41.3, 5.9, "back", align="left", quiet=True)
+    sketch.arrow((17.2, 4.8), (17.2, 7.0))
+    sketch.text(17.8, 5.9, "out", align="left", quiet=True)
+    sketch.arrow((42.2, 7.0), (42.2, 4.8))
+    sketch.text(42.8, 5.9, "back", align="left", quiet=True)
     return sketch.figure
 
 
@@ -586,7 +593,7 @@ assert round(peak_8.peak_bytes / 2**30, 1) == 12.9
 # micro-batches, by [gradient accumulation](gradient_accumulation.py), the travel adds 14 % in 32 bits and 6 % in 8. So
 # take both switches, and many micro-batches. The host must hold what leaves: 9.2 GiB in 32 bits, of Colab's 11.8.
 #
-# We measured no card. (The deeper part has what torchtune reports.)
+# We measured no card. (The deeper part has torchtune's report.)
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: torchtune's figures, our benchmarks, and why a CPU shows so little
@@ -604,7 +611,8 @@ course.on_a_gpu("paged_optimizer", off=step_of, on=f"{step_of} paged_optimizer=t
 # On the CPU 8 bits took 1.6 times the time, because bitsandbytes has no kernel for them there. In the second table both
 # lines ran the same code, because a CPU has no pages, so the difference is the noise of a shared machine. In the table
 # of losses, 4 % of the trained weights (thin matrices of keys and values) kept 32 bits.
-#
+
+# %% [markdown] tags=["deep"]
 # ### Deeper: second moments that get stuck, and random rounding as a cure
 # 20 steps cannot show everything, because $v$ moves slowly. If gradients shrink to a tenth, it falls by 0.1 % a step,
 # and after 3,000 steps it is at $0.01 + 0.99 \cdot 0.999^{3000} = 0.06$ of what it was. What does it do in 8 bits, if
@@ -656,7 +664,8 @@ assert abs(at_random[1] / at_random[0] - 1) < 0.3
 # shrinks, its scale falls, and all is well.) Papers on fewer bits call it swamping, or staleness. The cure rounds each
 # number up or down at random, such that the mean of many draws is the number. Then $v$ falls as it should, but a single
 # $v$ is noisier. Our run has 42 steps (107 rows, 8 a step, three times), too few for any of this to matter.
-#
+
+# %% [markdown] tags=["deep"]
 # ### Deeper: one long row, and the memory that torch keeps
 # Paging was made for spikes. Take Llama-3.1-8B with adapters of rank 64 and 32-bit states, in the rest of our job, with
 # eight micro-batches a step. The lengths of its rows are distributed like ours, but they are seven times as long, up to
@@ -744,9 +753,9 @@ def rows_of_a_run(theme: Theme):
     for edge in (7.5, 15.5):
         axes.axvline(edge, color=theme.quiet, linewidth=1)
     axes.set(xlabel="row (lines: optimizer steps)", ylabel="GiB")
-    axes.set(ylim=(0, 18.5), xlim=(-0.6, 23.6))
+    axes.set(ylim=(0, 16.5), xlim=(-0.6, 23.6))
     axes.set_xticks(range(0, 24, 4))
-    axes.legend(loc="upper left", ncols=3, fontsize=8)
+    drawn.legend(loc="outside lower center", ncols=3, fontsize=8)
     return drawn
 
 
@@ -779,9 +788,9 @@ course.show_worth("optimizer")
 course.show_worth("paged_optimizer")
 
 # %% [markdown]
-# Of these 76 MiB, 64 are due to 8 bits. The other 12 are only missing from the count, as section 1 said: bitsandbytes
-# pages states of 100,000 elements or more, and of a block's 14 LoRA matrices just three are so large. So next to pages,
-# 8 bits seem to save only 28.
+# Of these 77 MiB, 65 are due to 8 bits. The other 12 are only missing from the count: bitsandbytes pages states of
+# 100,000 elements or more, and of a block's 14 LoRA matrices three are so large. So next to pages, 8 bits seem to save
+# only 29.
 #
 # The complete commands, the second for full fine-tuning. (On a T4 the recipe has no chunked loss, and lean preparation
 # has no effect there.)
@@ -938,7 +947,8 @@ course.show(
 # %% [markdown] tags=["deep"]
 # On a CPU bitsandbytes errs the other way: its table rounds small $v$ *up*. So a test on a CPU says nothing about the
 # cliff on a card. Cures: a larger $\epsilon$, 32 bits for that tensor, or levels without a zero (exercise 2).
-#
+
+# %% [markdown] tags=["deep"]
 # ### Deeper: small tensors, paging without a GPU, and out of memory after a resume
 # Here is the first failure above, counted: the dtype of the states of LoRA's A at rank 1, by `min_8bit_size`, which is
 # 4,096 by default.
@@ -1014,14 +1024,15 @@ with mock.patch.multiple(bnb.functional, get_paged=stand_in, fill=lambda *_: Non
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** With $r = 1$ our adapters are 16 times smaller. How many bytes do the states take under `adamw_8bit`,
-#    without paging? (There are 16 blocks. q and o go from 2,048 to 2,048 numbers, k and v from 2,048 to 512, gate and
-#    up from 2,048 to 8,192, down back. A has as many elements as its matrix has inputs, B as it has outputs.)
+#    without paging, step counters and maps? (There are 16 blocks. q and o go from 2,048 to 2,048 numbers, k and v from
+#    2,048 to 512, gate and up from 2,048 to 8,192, down back. A has as many elements as its matrix has inputs, B as it
+#    has outputs.)
 # 2. **Build.** Fill in `pack_above_zero(x, levels)`. It does what `pack` does, but a number above zero never gets
 #    zero's code. It is for $v$, so no number is negative, and `levels[0]` is zero. Return codes (uint8, groups x 256)
 #    and scales (fp32, groups x 1).
 # 3. **Reach.** LRU and a fixed order are the worst pair, but AdamW allows any order. Fill in `order(steps, places)`. It
 #    gets the step's number (from 1) and the list of places, and returns a list of the same places in your order. With
-#    room for $F$ of $P$ pages, only $P - F$ may come back in each step after the first.
+#    room for $F$ of $P$ pages, $F$ even, only $P - F$ may come back in each step after the first.
 
 # %% tags=["exercise"]
 bytes_at_rank_1 = None

@@ -17,7 +17,7 @@
 # > after [gradient accumulation](gradient_accumulation.py)
 #
 # Packing saves time, and not memory. Our job, QLoRA of Llama-3.2-1B on a T4, takes one row at a time, so it has no
-# padding, and its bill stays at 1,516 MiB. With several rows at once, padding costs time.
+# padding, and its bill stays at 1,516 MiB.
 
 # %% Imports and settings tags=["hide-input"]
 import torch
@@ -153,7 +153,7 @@ assert len(sequences) == 82
 #
 # - *Positions start again at 0.* By this, transformers also finds the documents.
 # - *The first label of each document becomes -100.* We store labels as Hugging Face wants them: label $t$ is token $t$,
-#   and the model compares it with its prediction at $t - 1$. Before a first token, another document predicts.
+#   and the model compares it with its prediction at ${t - 1}$. Before a first token, another document predicts.
 #
 # From here on we use the real lengths divided by 16, random words, and sequences of 256 tokens.
 
@@ -380,7 +380,7 @@ def leaking(theme: Theme):
         axes.axvline(end, color=theme.grid, linewidth=1)
         axes.text(
             end - length / 2,
-            3.0,
+            3.25,  # between two grid lines
             f"document {j + 1}",
             ha="center",
             va="center",
@@ -394,7 +394,7 @@ def leaking(theme: Theme):
         xlabel="token of the packed sequence",
         ylabel="largest move of a logit",
         xlim=(0, end),
-        ylim=(-0.05, 3.3),
+        ylim=(-0.05, 3.5),
     )
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 0.06))
     axes.grid(axis="y")
@@ -450,7 +450,7 @@ assert abs(counted - many / fewer) < 1e-9
 #
 # **Steps** must be counted again. 107 documents, 8 in a step, make 14 steps an epoch. 82 packed sequences, 8 in a step,
 # make 11 steps, each on more documents. That changes the training. So keep the mean number of [trained
-# tokens](../docs/glossary.md#trained-tokens) in a step, which means 6 sequences here.
+# tokens](../docs/glossary.md#trained-tokens) in a step, which means $8 \cdot 82 / 107 = 6.1$, so 6 sequences here.
 #
 # **Measured** on a CPU, with 2 of SmolLM2's 30 blocks (the study is in the folded cell below): packed was 1.6 to 2.1
 # times as fast as padded by four. In its shuffled order 25.3 % is padding, which explains only 1.34. The rest is
@@ -513,11 +513,12 @@ course.show(
 # %% Measured: packed and padded tags=["hide-input"]
 if study := results.study("packing"):
     gain, padding = study["packed_over_padded"], study["padding_share_of_batches_of_4"]
-    print(f"{study['device']}, {study['date'][:10]}: {study['recipe']['model']}")
+    model_of, _, cut = study["recipe"]["model"].partition(", ")
+    print(f"{study['device']}, {study['date'][:10]}: {model_of},\n  {cut}")
     each = " ".join(f"{ratio:.2f}" for ratio in sorted(gain["pairs"]))
     print(
         "packed over padded by four, trained tokens a second: "
-        f"{gain['median']:.2f} times (three pairs: {each})"
+        f"{gain['median']:.2f} times\n  (three pairs: {each})"
     )
     print(
         f"{padding:.1%} of these batches is padding: without it, "
@@ -551,7 +552,7 @@ squares = {
 }
 own = sum(length**2 for length in LENGTHS)
 for name, many in squares.items():
-    print(f"{name:18} under a mask: {many / own:.2f} times the documents' own pairs")
+    print(f"{name:18} under a mask: {many / own:.2f} times the documents' own squares")
 assert squares["packed"] < squares["padded by four"] < squares["flattened by four"]
 for masked, grouped in ((True, False), (False, False), (False, True)):
     kernel = kernel_for(T4, torch.float16, masked=masked, grouped=grouped)
@@ -560,7 +561,7 @@ for masked, grouped in ((True, False), (False, False), (False, True)):
 # %% [markdown]
 # ## 5. The production switch
 # With Hugging Face alone it is a collator, which lays a whole micro-batch into one sequence. Use it with FlashAttention
-# 2, on a newer card than a T4, because under sdpa's mask it computes 3.7 times the documents' own pairs of tokens, and
+# 2, on a newer card than a T4, because under sdpa's mask it computes 3.7 times the squares $T^2$ of the documents, and
 # padding only 1.56. The package packs into sequences of `data.max_length` tokens, and attends document by document.
 # With 6 sequences in a step the training stays comparable:
 #
@@ -761,15 +762,16 @@ for cured in (False, True):
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** For four rows of 2,048 tokens from `DataCollatorWithFlattening`, transformers makes a mask under sdpa:
-#    a matrix of bools, one byte for each pair of tokens in the sequence. How many bytes is that?
+# 1. **Predict.** `DataCollatorWithFlattening` lays four rows of 2,048 tokens into one sequence, and under sdpa
+#    transformers makes a mask: a bool, one byte, for each pair of tokens in it. How many bytes is that?
 # 2. **Build.** `call(batch)` gives the logits of a packed sequence, shape (T, V). Fill in `leaks(call, batch)`, in
-#    about five lines, so that it returns True if any document sees any other, else False. The words are in
-#    `batch["input_ids"]`, numbers below 512, and `batch["position_ids"]` is 0 where a document begins; both are (1, T).
-#    Compare bits with `torch.equal`. (Put a model of your own into eval mode.)
+#    about five lines, so that it returns True if any document sees any other, before or behind it, else False. The
+#    words are in `batch["input_ids"]`, numbers below 512, and `batch["position_ids"]` is 0 where a document begins;
+#    both are (1, T). Compare bits with `torch.equal`. (Put a model of your own into eval mode.)
 # 3. **Reach.** Fill in `in_steps(lengths, documents, capacity)`. It takes `documents` of them in order for each
-#    optimizer step, and packs each step by itself, so that it trains the same documents as unpacked. It returns a list
-#    of steps, where a step is a list of packed sequences, and a sequence is a list of indices into `lengths`.
+#    optimizer step, and packs each step by itself with `first_fit`, so that it trains the same documents as unpacked.
+#    It returns a list of steps, where a step is a list of packed sequences, and a sequence is a list of indices into
+#    `lengths`.
 
 # %% tags=["exercise"]
 bytes_of_the_mask = None
@@ -922,8 +924,8 @@ course.check(
 # </details>
 #
 # ## In one breath
-# - **Saves** the compute on padding: padded in fours, our 153,617 tokens cost as much as 200,205, and packed about as
-#   much as 166,000. With one row at a time it saves nothing.
+# - **Saves** the compute on padding: in fours, our 153,617 tokens cost as much as 200,205 padded, and 166,210 packed.
+#   With one row at a time it saves nothing.
 # - **Costs** attention that keeps documents apart, a new number of sequences for each step, by trained tokens, and
 #   memory if your rows were short, because sequences are full.
 # - **Exact per document**: not one bit depends on a neighbour, if positions start again, first labels are masked, and

@@ -24,9 +24,9 @@
 # [tensor parallelism](tensor_parallel.py) would sum hidden states in every block, so both want fast links.
 #
 # The simplest cut sends much less: the first blocks go to card 0, and the last ones to card 1. Each such part is a
-# *stage*. A *device map* does this in one process. [Pipeline parallelism](../docs/glossary.md#pipeline-parallelism)
-# starts one process for each stage. QLoRA of this model needs 42.6 GiB, and an A100 has 39.4. How many GiB does each of
-# two stages need?
+# *stage*. A *device map* (`model` in the table) does this in one process. [Pipeline
+# parallelism](../docs/glossary.md#pipeline-parallelism) starts one process for each stage. QLoRA of this model needs
+# 42.6 GiB, and an A100 has 39.4. How many GiB does each of two stages need?
 
 # %% Your guess: GiB in each of two stages tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -140,11 +140,10 @@ course.show(
 # %% [markdown]
 # Two A100s hold the model. (Each needs more than half, because activations and CUDA's own memory are not divided.) But
 # block 41 of 80, the first on card 1, needs the result of block 40, and in the backward pass block 40 needs the
-# gradient from block 41. With a device map (`model` in the table) the cards take turns, so two are as fast as one.
+# gradient from block 41. With a device map the cards take turns, so two are as fast as one.
 #
 # However, a step is a [window](../docs/glossary.md#window) of micro-batches, which do not need each other ([gradient
-# accumulation](gradient_accumulation.py)). While card 1 computes the first one, card 0 can begin the second (Figure
-# 1).
+# accumulation](gradient_accumulation.py)). While card 1 computes the first one, card 0 can begin the second.
 #
 # ## 2. From scratch, in three steps
 # The toy has ten layers: an embedding, eight blocks and a head. Each of two [processes](../docs/glossary.md#rank)
@@ -267,7 +266,7 @@ def a_step(layers, window, order, k=K):
 #
 # $$\frac{S-1}{k+S-1}$$
 #
-# of the step, also if a backward pass takes, say, three units. This idle time is called the
+# of the step, also if a backward pass takes three units. This idle time is called the
 # [bubble](../docs/glossary.md#bubble). `timetable` lets every pass begin as soon as it can, and `idle_share` counts the
 # idle units:
 
@@ -344,9 +343,10 @@ def orders(theme: Theme):
 
 course.show(
     orders,
-    "Figure 2. Four stages, stage 0 on top, and eight micro-batches. Both orders take "
-    "33 units, of which a stage works 24. 1F1B starts backward passes early, so stage "
-    "s keeps 4 - s micro-batches instead of eight.",
+    "Figure 2. Four stages, stage 0 on top, and eight micro-batches, forward in blue "
+    "and backward in orange. Both orders take 33 units, of which a stage works 24. "
+    "1F1B starts backward passes early, so stage s keeps 4 - s micro-batches, and not "
+    "eight.",
 )
 
 # %% [markdown]
@@ -497,7 +497,8 @@ def what_happened(theme: Theme):
 course.show(
     what_happened,
     "Figure 3. Measured on the machine that made this page: one step of our two "
-    "processes in 1F1B order, the fastest of five. Gaps are idle time. They are longer "
+    "processes in 1F1B order, the fastest of five; forward in blue, backward in "
+    "orange, with the numbers of the micro-batches. Gaps are idle, and they are longer "
     "if the machine has other work.",
 )
 
@@ -545,7 +546,7 @@ for name, way in {"package": by_package, "by turns": by_turns}.items():
 # ## 4. What it costs
 # **Bytes on the link.** A border between two stages costs $B\,T\,D$ numbers for each micro-batch, forward and again
 # backward. So in our job each process sends 8 × 2,048 × 2,048 numbers a step, of 2 bytes (of 4 in full fine-tuning).
-# The table compares strategies by formula. (Our switches refuse some of these pairs.)
+# The table compares strategies by formula. (In full fine-tuning `tensor` sums in 2 bytes forward, and in 4 backward.)
 
 # %%
 ways = {"ddp": ddp, "pipeline": pipeline, "fsdp": fsdp, "tensor": tensor}
@@ -563,7 +564,7 @@ course.show_table(table(("MB a step", "QLoRA", "full fine-tuning"), lines))
 # 0.06 seconds.
 #
 # **The slowest stage.** All stages wait for the slowest one. So if stage $s$ takes $t_s$ seconds for a micro-batch, a
-# step takes about $\sum t_s+(k-1)\max t_s$. The last stage also has the head, which computes logits of 128,256 tokens.
+# step takes about $\sum t_s+(k-1)\max t_s$. The last stage also has the head, which computes 128,256 logits a token.
 # How many of the 16 blocks should the first stage get?
 
 # %% Your guess: blocks of the first stage tags=["predict"]
@@ -595,7 +596,7 @@ course.show_table(table(titles, lines))
 course.reveal(guess, max(faster, key=faster.get), "blocks")
 
 # %% [markdown]
-# The best cut is nine and seven, by these predicted seconds of all eight micro-batches. (Both stages hold the same 501
+# The best cut is nine and seven, by these predicted seconds of eight micro-batches. (Both stages hold the same 501
 # MiB, because in Llama-3.2-1B the head is the embedding. If it trained, both would have to add up their gradients, so
 # our switch refuses full fine-tuning.)
 #
@@ -675,7 +676,7 @@ course.show(
 # ## 5. The production switch
 # `parallel.strategy=model` is the device map, and `parallel.strategy=pipeline` starts several processes. There our
 # trainer takes all micro-batches of a step at once, and torch's schedule orders their passes. The complete command, and
-# then both ways in plain code:
+# both ways in plain code:
 #
 # ```bash
 # cria launch kwanzaa --on torchrun --nproc 2 \
@@ -818,16 +819,15 @@ ranks.close()
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** Llama-3.1-70B has width 8,192 and runs in eight stages. A step has 32 micro-batches of one row with
-#    4,096 tokens, in bf16. How many MiB cross *one* border in a step, both ways together? The answer is a number of
-#    MiB ($2^{20}$ bytes).
-# 2. **Build.** Fill in `cut(seconds, S)`, which gets the seconds of each layer, in order, and the number of stages,
-#    and returns a list of $S$ whole numbers: how many layers each stage gets, so that the slowest stage is as fast as
-#    possible. Stages keep the order of the layers, and each gets at least one. (About five lines:
-#    `itertools.combinations` gives all places to cut.)
-# 3. **Reach.** In an *interleaved* schedule each process holds $v$ pieces of the model that are not neighbours. A pass
-#    through one piece takes $1/v$ of the time, so the bubble is $(S-1)/(v\,k+S-1)$. For $S=4$ and $k=8$, what is the
-#    smallest $v$ whose bubble is less than a tenth? And how many times as many borders as with $v=1$ does a row then
-#    cross? The answer is a pair, `(v, times)`.
+#    4,096 tokens, in bf16. How many MiB ($2^{20}$ bytes) cross *one* border in a step, both ways together?
+# 2. **Build.** Fill in `cut(seconds, S)`, which gets the seconds of each layer, in order, and the number of stages, and
+#    returns a list of $S$ whole numbers: how many layers each stage gets, so that the slowest stage is as fast as
+#    possible (any such cut). Stages keep the order of the layers, and each gets at least one.
+#    (`itertools.combinations` gives all places to cut.)
+# 3. **Reach.** In an *interleaved* schedule each process holds $v$ pieces of the model, dealt in turn: piece $i$ is on
+#    process $i \bmod S$. A pass through one piece takes $1/v$ of the time, so the bubble is $(S-1)/(v\,k+S-1)$. For
+#    $S=4$ and $k=8$, what is the smallest $v$ whose bubble is less than a tenth? And how many times as many borders as
+#    with $v=1$ does a row then cross? Answer with a pair, `(v, times)`.
 
 # %% tags=["exercise"]
 mib_across = None

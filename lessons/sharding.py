@@ -25,11 +25,11 @@
 # 1. A weight's optimizer states are needed only when it is updated. So process $r$ keeps the states of the $r$-th part
 #    of the weights, updates this part, and sends it to the others.
 # 2. For that it needs only its own part of the gradient.
-# 3. A weight itself is needed only while its block runs. torch's version of stage 3 is
+# 3. A weight is needed only while its block runs. torch's version of stage 3 is
 #    [FSDP2](../docs/glossary.md#fsdp), *fully sharded data parallel*.
 #
 # Here is the example of ZeRO's paper (its figure 1): 7.5 billion weights on 64 cards. Each weight has 2 bytes, and its
-# gradient has 2. AdamW takes 12: two states of 4 bytes, and an fp32 copy of the weight, which ZeRO counts here.
+# gradient has 2. AdamW takes 12: two states of 4 bytes, and an fp32 copy of the weight.
 
 # %%
 # name: (bytes for each weight, the stage from which on the cards divide them)
@@ -50,9 +50,9 @@ for stage in range(4):
 
 # %% [markdown]
 # This is full fine-tuning. In our QLoRA job of Llama-3.2-1B only 11 million weights train, and 1.2 billion are frozen.
-# A frozen weight has no gradient and no optimizer states. On one card the job peaks at 1,593 MiB. (77 MiB more than in
-# the last lesson: section 6 asks for 32-bit states.) With stage 3, is the peak of each of two cards higher or lower,
-# and what is it?
+# A frozen weight has no gradient and no optimizer states. On one card the job peaks at 1,593 MiB. (The last lesson had
+# 1,516, because most of its paged 8-bit states may be on the host. Section 6 asks for 32-bit states.) With stage 3, is
+# the peak of each of two cards higher or lower, and what is it?
 
 # %% Your guess: MiB of each card's peak with stage 3 tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -399,8 +399,8 @@ course.show(
 # %% [markdown]
 # The gradients are the same, bit for bit, and between the passes no weights are whole: the 144 KiB are saved
 # activations. The peak of 521 KiB comes when the last gradient is scattered. It holds the gradients of all pieces (258
-# KiB), one whole gradient (129), and gloo's copy of it (129). This is stage 3 of ZeRO. torch's `fully_shard` has the
-# same effect, and it *prefetches*: it gathers the next block while this one computes.
+# KiB), one whole gradient (129), gloo's copy of it (129), and 4 of small tensors. This is stage 3 of ZeRO. torch's
+# `fully_shard` has the same effect, and it *prefetches*: it gathers the next block while this one computes.
 #
 # ## 3. Prove it
 # The claim is *exact within rounding*, with half of the bytes between steps. We train 20 AdamW steps in one process,
@@ -492,9 +492,9 @@ _with_fsdp = 2 * ring_share("all_gather", 2) + ring_share("reduce_scatter", 2)
 assert _with_fsdp == 1.5 * ring_share("all_reduce", 2)
 
 # %% [markdown]
-# These are 2,127 MB of blocks in 4 bits, 1,051 of the 16-bit embedding, and 90 of gradients: over seventy times the
-# bytes of DDP, but less than a twentieth of the step. Full fine-tuning takes 2.3 s next to 9.1 s of computing, unless
-# prefetching overlaps them. (Predicted, at 12 GB a second on PCIe 3.0.)
+# These are 2,127 MB of blocks in 4 bits, 1,051 of the 16-bit embedding, and 90 of gradients, summed four times:
+# over seventy times the bytes of DDP, but less than a twentieth of the step. Full fine-tuning takes 2.3 s next to 9.1 s
+# of computing, unless prefetching overlaps them. (Predicted, at 12.2 GB a second on PCIe 3.0.)
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: when gradients are reduced, and what that does to the peak and the link
@@ -585,12 +585,13 @@ def of_needs(theme: Theme):
     """What each card must have, against the number of cards."""
     drawn, axes = course.figure(height=3.2)
     for number, (name, sizes) in enumerate(needs.items()):
-        axes.plot((1, 2, 4, 8), sizes, **marked(theme, number), label=name)
+        line = {"linestyle": "--"} if name.endswith("full") else {}
+        axes.plot((1, 2, 4, 8), sizes, **marked(theme, number) | line, label=name)
     axes.axhline(
         T4.memory_bytes / GIB, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3))
     )
     axes.text(
-        8, T4.memory_bytes / GIB + 0.4, "a T4 has 14.7", color=theme.alarm, ha="right"
+        4, T4.memory_bytes / GIB + 0.4, "a T4 has 14.7", color=theme.alarm, ha="center"
     )
     axes.set_xscale("log", base=2)
     axes.set_xticks((1, 2, 4, 8), ["1", "2", "4", "8"])
@@ -603,16 +604,17 @@ def of_needs(theme: Theme):
 course.show(
     of_needs,
     "Figure 3. Predicted least need of each card. Full fine-tuning of a billion "
-    "weights is tight on two T4s, and fits four. QLoRA of the same model needs more "
-    "with a second card, but QLoRA of larger models needs less.",
+    "weights (dashed blue) is tight on two T4s, and fits four. QLoRA of the same model "
+    "needs more with a second card, but QLoRA of larger models needs less.",
 )
 
 # %% [markdown]
 # With our job each of two cards needs *more* than one card alone, because the peak moves to the beginning of the
 # forward pass. There the tied embedding (501 MiB) is whole twice: as a weight, and as the buffer in which it arrived.
-# With 519 MiB of pieces, 64 of gradients and states, 63 of the first block, and 9 of the rest, that is 1,657 MiB. So
-# two cards save half of weights and states, but add this embedding twice. Llama-3.2-3B needs only 9 % less, Llama-2-13B
-# with its large blocks 36 %, and Llama-3.1-8B 15 %, because only one of its two large matrices is whole at a time.
+# With 519 MiB of pieces, 64 of gradients and states, 63 of the first block (twice, too), and 9 of the rest, that is
+# 1,657 MiB. So two cards save half of weights and states, but add this embedding twice. Llama-3.2-3B needs only 9 %
+# less, Llama-2-13B with its large blocks 36 %, and Llama-3.1-8B 15 %, because only one of its two large matrices is
+# whole at a time.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: how much the groups matter
@@ -804,13 +806,13 @@ ranks.close()
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** Llama-3.1-70B has 70,553,706,496 weights. In full fine-tuning by stage 3 each has 2 bytes, 2 bytes of
-#    gradient and 12 of optimizer states, as in ZeRO's example. How many cards of 80 GB ($80 \cdot 10^9$ bytes) do
-#    these need, if activations are free? The answer is a whole number of cards.
+#    gradient and 12 of optimizer states, as in ZeRO's example. How many whole cards of 80 GB ($80 \cdot 10^9$ bytes) do
+#    these need, if activations are free?
 # 2. **Build.** Stage 1, in one process. Fill in `stage_1(weight, gradients, moments, rate)`. `weight` is a vector.
 #    `gradients` holds one vector of that length for each of $N$ processes. `moments` holds one vector for each of the
 #    $N$ *pieces* of the weight, and you change it in place. Add up the gradients. Then update each piece by SGD with
 #    momentum ($m \leftarrow 0.9\,m + g$, then $w \leftarrow w - \text{rate} \cdot m$), and return all pieces together,
-#    as one new weight. (About five lines. $N$ divides the length.)
+#    as one new weight. ($N$ divides the length.)
 # 3. **Reach.** Prefetching. Fill in `forward_seconds(computes, gathers)`, for two lists of seconds: the gather of
 #    block $i$ takes `gathers[i]`, and running it takes `computes[i]`. A block starts when its weights have arrived and
 #    the block before it is done. The gather of block $i + 1$ begins when block $i$ starts. Return the seconds from the

@@ -17,7 +17,7 @@
 # > traffic and host memory, and rules out gradient accumulation and clipping by the norm of all gradients /
 # > exact, bit for bit, except fp16 steps that overflow / about 25 minutes / after [a full card](a_full_card.py)
 #
-# So far the job trained 11 million adapter weights, and the 1.24 billion others were frozen. In this lesson all weights
+# So far the job trained 11 million adapter weights, and the 1.24 billion others were frozen. Now all weights
 # train first, and then the frozen weights leave the card. All bytes and seconds are predicted, because no GPU has run
 # these jobs yet.
 
@@ -103,7 +103,7 @@ for name, recipe in ways.items():
 # its step when its gradient arrives, and frees the gradient. It needs `train.max_grad_norm=0`, which means no clipping;
 # section 6 shows why.
 #
-# The table shows each switch alone, and both. Added to the plain step, steps in the backward pass save 3.6 GiB (20.4 to
+# Added to the plain step, steps in the backward pass save 3.6 GiB (20.4 to
 # 16.8), and not 4.6, because the embedding's gradients stay (deeper part). Without them, "both" would take 15.0 GiB
 # instead of 11.3. So only both together fit a T4, with 13.9 of 14.7 GiB at most.
 
@@ -124,11 +124,11 @@ assert fits == [False, False, False, True]
 # %% Draw figure 1 tags=["hide-input"]
 def four_bills(theme: Theme):
     """The peak of each way, by kind of line."""
+    # what is left, a batch of 1 MiB, cannot be seen, so it has no name in the legend
     kinds = {
         "weights": (("weights",), theme.series[0]),
         "optimizer states": (("optimizer",), theme.series[3]),
         "gradients": (("gradients", "embedding"), theme.quiet),
-        "all else": (("",), theme.series[1]),
     }
     drawn, axes = course.figure(height=2.6)
     for place, recipe in enumerate(ways.values()):
@@ -139,21 +139,24 @@ def four_bills(theme: Theme):
             size = sum(line.bytes for line in taken) / GIB
             axes.barh(place, size, left=left, color=color, height=0.66)
             left += size
+        left += sum(line.bytes for line in rest) / GIB
+        assert sum(line.bytes for line in rest) < 2 * MIB
         axes.text(left, place, f" {left:.1f} GiB", va="center", color=theme.ink)
     for name, (_, color) in kinds.items():
         axes.barh(0, 0, color=color, label=name)
-    capacity(axes, theme)
-    axes.set_yticks(range(len(ways)), list(ways))
+    axes.set_yticks(range(len(ways)), ["plain", "8-bit AdamW", "early steps", "both"])
     axes.set(xlabel="peak of a step, GiB", xlim=(0, 24), ylim=(len(ways) - 0.4, -1.2))
+    capacity(axes, theme)
     axes.grid(axis="x")
-    drawn.legend(loc="outside lower center", ncols=4, fontsize=8)
+    drawn.legend(loc="outside lower center", ncols=3, fontsize=8)
     return drawn
 
 
 course.show(
     four_bills,
     "Figure 1. Predicted peaks: either change alone leaves the step too large for a "
-    "T4, and both together fit.",
+    "T4, and both together fit. (Early steps are those in the backward pass. The "
+    "batch, 1 MiB, cannot be seen.)",
 )
 
 # %% [markdown] tags=["deep"]
@@ -364,13 +367,14 @@ assert after == before * 2 / L
 # %% [markdown]
 # ## 4. What it costs
 # Steps in the backward pass are the same steps, only earlier. They cost a launch and a check for each weight, which our
-# estimate does not count. Streaming copies blocks over PCIe, the *link* between host and card. A copy runs while the
-# card computes, so it costs time only where it takes longer than the computation. The next cell predicts both for one
-# row of Llama-3.1-8B with LoRA on a T4: the seconds of all copies in a step, and those of everything else. (Each is the
-# middle of a range, whose high end is 1.5 times its low end.)
+# estimate does not count. Streaming copies blocks over PCIe, the *link* between host and card (12.2 GB a second on a
+# T4). A copy runs while the card computes, so it costs time only where it takes longer than the computation. The next
+# cell predicts both for one row of Llama-3.1-8B with LoRA on a T4: the seconds of all copies in a step, and those of
+# everything else. (Middles of ranges, whose high ends are 1.5 times their low ends.)
 #
-# In 16 bits the card must wait for the copies of short rows, because short rows need little computation. With
-# [NF4](nf4.py) it does not wait even with 16 tokens, by these estimates. A block has only about a quarter of the bytes,
+# In 16 bits the card must wait for the copies of short rows, because short rows need little computation. The forward
+# pass decides: it has half of the copies, but only about a third of the work (deeper part). With
+# [NF4](nf4.py) it does not wait even with 16 tokens. A block has only about a quarter of the bytes,
 # and the card must unpack it in each of three passes (forward, again, backward).
 
 # %% Helper: predict copies and computation tags=["hide-input"]
@@ -497,7 +501,7 @@ assert work > copies
 # ## 5. The production switch
 # As plain Hugging Face code, the first switch is one optimizer for each weight, and a hook, for a training loop of your
 # own. For the second we give the package's `stream`, because `cpu_offload` of accelerate does not fetch ahead. (The
-# printed code only shows the calls: `full_1b` has a tenth of its learning rate, and an 8B needs NF4 and adapters.)
+# printed code only shows the calls, with the learning rate of `full_1b`. An 8B needs NF4 and adapters.)
 #
 # ```bash
 # cria train full_1b
@@ -507,7 +511,7 @@ assert work > copies
 # ```
 #
 # `full_1b` has the settings of this lesson, and `big_14b` trains adapters of Qwen3-14B, with its frozen blocks in a
-# file. The third command plans the 8B; `cria train kwanzaa` trains it with the same `--set`.
+# file. The third command plans the 8B.
 
 # %%
 print(optimizer_in_backward.PLAIN, stream_layers.PLAIN)
@@ -562,7 +566,8 @@ assert (
 # ### Deeper: layer by layer, the optimizer on the host, and relatives
 # `big_14b` also sets `tricks.layer_by_layer=true`: all micro-batches of a step go through a block before the next block
 # comes, so each pass fetches it once for all of them, and not once for each. The price is that the inputs of all blocks
-# are saved for all 4 micro-batches, which take 3.3 GiB.
+# are saved for all 4 micro-batches, and so are the outputs of the last block, with their gradients. Together these
+# take 3.3 GiB.
 #
 # **Why not keep the optimizer on the host, too?** DeepSpeed can do that, and the processor takes the step. For each
 # weight the host holds an fp32 copy (4 bytes), two states (8) and a gradient (2 or 4). For Llama-3.2-1B this is already
@@ -663,7 +668,7 @@ for hooked in (False, True):
 #    lets `optimizer` take its step. In any case it frees the gradient.
 # 3. **Reach.** From how many tokens on do the matrix multiplications of the forward pass hide its copies? Fill in
 #    `tokens_to_hide(flops, link, size)`: operations a second, bytes a second, bytes of a stored weight. In the forward
-#    pass each frozen weight is fetched once, and takes 2 operations a token. Count nothing else.
+#    pass each frozen weight is fetched once, and takes 2 operations a token. Count nothing else, and do not round.
 
 # %% tags=["exercise"]
 blocks_fetched = None

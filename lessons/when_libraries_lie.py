@@ -10,15 +10,15 @@
 # %% [markdown]
 # # When libraries lie: seven failures that raise nothing
 # > **Promise.** A training log shows a loss of 0.0, although every weight of the model is NaN, and no error was raised.
-# > In this lesson you build seven such silent failures from scratch, see the widely used libraries produce them (two on
-# > the page, five in folded parts), and catch each with one line. At the end, one command tests this package for all
-# > seven on your machine, in seconds.
+# > You build seven such silent failures from scratch, see the widely used libraries produce them (two on the page, five
+# > in folded parts), and catch each with one line. At the end, one command tests this package for all seven on your
+# > machine, in seconds.
 # >
 # > **Card.** saves runs that have failed without an error / costs seconds before a run / exact: no false alarm on a
 # > healthy machine, and each failure is found by one check / about 25 minutes / after [a full card](a_full_card.py)
 #
-# This lesson does not change the memory bill by a byte: the job still needs 1,516 MiB at its peak. It matters because
-# the lessons before it made the run cheap, and a cheap run that has learned nothing is still wasted.
+# This lesson does not change the memory bill by a byte: the job still needs 1,516 MiB at its peak. It matters because a
+# cheap run that has learned nothing is still wasted.
 
 # %% Imports and settings tags=["hide-input"]
 import logging
@@ -165,9 +165,10 @@ ask("packed documents", apart, healthy=True, faulty=False)  # the mask separates
 
 # %% [markdown]
 # **3. The loss is in bf16**, because torch's `cross_entropy` answers in the dtype of its input. bf16 has 8 significant
-# bits, so between 4 and 8 it moves in steps of $1/32$, and a small difference between two runs vanishes. The check
-# rounds the loss to bf16 and to fp16: a loss that comes from 16 bits stays the same, and an fp32 loss changes (but for
-# 1 in 8,192, by chance). The dtype alone proves nothing, because a cast to fp32 brings no bits back.
+# bits, so between 4 and 8 it moves in steps of $1/32$, between 2 and 4 of $1/64$, and a small difference between two
+# runs vanishes. The check rounds the loss to bf16 and to fp16: a loss that comes from 16 bits stays the same, and an
+# fp32 loss changes (but for 1 in 8,192, by chance). The dtype alone proves nothing, because a cast to fp32 brings no
+# bits back.
 #
 # **4. NaN is logged as a number**, because transformers' option `logging_nan_inf_filter` is on by default. A line of
 # the log is a sum $S$ of losses, divided by its steps. In the $n$-th step of a line, the filter adds $S/n$ in place of
@@ -203,7 +204,7 @@ def log_lines(losses, every):
 
 
 healthy, broken = [6.4, 6.2, 6.0], [6.4, 6.2, 6.0] + 17 * [math.nan]
-print("a log of the broken run:", log_lines(broken, every=10))
+print("a log of the broken run:", [round(x, 3) for x in log_lines(broken, every=10)])
 ask("nan stops", lambda losses: all(map(math.isfinite, losses)), healthy, broken)
 
 # %% [markdown]
@@ -270,7 +271,7 @@ assert list(asked.values()) == 7 * [(True, False)]
 # %% [markdown]
 # ## 3. Prove it
 # Here transformers' own `Trainer` meets failures 1 and 4, and the folded parts show the other five with transformers,
-# peft and bitsandbytes. A model of two blocks with random weights is enough, because no failure needs a good model.
+# peft and bitsandbytes. A model of two blocks with random weights is enough.
 #
 # In **failure 1**, a row has no trained token. To train on answers only, transformers looks for a `{% generation %}`
 # block in the chat template. Most templates have none, and then it marks no token and only writes a warning into its
@@ -342,9 +343,9 @@ ask("trained tokens", lambda row: max(row["labels"]) != -100, ours, empty)
 # up to an answer is the beginning of the conversation with it.
 #
 # For **failure 4**, a callback breaks the weights before step 4. Our `log_lines` predicts what a log with a line every
-# ten steps shows: first a lower loss, then 0. The check reads the logged norm of the gradient, which is NaN. (With fp16
-# it is not finite either where the [loss scale](../docs/glossary.md#loss-scale) skips a step. There, switch the filter
-# off, and check the loss.)
+# ten steps shows: first a lower loss, then 0. The filter hides the losses, so the check reads the logged norm of the
+# gradient, which is NaN. (With fp16 it is not finite either where the [loss scale](../docs/glossary.md#loss-scale)
+# skips a step. There, switch the filter off, and check the loss.)
 
 
 # %% Helpers: a trainer whose weights break before step 4, and five rows tags=["hide-input"]
@@ -375,7 +376,8 @@ good = [entry["loss"] for entry in every_step[:3]]
 predicted = log_lines(good + 17 * [math.nan], every=10)
 found = [entry["loss"] for entry in every_ten]
 print("a line every step:", [round(entry["loss"], 2) for entry in every_step[:6]])
-print(f"every ten: predicted {predicted[0]:.4f} and {predicted[1]}, found {found}")
+print(f"every ten: predicted {predicted[0]:.4f}, {predicted[1]}", end="; ")
+print(f"found {found[0]:.4f}, {found[1]}")
 assert abs(found[0] / predicted[0] - 1) < 1e-5
 assert found[1] == predicted[1] == 0
 assert all(p.isnan().any() for p in ended.model.parameters())
@@ -584,7 +586,7 @@ def around_a_block(theme: Theme):
             sketch.arrow((left + 9.9, 8), (left + 5.6, top + 1))
         sketch.tensor(left + 10, 6.6, 5.4, 2.8, outer, color=0)
         sketch.arrow((left + 12.7, 2.4), (left + 12.7, 6.5), color=0)
-        sketch.text(left + 12.7, 10.6, "repacked: no way back", quiet=True)
+        sketch.text(left + 12.7, 11.0, "repacked:\nno way back", quiet=True)
     return sketch.figure
 
 
@@ -719,8 +721,8 @@ ask("whole base", lambda info: not info["missing_keys"], whole, info)
 # checks on the real libraries, and what the folded parts found.
 #
 # `cria doctor --selftest` runs these checks, and an eighth where Triton runs, through the package's own loader, trainer
-# and evaluation. If we switch one failure on in this code, exactly one check must fail. A test does so for each of the
-# seven; the last cell does it for the leak.
+# and evaluation. If we switch one failure on in this code, exactly one check must fail. A test does so for all seven;
+# the last cell does it for the leak.
 
 # %%
 for name, (of_healthy, of_faulty) in asked.items():
@@ -744,7 +746,7 @@ def with_a_mask(self, rows):
 
 def lines_of(found):
     return [
-        f"{'holds' if c['holds'] else 'fails'}  {c['name']:<27}{c['found']}"
+        f"{'holds' if c['holds'] else 'fails'}  {c['name']}\n    {c['found']}"
         for c in found["checks"]
     ]
 
@@ -764,7 +766,7 @@ assert [c["name"] for c in leaking["checks"] if not c["holds"]] == ["packed_docu
 # %%
 found = selftest.examine()
 one_in = 60 * minutes / found["seconds"]
-print(f"{found['seconds']:.0f} s here, {60 * minutes:.0f} s for a run on a T4")
+print(f"{found['seconds']:.1f} s here, {60 * minutes:.0f} s for a run on a T4")
 print(f"it pays if it saves one run in {one_in:.0f}")
 
 # %% [markdown]
@@ -779,7 +781,8 @@ print(f"it pays if it saves one run in {one_in:.0f}")
 # ```
 #
 # The exit code is 0 if all checks hold, else 1, with the cause and the cure of what fails. The command tests the
-# package, not your own rows or your own loop. In plain Hugging Face code, the cures are as short as the checks:
+# package, not your own rows or your own loop. In plain Hugging Face code, lines 1 and 7 are checks, and 2 to 6 are
+# cures:
 #
 # ```python
 # assert all(max(row["labels"]) != -100 for row in rows)  # 1
@@ -859,8 +862,8 @@ print(
 #    `row["labels"]` is a list of token ids, with -100 where nothing is trained, and `end` is the id of the end token.
 #    Return True if the last trained label is `end`, else False; also False if no label is trained.
 # 3. **Reach.** A run has 42 steps of one micro-batch, a line of the log every ten, a loss of 1.6 in steps 1 to 3, and
-#    NaN from step 4 on. At the end transformers prints `train_loss`: the sum of all that its lines have summed, divided
-#    by 42. What is it?
+#    NaN from step 4 on. At the end transformers prints `train_loss`: the sum of all that its lines have summed, and the
+#    two steps behind them, divided by 42. What is it?
 
 # %% tags=["exercise"]
 smallest_difference = None

@@ -85,7 +85,8 @@ def show_worth(*fields: str) -> None:
         print(f"{name + ', MiB':33}{old:9,}{new:9,}{new - old:+9,}")
         print(f"{'    seconds a row':33}{slow:9.2f}{fast:9.2f}{round(fast - slow, 2) + 0.0:+9.2f}")  # no -0.00
     if gone := [other for other in on if other not in (*rest, *fields)]:
-        print(f"(taken away together with what needs it: {', '.join(gone)})")
+        print("(taken away together with what needs it:")
+        print(f" {', '.join(gone)})")
 
 
 def _lines(found: Bill) -> dict[str, int]:

@@ -44,7 +44,7 @@ class ChunkedTrainer(Trainer):
     def compute_loss(
         self, model, inputs, return_outputs=False, num_items_in_batch=None
     ):
-        if hasattr(model, "get_base_model"):  # peft wraps it; adapters stay where they are
+        if hasattr(model, "get_base_model"):  # peft wraps it; take the model inside
             model = model.get_base_model()
         labels = inputs.pop("labels")[:, 1:]
         hidden = model.base_model(**inputs).last_hidden_state[:, :-1][labels != -100]

@@ -107,3 +107,6 @@ least_gib = (16 * 1_235_814_400 + 2 * 4 * 128_256 * 2048) / 1e9
 
 # %% 3: too little; look at all lines
 least_gib = (16 * 1_235_814_400 + 4 * 128_256 * 2048) / 2**30
+
+# %% 3: compute it from P, V and D
+least_gib = 20.4  # the rounded number of the deeper part
