@@ -481,8 +481,8 @@ course.show(
 # Python's generator is needed only at the next epoch. What happens without the
 #
 # - *optimizer*: the moments are zero, and one step has the first learning rate, because the optimizer's state holds it.
-# - *schedule*: the optimizer's state holds the right learning rate for one step. Then it starts from the top, and falls
-#   too late.
+# - *schedule*: the optimizer's state holds the right learning rate for one step. Then the rate starts from the
+#   top, and falls too late.
 # - *scaler*: the loss scale is 65,536 again. Three steps are skipped until it fits, and the schedule waits, too.
 # - *position*: an epoch starts anew, so 24 rows of the old one are never used.
 # - *random states*: the order of the rows and dropout are drawn anew.

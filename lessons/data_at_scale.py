@@ -29,7 +29,7 @@
 # - **An array:** all ids in a numpy array of 16-bit integers. (These are enough for our vocabulary of 49,152 tokens,
 #   while Llama-3.2's 128,256 need 32 bits.)
 # - **A mapped file:** the array lies in a file, and `np.memmap` makes it look like memory. The system loads a *page* of
-#   4 KiB when it is read, and may drop it later. (So `datasets` keeps the result of `map`.)
+#   4 KiB when it is read, and may drop it later. (`datasets` keeps results of `map` so.)
 # - **A stream:** the program tokenizes the text while it trains, and forgets each row afterwards.
 #
 # How many bytes of memory do the lists take for each character of the text?

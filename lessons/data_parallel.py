@@ -716,7 +716,7 @@ except BadInput as refused:
 one = an_epoch(windows, False, 0.1)[0]
 two = ranks.run(an_epoch, windows, True, 0.1)[0][0]
 differences = [second / first - 1 for first, second in zip(one, two, strict=True)]
-print("with dropout, the losses differ by so many per cent:")
+print("with dropout, differences of the losses, in per cent:")
 for half in (differences[:7], differences[7:]):
     # adding 0.0 turns -0.0 into 0.0
     print(*(f"{round(100 * share, 2) + 0.0:+6.2f}" for share in half))
@@ -728,9 +728,9 @@ ranks.close()
 # 1. **Predict.** Full fine-tuning of the same model trains 1,235,814,400 numbers. Four cards share a step. How many
 #    bytes does each card send in it, in fp32 and around a ring?
 # 2. **Build.** Fill in `deal(window, cards)`. It gets the lengths of a window's rows, and returns one list of lengths
-#    for each card. All lists have equally many rows (in an uneven window, at most the rounded-up share, or none). Reach
-#    a mean `speed_up` over our 100 `orders` of 1.93 with two cards and 3.5 with four. (About five lines: the longest
-#    rows first, each to the card with the fewest tokens that still has room.)
+#    for each card. All lists have equally many rows (in an uneven window, at most the rounded-up share, perhaps
+#    none). Reach a mean `speed_up` over our 100 `orders` of 1.93 with two cards and 3.5 with four. (About five lines:
+#    the longest rows first, each to the card with the fewest tokens that still has room.)
 # 3. **Reach.** Fill in `seconds(layers, bucket_bytes, start, rate)`: the time from the beginning of the backward pass
 #    until the last gradient has arrived. `layers` is a list of pairs (seconds, bytes) in the order of the backward
 #    pass. A bucket is sent as soon as it holds at least `bucket_bytes`, or when the layers end. Buckets travel one

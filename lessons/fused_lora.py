@@ -555,7 +555,7 @@ course.show(
 # bytes less for each token: 31 norms of the blocks, and the final norm, which has its own line in the bill. (The first
 # norm of the first block saves nothing, because no gradient goes to the frozen embedding. Therefore the saved
 # activations after fusing are a little less than 16 blocks of 64 KiB for each token. Before, they are 3,345 MiB and not
-# 16 times 104 KiB for each token, which is 3,328: the copies, the $xA^\top$, and 4.25 MiB of small numbers of attention
+# 16 times 104 KiB for each token, which is 3,328: the copies, the $xA^\top$, and 4.24 MiB of small numbers of attention
 # and norms come on top, and the first norm saves 16 MiB less.) Autocast also keeps 16-bit copies of the adapters'
 # 11,272,192 numbers until the backward pass, and the fused functions do not. With checkpointing, the switches save
 # these copies, and a 16-bit copy of the final norm's input.

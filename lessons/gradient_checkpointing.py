@@ -234,9 +234,9 @@ def ours(block, x):
 # %% [markdown]
 # ## 3. Prove it
 # The claim is *exact*, so we ask for equal bits in the loss and in every gradient, with dropout on. We also count the
-# bytes. The peak is the larger one of two moments. At the loss, the $L$ inputs and what the loss stores are in memory,
-# here $L\,s+s$. When a block is recomputed, the loss has freed its $s$, and $L\,s+a$ remain, here more. (In our job the
-# logits make the loss the larger one.)
+# bytes. The peak is the larger of two moments. At the loss, the $L$ inputs and what the loss stores are in memory, here
+# $L\,s+s$. When a block is recomputed, the loss has freed its $s$, so $L\,s+a$ remain; here this is more. (In our job
+# the logits make the loss the larger.)
 
 # %%
 predicted = L * s + max(s, a)  # the loss's s is freed before a block is recomputed

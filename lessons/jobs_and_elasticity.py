@@ -434,8 +434,8 @@ assert round(90 / (1 - 1 / 1.8), -1) == 200
 
 # %% [markdown]
 # With our rows of many lengths two T4s are 1.8 times as fast ([data parallelism](data_parallel.py)), so the limit is
-# about 200 seconds. But a new machine needs perhaps 15 minutes to install, and by then our run of 440 seconds (42
-# steps, three of them short) is over. So an *autoscaler*, which rents machines by itself, is worth nothing here.
+# about 200 seconds. But a new machine needs some 15 minutes to start, and by then our run of 440 seconds (42 steps of
+# full rows, three short) is over. So an *autoscaler*, which rents machines by itself, is useless here.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: what an autoscaler needs beyond torchrun

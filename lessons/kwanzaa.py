@@ -465,7 +465,7 @@ for place in (0, 2, 7, 8):
 #
 # **What it lost** is in the line "answer, refusal": base 0.98, adapter 0.82. These are the 44 questions that have an
 # answer, so a model scores here by *not* refusing. The base answers 43 of them, the adapter 36: it wrongly refuses 8.
-# Over all 64 questions base has 0.69, trivial 0.75 and the adapter 0.77. Its 95 % interval in brackets (a bootstrap of
+# Over all 64 questions base has 0.69, trivial 0.75 and the adapter 0.77. The adapter's 95 % interval (a bootstrap of
 # 10,000 draws of the rows) contains the other two, so these differences may be chance.
 #
 # **What proves nothing** about understanding are format, citations and grounding, where trivial reaches 1.00: no score
@@ -497,7 +497,7 @@ assert (round(losses[0], 2), round(losses[-1], 2)) == (1.66, 0.49)
 # The cell compares predicted and measured numbers of *this* run, and predicts the run on a T4. Its seconds are a range
 # because they come from six public runs, which reached 0.24 to 0.32 of a T4's peak rates. A rented T4 costs
 # \$0.40 to \$0.60 an hour (Hugging Face Jobs), and Colab's is free. The real rows hold only about a quarter of the
-# tokens that the plan assumed, so the minutes shrink, too. (The 107 rows of `kwanzaa` take 4 to 6 minutes, and 6 to 9
+# tokens that the plan assumed, so the minutes shrink, too. (The 107 rows of `kwanzaa` take 4 to 6 minutes, or 6 to 9
 # with checkpointing and the chunked loss.)
 
 # %%

@@ -376,7 +376,7 @@ course.on_a_gpu("lora", off=step_of, on=f"{step_of} peft=lora")
 # yet. Each of the 112 adapted matrices also saves the output of $A$, with 4 bytes for each token and rank. How much do
 # you save if you lower $r$ from 16 to 1?
 
-# %% Your guess: per cent that the peak falls from r = 16 to r = 1 tags=["predict"]
+# %% Your guess: per cent that the peak falls from rank 16 to 1 tags=["predict"]
 guess = 0  # @param {type:"number"}
 
 # %%

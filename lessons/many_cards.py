@@ -102,9 +102,9 @@ assert (round(_again / 1e9, 1), round(2 * sum(_size.values()) / 1e9, 1)) == (10.
 assert "down_proj" not in work.adapted
 
 # %% [markdown]
-# It is $4 \cdot 1.24 \cdot 10^9 \cdot 1{,}060 / (65 \cdot 10^{12})$, or 8 %, to which attention and the adapter add a
-# little. The T4 reached less than a tenth of its peak, and the A100 a quarter. Checkpointing adds mostly 2 operations
-# for each weight of a block ("done", for HFU; see the last fold).
+# The T4's MFU is $4 \cdot 1.24 \cdot 10^9 \cdot 1{,}060 / (65 \cdot 10^{12})$, or 8 %, to which attention and the
+# adapter add a little. The T4 reached less than a tenth, the A100 a quarter. Checkpointing repeats most of a block, 2
+# operations a weight, which only "done" and HFU count (last fold).
 #
 # [The lesson on choosing hardware](choose_your_hardware.py) has higher shares, because it compares each part of a step
 # with its own limit: the card's arithmetic, or its memory.

@@ -129,7 +129,7 @@ course.show(
 )
 
 # %% [markdown]
-# In fp16 each update was rounded up, so the weight moved 50 % too far. In bf16 it never moved, without an error.
+# In fp16 each update was rounded up, so the weight moved 50 % too far. In bf16 it never moved, and no error said so.
 # Therefore weights that train are kept in fp32, as *master weights*.
 #
 # **Step 2: multiply in 16 bits.** Our toy is a linear layer with a frozen fp16 matrix and a LoRA adapter, A and B, in
@@ -405,8 +405,7 @@ for name in ("fp16", "bf16"):
 
 # %% [markdown]
 # ## 4. What it costs
-# **A few steps.** The run above skipped three steps before the scale was low enough. Later doublings normally skip one
-# now and then.
+# **A few steps.** The run above skipped three steps before the scale was low enough. Later doublings skip some.
 #
 # **Time** falls, if the card's tensor cores know the format. A T4's know only fp16. At the peak rate of a T4, the
 # multiplications of a row of 2,048 tokens would take 1.87 s in fp32 and 0.23 in fp16. But public runs in 16 bits reach

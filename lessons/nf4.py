@@ -587,7 +587,8 @@ course.show_bill(before, usual)
 # - *Weights: all others*, +501: the preparation casts everything that is not packed to fp32. The embedding doubles.
 # - *Saved activations*, +128: an fp32 embedding gives fp32 hidden states, and a 4-bit layer answers in the dtype of its
 #   input. So the hidden states between the blocks double. *Hidden states for the loss* (+16) and *batch* (mask, cosines
-#   and sines, +0.5) double, too. *Final norm* gains 8, because it saved its input in fp32 before, too.
+#   and sines, +0.5) double, too. *Final norm* gains only 8, for its output, because it saved its input in fp32 before,
+#   too.
 # - *16-bit copy of the head*, +501: the head is the embedding, which is fp32 now. So autocast makes a 16-bit copy of it
 #   to multiply with.
 

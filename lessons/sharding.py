@@ -492,7 +492,7 @@ _with_fsdp = 2 * ring_share("all_gather", 2) + ring_share("reduce_scatter", 2)
 assert _with_fsdp == 1.5 * ring_share("all_reduce", 2)
 
 # %% [markdown]
-# These are 2,127 MB of blocks in 4 bits, 1,051 of the 16-bit embedding, and 90 of gradients, summed four times:
+# These are 2,127 MB of blocks in 4 bits, 1,051 of the 16-bit embedding, and 90 of gradients (four sums):
 # over seventy times the bytes of DDP, but less than a twentieth of the step. Full fine-tuning takes 2.3 s next to 9.1 s
 # of computing, unless prefetching overlaps them. (Predicted, at 12.2 GB a second on PCIe 3.0.)
 
@@ -611,7 +611,7 @@ course.show(
 # %% [markdown]
 # With our job each of two cards needs *more* than one card alone, because the peak moves to the beginning of the
 # forward pass. There the tied embedding (501 MiB) is whole twice: as a weight, and as the buffer in which it arrived.
-# With 519 MiB of pieces, 64 of gradients and states, 63 of the first block (twice, too), and 9 of the rest, that is
+# With 519 MiB of pieces, 64 of gradients and states, 63 of the first block (also twice), and 9 of the rest, that is
 # 1,657 MiB. So two cards save half of weights and states, but add this embedding twice. Llama-3.2-3B needs only 9 %
 # less, Llama-2-13B with its large blocks 36 %, and Llama-3.1-8B 15 %, because only one of its two large matrices is
 # whole at a time.

@@ -473,8 +473,8 @@ course.show(
 # ### Deeper: from how many tokens on the copies are hidden
 # The forward pass decides, because it has half of the copies, but only about a third of the work. We take the parts of
 # the estimate that are in it. In 16 bits its work hides its copies from about 900 tokens on. (In the totals of a whole
-# step they are equal at 524 tokens already.) In NF4, unpacking and multiplying take longer than the copies at every
-# length.
+# step they are equal at 524 tokens already, and `cria plan` says 831, because it takes a third of every part.) In NF4,
+# unpacking and multiplying take longer than the copies at every length.
 
 # %% tags=["deep"]
 

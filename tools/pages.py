@@ -48,12 +48,16 @@ FIGURES = {LIGHT: "light", DARK: "dark", NARROW_LIGHT: "narrow-light", NARROW_DA
 HEADING = re.compile("^## ", re.M)
 NUMBER = re.compile(r"<td>(?=[-+−]?[\d.,]+(?: to [\d.,]+)?(?: (?:[KMG]i?B|%|s|min))?</td>)")
 """The start of a cell that holds a number, with its unit or as a range, which a phone would break in two."""
+KEPT = re.compile(
+    r"\s*(\||\$|cria |torchrun |hf |uv |pip |python )|\s*(#|import |from |\w+ = )|.*  # |\s*\S.*? {2,}\S.*? {2,}\S"
+)
+"""Printed lines that are not broken: tables and commands, code, and columns."""
 FOLDS, ENDS = "folds", "ends"
 """In the metadata of the first and of the last cell of a part that is folded."""
 ANSWERS, ASKS = "answers", "asks"
 """Where in a cell's metadata is which guess it answers, and what a form asks: its answer, which comes later."""
-NO_PROSE = re.compile(r"(<(?:pre|code|script|style|svg)\b.*?</(?:pre|code|script|style|svg)>|<[^>]*>)", re.DOTALL)
-"""What is not prose on a page."""
+NO_PROSE = re.compile(r"(<(pre|code|script|style|svg|textarea)\b.*?</\2>|\\\(.*?\\\)|\\\[.*?\\\]|<[^>]*>)", re.DOTALL)
+"""What is not prose on a page: code, pictures, formulas, and the tags themselves."""
 UNIT = re.compile(r"(?<=\d)\s(?=(?:%|[KMGT]i?B|B|ms|s)(?!\w)|[x×·]\s\d)|(?<=\d\s[x×·])\s(?=\d)")
 """The space between a number and its unit, or around the sign between two numbers."""
 
@@ -295,8 +299,9 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
     """MkDocs: the form of "Will it fit?", with its first answer; and a number stays on one line with its unit."""
     if page.file.src_uri == "fit.md":
         return fit_page.put_in(html, config.extra["no_python"])
-    parts = NO_PROSE.split(NUMBER.sub('<td class="unit">', html))
-    parts[::2] = [UNIT.sub("\N{NO-BREAK SPACE}", words) for words in parts[::2]]
+    parts = NO_PROSE.split(NUMBER.sub('<td class="unit">', html))  # prose, what is none, its tag, prose, ...
+    parts[::3] = [UNIT.sub("\N{NO-BREAK SPACE}", words) for words in parts[::3]]
+    del parts[2::3]
     return "".join(parts)
 
 
@@ -328,9 +333,7 @@ def _narrow(text: str) -> str:
     lines = []
     for line in text.splitlines():
         indent = re.match(" *", line)[0] + "    "  # type: ignore[index]
-        keep = len(line) <= COLUMNS or re.match(
-            r"\s*(#|\||\$|cria |torchrun |hf |uv |pip |python |import |from |\w+ = |\S.*?\S {2,}\S.*\S {2,}\S)", line
-        )
+        keep = len(line) <= COLUMNS or KEPT.match(line)
         lines += [line] if keep else textwrap.wrap(
             line, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         )  # fmt: skip

@@ -80,7 +80,8 @@ def recorded(folder: Path, processes: Sequence[subprocess.Popen[str]], patience:
 def counts(recorded: dict[str, Any]) -> tuple[int, int]:
     """Return how many collectives a process has begun and ended, by its flight recorder.
 
-    The recorder also names the last that ended, but two threads of gloo write it, and the earlier one may be the last.
+    The recorder also has ``last_completed_collective``. It is not reliable: two threads of gloo write it, so an earlier
+    collective can overwrite a later one.
     """
     entries = recorded["entries"]
     return len(entries), sum(entry["retired"] for entry in entries)

@@ -83,7 +83,8 @@ def show_worth(*fields: str) -> None:
         old, new = (round(setting.memory.peak_bytes / MIB) for setting in (before, after))
         slow, fast = ((setting.seconds or 0) * CAPSTONE.data.max_length for setting in (before, after))
         print(f"{name + ', MiB':33}{old:9,}{new:9,}{new - old:+9,}")
-        print(f"{'    seconds a row':33}{slow:9.2f}{fast:9.2f}{round(fast - slow, 2) + 0.0:+9.2f}")  # no -0.00
+        change = round(fast - slow, 2)
+        print(f"{'    seconds a row':33}{slow:9.2f}{fast:9.2f}{f'{change:+.2f}' if change else '0.00':>9}")
     if gone := [other for other in on if other not in (*rest, *fields)]:
         print("(taken away together with what needs it:")
         print(f" {', '.join(gone)})")

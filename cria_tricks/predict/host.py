@@ -26,6 +26,8 @@ OFFLOADED = "offloaded activations"
 STREAMED = "streamed blocks"
 """The names of their lines in the bill."""
 
+SHORTEST = 8
+"""The shortest rows that a recipe may ask for [tokens]."""
 A_TOKEN = 72
 """Bytes of a token of the data: a place in two Python lists (ids and labels), and an integer object for each."""
 CUT_AFTER_LOADING = ("fsdp", "tensor", "ddp_tensor", "pipeline")
@@ -93,7 +95,7 @@ def host_bill(target: Target, recipe: Recipe, host: Host | None, rows: int = 0) 
 
 
 def longest_on_host(target: Target, recipe: Recipe, host: Host, rows: int, most: int) -> int:
-    """Find the longest row, of at most ``most`` tokens, for which the host has room [tokens].
+    """Find the longest row, of at most ``most`` tokens, for which the host has room [tokens]; 0 if there is none.
 
     Args:
         target: the model and the card.
@@ -104,6 +106,8 @@ def longest_on_host(target: Target, recipe: Recipe, host: Host, rows: int, most:
     """
 
     def fits(tokens: int) -> bool:
+        if tokens < SHORTEST:
+            return False
         memory = host_bill(target, with_settings(recipe, [f"data.max_length={tokens}"]), host, rows)
         return memory is None or memory.verdict != "does not fit"
 

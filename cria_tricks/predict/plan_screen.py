@@ -54,8 +54,9 @@ def show(found: dict[str, Any], screen: Screen, *, toggles: bool = False, ladder
         beyond = ""
         if found["longest"] > found["context"] > 0:
             beyond = f"; the model's context is {found['context']:,}"
-        if found.get("longest_on_host", found["longest"]) < found["longest"]:
-            beyond += f"; the host has room for {found['longest_on_host']:,}"
+        on_host = found.get("longest_on_host", found["longest"])
+        if on_host < found["longest"]:
+            beyond += f"; the host has room for {on_host:,}" if on_host else "; the host has room for no row"
         screen.wrapped("", f"longest row that fits: {found['longest']:,} tokens{beyond}")
     if found.get("prices"):
         _show_prices(found["prices"], screen)

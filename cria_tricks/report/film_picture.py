@@ -199,24 +199,27 @@ class _Drawing:
             more = f' text-anchor="end" font-weight="600" fill="{self.look.alarm}"'
             return [self.text(f"↑ {words}", RIGHT - 2, TOP - 4, more)]
         width = 7.4 * len(words)
+        # The peak has its name in its own half.
+        left, x, anchor = (LEFT, LEFT + 2, "start") if self.is_late else (RIGHT - width - 4, RIGHT - 2, "end")
         return [
-            f'<rect x="{RIGHT - width - 4:.0f}" y="{y - 20:.1f}" width="{width + 4:.0f}" height="18" '
-            f'fill="{self.look.page}"/>',
+            f'<rect x="{left:.0f}" y="{y - 20:.1f}" width="{width + 4:.0f}" height="18" fill="{self.look.page}"/>',
             f'<path stroke="{self.look.alarm}" stroke-width="2" stroke-dasharray="7 4" d="M{LEFT} {y:.1f}H{RIGHT}"/>',
-            self.text(words, RIGHT - 2, y - 6, f' text-anchor="end" font-weight="600" fill="{self.look.alarm}"'),
+            self.text(words, x, y - 6, f' text-anchor="{anchor}" font-weight="600" fill="{self.look.alarm}"'),
         ]
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the peak is in the right half of the picture."""
+        return self.x[self.data["peak"]] > (LEFT + RIGHT) / 2
 
     def peak(self) -> list[str]:
         place = self.data["peak"]
         x, y = self.x[place], self.y(self.total[place])
-        side, anchor = (-8, "end") if x > (LEFT + RIGHT) / 2 else (8, "start")
+        side, anchor = (-8, "end") if self.is_late else (8, "start")
         words = f"peak {human(self.total[place])}"
-        above, card = max(y - 7, 58), self.y(self.data["capacity"]) - 6
-        if self.data["capacity"] <= self.top and x > RIGHT - 190 and abs(above - card) < 16:
-            above = card - 16  # over the card's name
         return [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="none" stroke="{self.look.ink}" stroke-width="1.5"/>',
-            self.text(words, x + side, above, f' text-anchor="{anchor}" font-weight="600"'),
+            self.text(words, x + side, max(y - 7, 58), f' text-anchor="{anchor}" font-weight="600"'),
         ]
 
     def marker(self) -> list[str]:

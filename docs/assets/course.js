@@ -34,13 +34,14 @@
     const found = boxes.map((box) => ({
       box,
       wide: box.scrollWidth - box.clientWidth > 1,
-      high: box.scrollHeight > box.clientHeight,
+      high: box.matches("pre > code") && box.scrollHeight > box.clientHeight,
       more: box.scrollLeft < box.scrollWidth - box.clientWidth - 2,
       below: box.scrollTop < box.scrollHeight - box.clientHeight - 2,
     }));
     found.forEach(function ({ box, wide, high, more, below }) {
       if (wide || high) box.tabIndex = 0;
       if (high) box.dataset.below = below;
+      else delete box.dataset.below;
       if (wide) box.dataset.more = more;
       else delete box.dataset.more;
     });

@@ -169,14 +169,12 @@
       });
       const line = up(film.capacity), within = film.capacity <= set.top; // else the films stay far below it
       if (within) inside.push(el("line", { class: "film-card", x1: left, x2: right, y1: line, y2: line }));
-      inside.push(text(`${within ? "" : "↑ "}${film.card}: ${size(film.capacity)}`, right - 2, within ? line - 5 : top + 2,
-        { class: "film-card-name", "text-anchor": "end" }));
+      const peak = highest(view), x = at(view.x[peak]), side = x > (left + right) / 2; // the card's name on the other side
+      inside.push(text(`${within ? "" : "↑ "}${film.card}: ${size(film.capacity)}`, side ? left + 4 : right - 2, within ? line - 5 : top + 2,
+        { class: "film-card-name", "text-anchor": side ? "start" : "end" }));
       inside.push(el("line", { class: "film-marker", y1: top, y2: bottom }), el("circle", { class: "film-dot", r: 4.5 }));
-      const peak = highest(view), x = at(view.x[peak]), side = x > (left + right) / 2;
       inside.push(el("circle", { class: "film-peak", r: 3.5, cx: x, cy: up(view.total[peak]) }));
-      let above = Math.max(up(view.total[peak]) - 6, 11);
-      if (within && x > right - 190 && Math.abs(above - (line - 5)) < 15) above = line - 20; // over the card's name
-      inside.push(text(`peak ${size(view.total[peak])}`, x + (side ? -8 : 8), above,
+      inside.push(text(`peak ${size(view.total[peak])}`, x + (side ? -8 : 8), Math.max(up(view.total[peak]) - 6, 11),
         { class: "film-peak-name", "text-anchor": side ? "end" : "start" }));
       chart.replaceChildren(...inside);
       chart.dataset.peak = Math.round(view.total[peak]);
