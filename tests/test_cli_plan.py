@@ -141,6 +141,16 @@ def test_the_longest_row_is_asked_of_the_host_too(run_cria):
     assert verdicts == ["fits", "does not fit"], "pinned memory is rounded up to a power of two"
 
 
+def test_a_host_without_room_for_any_row_is_said(run_cria):
+    asked = ["plan", "kwanzaa", "--gpu", "t4", "--model", "llama-3.1-8b", "--longest"]
+    off = ("quantization=none", "double_quantization=false")
+    for setting in ("stream_layers=true", "gradient_checkpointing=true", "chunked_loss=true", *off):
+        asked += ["--set", f"tricks.{setting}"]
+    found = json.loads(run_cria(*asked, "--json")[1])
+    assert (found["longest_on_host"], found["longest"] > 0) == (0, True), "15 GiB of blocks wait on a host with 11.8"
+    assert "tokens; the host has room for no row" in " ".join(run_cria(*asked)[1].split())
+
+
 def test_groups_of_cut_matrices_are_planned_with_every_set_of_toggles(run_cria):
     """What accumulation is worth is priced without it, so a step has fewer micro-batches than there are groups."""
     code, stdout, stderr = run_cria(
