@@ -9,7 +9,7 @@ from selenium.webdriver.common.keys import Keys
 from cria_tricks.course.predictions import verdict
 from tests.test_predictions import SAID
 
-NUMBER, CHOICE = "lessons/the_bill.html", "lessons/flash_attention.html"
+NUMBER, CHOICE = "lessons/the_bill.html", "lessons/when_libraries_lie.html"
 """Pages whose first guess is a number, and one of several choices."""
 FIELD, SAYS, SCORE = "#guess-1 input", "#guess-1 .predict-says", ".predict-score p"
 
