@@ -189,6 +189,7 @@ def test_without_javascript_there_is_a_picture(host, browser):
 
 def test_each_film_of_the_site_can_be_shown(host, browser):
     """The order of the lines, the sums and the peak, for each film of the sets that the site shows."""
+    browser.get_log("browser")  # what other tests left there
     browser.get(host + LESSON)
     browser.execute_script(f"{OF}.scrollIntoView()")
     assert settles(browser, READY)
