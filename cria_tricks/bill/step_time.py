@@ -205,8 +205,8 @@ def beside_the_blocks(travel: StepPart, parts: list[StepPart]) -> StepPart:
     """Let copies take only the time by which they outlast the blocks, beside which they run.
 
     Half of the copies runs beside the forward pass, and half beside the backward pass, which also repeats the forward
-    pass if blocks are checkpointed. We assume that the time of the blocks is
-    divided between the two passes as the time of their products is.
+    pass if blocks are checkpointed. We assume that the time of the blocks is divided between the two passes as the time
+    of their products is.
     """
     seconds = {one.name: one.seconds for one in parts}
     busy = sum(seconds.get(name, 0.0) for name in BLOCKS)
