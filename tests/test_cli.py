@@ -244,7 +244,8 @@ def test_a_signal_saves_and_resume_goes_on(run_cria, tmp_path, warm):
         assert process.returncode == 130
         assert stdout == ""
         assert ("no checkpoint" if not step else f"going on from {tmp_path / 'run' / 'checkpoints'}") in began
-        assert "go on with --resume" in stderr.splitlines()[-1]
+        again = shlex.split(stderr.splitlines()[-1].partition("; go on with cria ")[2])
+        assert [*again[: len(words)], again[-1]] == [*map(str, words), "--resume"]
         step = int(stderr.splitlines()[-1].partition("after step ")[2].partition(";")[0])
     code, stdout, stderr = run_cria(*words)
     assert code == 0, stderr

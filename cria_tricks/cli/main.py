@@ -6,6 +6,7 @@ import typer
 
 from cria_tricks.cli.app import UsageError, app
 from cria_tricks.common import interrupts
+from cria_tricks.common.again import resumed
 from cria_tricks.common.errors import (
     BadInput,
     Diverged,
@@ -53,7 +54,7 @@ def main() -> None:
     except Lost as error:
         leave(f"error: {error}; {numbers.go_on()}", 1)
     except Interrupted as error:
-        leave(f"{error}; go on with --resume", 130)
+        leave(f"{error}; go on with {resumed()}", 130)
     except (KeyboardInterrupt, typer.Abort):
         leave(interrupts.words(), interrupts.CODE)
     except (RuntimeError, MemoryError) as error:

@@ -12,6 +12,7 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+from cria_tricks.common.again import resumed
 from cria_tricks.common.errors import BadInput
 
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
@@ -110,7 +111,7 @@ def go_on() -> str:
     """Return the advice for an error message: how a run with checkpoints continues after a process was lost."""
     if starts_again():
         return "what was saved is whole: all are started again and go on from there"
-    return "what was saved is whole: go on with --resume"
+    return f"what was saved is whole: go on with {resumed()}"
 
 
 def _launchers_store() -> Any:

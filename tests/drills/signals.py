@@ -183,7 +183,7 @@ class Signals:
             time.sleep(0.0005)
 
 
-ENDS = ("nothing was written", "no step is saved", "go on with --resume", "the run is finished")
+ENDS = ("nothing was written", "no step is saved", "go on with", "the run is finished")
 """What the last line may say, the rarest words first: those of two kinds end alike."""
 
 
