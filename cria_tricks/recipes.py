@@ -10,6 +10,7 @@ from pathlib import Path
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.names import hint, nearest, same
 from cria_tricks.hardware import Device, this_device
+from cria_tricks.models.catalogue import ALIASES, short_name
 from cria_tricks.recipe import Recipe, from_toml, with_settings
 from cria_tricks.settings import Data, Lora, Train, Tricks
 
@@ -37,6 +38,46 @@ def smoke(device: Device | None = None) -> Recipe:
     )
 
 
+def qlora(device: Device | None = None) -> Recipe:
+    """QLoRA of any model on your own rows: 4-bit frozen weights, and every switch on that saves much memory.
+
+    This is what a run of your own starts from: ``cria train qlora --set model=NAME --set data.train=mine.jsonl --set
+    data.eval=held_out.jsonl``. On a card with more room, ``--fit fastest`` leaves out what is not needed there.
+    """
+    device = device or this_device()
+    return Recipe(
+        name="qlora",
+        tricks=Tricks(
+            gradient_accumulation=8,
+            gradient_checkpointing=True,
+            precision=best_precision(device),
+            quantization="nf4",
+            double_quantization=True,
+            peft="lora",
+            optimizer="adamw_8bit",
+            paged_optimizer=True,
+            attention="sdpa",
+            expand_kv=device.needs_expand_kv,
+            chunked_loss=True,
+            # It saves memory, which a CPU has enough of, and rounds the norms to 16 bits.
+            lean_preparation=device.kind == "cuda",
+        ),
+        train=Train(epochs=3, on_oom=_on_oom(device)),
+    )
+
+
+def lora(device: Device | None = None) -> Recipe:
+    """LoRA of any model on your own rows, over frozen weights that are not quantized."""
+    unquantized = ["tricks.quantization=none", "tricks.double_quantization=false"]
+    return with_settings(qlora(device), ["name=lora", *unquantized])
+
+
+def full(device: Device | None = None) -> Recipe:
+    """Full fine-tuning of any model on your own rows: all weights train, so the rate is a tenth of an adapter's."""
+    all_weights = ["tricks.peft=none", "tricks.chunked_loss=false", "tricks.lean_preparation=false"]
+    return with_settings(lora(device), ["name=full", *all_weights, "train.learning_rate=2e-5"])
+
+
 def kwanzaa(device: Device | None = None) -> Recipe:
     """The course's main example: QLoRA of Llama-3.2-1B-Instruct on 107 chat rows, for a free T4.
 
@@ -49,31 +90,21 @@ def kwanzaa(device: Device | None = None) -> Recipe:
     A GPU with :data:`ROOM` or more, such as a T4, can hold all that a step saves. There the recipe leaves out
     checkpointing and the chunked loss, because both save memory and cost time: this is the set that ``cria plan kwanzaa
     --fit fastest`` finds on a T4, but for ``fused_lora`` and ``fused_blocks``, which that also switches on and no T4
-    has run yet. For a larger model or longer rows, ``--fit fastest`` searches again.
+    has run yet. Where a setting of yours, such as another model or longer rows, needs more memory than there is, both
+    stay on.
     """
     device = device or this_device()
-    on_gpu = device.kind == "cuda"
-    saves_memory = not on_gpu or device.memory_bytes < ROOM
-    return Recipe(
-        name="kwanzaa",
-        model="llama-3.2-1b",
-        data=Data(train="kwanzaa", eval="kwanzaa"),
-        tricks=Tricks(
-            gradient_accumulation=8,
-            gradient_checkpointing=saves_memory,
-            precision=best_precision(device),
-            quantization="nf4",
-            double_quantization=True,
-            peft="lora",
-            optimizer="adamw_8bit",
-            paged_optimizer=True,
-            attention="sdpa",
-            expand_kv=device.needs_expand_kv,
-            chunked_loss=saves_memory,
-            lean_preparation=on_gpu,  # it saves memory, which a CPU has enough of, and rounds the norms to 16 bits
-        ),
-        # 107 rows, 8 a step: 14 steps an epoch, so it saves twice in each.
-        train=Train(epochs=3, save_steps=7, on_oom=_on_oom(device)),
+    roomy = device.kind == "cuda" and device.memory_bytes >= ROOM
+    return with_settings(
+        qlora(device),
+        [
+            "name=kwanzaa",
+            "model=llama-3.2-1b",
+            "data.train=kwanzaa",
+            "data.eval=kwanzaa",
+            "train.save_steps=7",  # 107 rows, 8 a step: 14 steps an epoch, so it saves twice in each
+            *(["tricks.gradient_checkpointing=false", "tricks.chunked_loss=false"] if roomy else []),
+        ],
     )
 
 
@@ -270,11 +301,14 @@ def baseline(device: Device | None = None) -> Recipe:
 
 
 _ALL = (
-    *(smoke, kwanzaa, kwanzaa_small, kwanzaa_curated, kwanzaa_curated_small, baseline),
+    *(smoke, qlora, lora, full, kwanzaa, kwanzaa_small, kwanzaa_curated, kwanzaa_curated_small, baseline),
     *(full_1b, full_1b_small, long_8b, long_8b_small, big_14b, big_14b_small),
 )
 NAMED: dict[str, Callable[..., Recipe]] = {recipe.__name__: recipe for recipe in _ALL}
 """Recipe name -> the function that makes the recipe."""
+
+STARTERS = ("qlora", "lora", "full")
+"""The recipes for a model and rows of your own. Theirs are only examples, so ``cria plan`` searches their switches."""
 
 
 def get(recipe: Recipe | str | Path, device: Device | None = None) -> Recipe:
@@ -302,6 +336,8 @@ def get(recipe: Recipe | str | Path, device: Device | None = None) -> Recipe:
     name = same(recipe, NAMED)
     if name:
         return NAMED[name](device)
+    if short_name(recipe) in ALIASES:
+        raise BadInput(f"unknown recipe {recipe}: it is a model; name the recipe qlora with --set model={recipe}")
     there_are = f"there are {', '.join(NAMED)}, or name a .toml file"
     raise BadInput(f"unknown recipe {recipe}: {hint(nearest(recipe, NAMED), there_are)}")
 
