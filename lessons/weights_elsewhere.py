@@ -544,7 +544,7 @@ for model, tokens in (("llama-3.1-8b", 256), ("qwen3-14b", 2048)):
             course.CAPSTONE, ["tricks.gradient_accumulation=1", *words]
         )
         needed = course.bill(recipe).needed_bytes / GIB
-        host = host_bill(Target(find_shape(model), T4), recipe, COLAB)
+        host = host_bill(Target(find_shape(model), T4, host=COLAB), recipe)
         said = f"host {host.peak.bytes / 1e9:4.1f} GB ({host.verdict} in Colab)"
         print(f"{model:13} stream_layers={stream:6} card {needed:4.1f} GiB, {said}")
         assert model != "llama-3.1-8b" or (needed < 4) == (stream != "false")

@@ -123,7 +123,8 @@ def test_train_takes_every_form_of_a_recipe(tmp_path, monkeypatch):
     """What it hands to the trainer; the run itself is tested from an installed wheel."""
     handed = []
     monkeypatch.setattr(run, "train", lambda *words, **named: handed.append((words, named)) or {"steps": 1})
-    monkeypatch.setattr("cria_tricks.recipes.this_device", lambda: T4)
+    for module in ("recipes", "run.api"):
+        monkeypatch.setattr(f"cria_tricks.{module}.this_device", lambda: T4)
     monkeypatch.setattr("cria_tricks.run.given.training", lambda *words: None)  # the rows and the model are not here
     for form in forms(tmp_path):
         assert cria_tricks.train(form, "out", settings=["steps=3"], resume=True) == {"steps": 1}

@@ -239,7 +239,7 @@ def on_a_t4(name: str, tokens: int, host: Host) -> tuple[Bill, HostBill]:
     """The memory of a recipe with rows of so many tokens, on a T4 and on the machine around it."""
     recipe = with_settings(recipes.get(name, T4), [f"data.max_length={tokens}"])
     target = Target(find_shape(recipe.model), T4)
-    return target.memory(recipe), host_bill(target, recipe, host)
+    return target.memory(recipe), host_bill(replace(target, host=host), recipe)
 
 
 @pytest.mark.parametrize(
@@ -608,7 +608,7 @@ def test_an_unknown_recipe_without_a_near_one_lists_them_all():
     with pytest.raises(BadInput) as caught:
         recipes.get("xyzzy")
     assert str(caught.value) == (
-        "unknown recipe xyzzy: there are smoke, kwanzaa, kwanzaa_small, kwanzaa_curated, "
+        "unknown recipe xyzzy: there are smoke, qlora, lora, full, kwanzaa, kwanzaa_small, kwanzaa_curated, "
         "kwanzaa_curated_small, baseline, full_1b, full_1b_small, long_8b, long_8b_small, big_14b, big_14b_small, "
         "or name a .toml file"
     )

@@ -62,7 +62,7 @@ def cell(model: str, gpu: str, settings: Iterable[str]) -> str:
     found = f"{tokens:,}{ends}"
     if not (recipe.tricks.activation_offload or recipe.tricks.stream_layers):
         return found
-    host = host_bill(target, with_settings(recipe, [f"data.max_length={tokens}"]), None)
+    host = host_bill(target, with_settings(recipe, [f"data.max_length={tokens}"]))
     assert host is not None, "these are cards"
     return f"{found}, host {human(host.peak.bytes)}"
 

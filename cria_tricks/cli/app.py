@@ -57,7 +57,7 @@ Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
 ]
 FitAim = Annotated[
-    str, typer.Option("--fit", metavar="AIM", help="Search the best switches: fastest, smallest, longest.")
+    str, typer.Option("--fit", metavar="AIM", help="Search switches: fastest, smallest, longest, nearest.")
 ]
 MayChange = Annotated[
     list[str] | None, typer.Option(help="--fit: a switch that may change results, too; may be repeated.")

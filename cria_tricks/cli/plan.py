@@ -6,7 +6,9 @@ Each command imports its part of the package when it is called, so that ``cria -
 import contextlib
 import dataclasses
 import json
+import shlex
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,7 +31,7 @@ MORE = "[dim]more: --fit AIM, --switches, --ladder, --front, --longest, --rows N
 
 @app.command(rich_help_panel=PLAN, epilog="Example: cria plan kwanzaa --gpu t4 --rows 107")
 def plan(
-    recipe: Annotated[str, typer.Argument(help="A named recipe, or a TOML file.")] = "smoke",
+    recipe: Annotated[str, typer.Argument(help="A named recipe, a TOML file, or a model for QLoRA.")] = "smoke",
     model: Annotated[str | None, typer.Option(help="A short name, a hub id, a folder or a config.json.")] = None,
     gpu: Annotated[
         str | None,
@@ -55,6 +57,9 @@ def plan(
     ] = False,
     fit: FitAim = "",
     may_change: MayChange = None,
+    as_is: Annotated[
+        bool, typer.Option("--as-is", help="Plan the recipe's own switches, also with another model.")
+    ] = False,
     rows: Annotated[int | None, typer.Option(help="Training rows; minutes and price need them.")] = None,
     rows_full: Annotated[
         bool, typer.Option("--rows-full", help="Take every row as data.max_length tokens; else the data's are read.")
@@ -80,14 +85,26 @@ def plan(
             rows_full=rows_full,
             fit=fit,
             may_change=may_change or (),
+            as_is=as_is,
         )
     if as_json:
         print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
     else:
         found.show(screen, toggles=toggles, ladder=ladder)
+        if found.fit and found.fits:
+            screen.wrapped("", Text(f"train it: {_train(recipe, model, settings or (), found.fit.aim)}"))
         screen.wrapped("", MORE)
     if not found.fits:
         raise typer.Exit(3)
+
+
+def _train(recipe: str, model: str | None, settings: Sequence[str], aim: str) -> str:
+    """Write the command that trains what was planned, with a search on the machine where it runs."""
+    from cria_tricks.run.asked import named
+
+    start, changes = named(recipe, model, settings)
+    sets = [word for change in changes for word in ("--set", change)]
+    return shlex.join(["cria", "train", str(start), *sets, "--fit", aim])
 
 
 @app.command(rich_help_panel=PLAN, epilog="Example: cria hardware --model llama-3.1-8b --budget 9")

@@ -22,13 +22,13 @@ class BillLine(_Frozen):
 
 
 class Suggestion(_Frozen):
-    """A switch that would lower the peak: what to set, the new peak [bytes], and whether the run would fit then.
+    """What would lower the peak: what to set, the new peak [bytes], and whether the run would fit then.
 
     ``slowdown`` is the time of a token with the switch, divided by the time without it [ratio]; ``None`` if the card's
     rates are not known.
     """
 
-    set: str
+    set: list[str]
     peak_bytes: int
     saved_bytes: int
     slowdown: float | None
@@ -123,7 +123,10 @@ class FitChoice(_Frozen):
 
 
 class Fit(_Frozen):
-    """What ``--fit`` has found: the best of so many sets, the next best, and one that leaves more of the card free."""
+    """What a search has found: the best of so many sets, the next best, and one that leaves more of the card free.
+
+    The last two are ``None`` if no aim was asked for.
+    """
 
     aim: str
     tried: int
@@ -168,7 +171,8 @@ class PlanAnswer(_Frozen):
         seconds_by: what backs this range: what was ``"measured here"`` by ``cria doctor --calibrate``, ``"measured
             cards"`` of this kind, ``"public runs"`` on this card, or ``"no run"``.
         warnings: settings that have no effect or may not do what was meant, each in one sentence.
-        suggestions: single switches that would lower the peak, the smallest slowdown first.
+        suggestions: single switches that would lower the peak, the smallest slowdown first; where none of them is
+            enough, several together that are.
         alone: what each switch saves without the others.
         removed: what would be lost by switching off each switch.
         ladder: the switches added one after the other.
@@ -177,8 +181,8 @@ class PlanAnswer(_Frozen):
         longest: the length of the longest row that fits [tokens]; ``None`` if not asked for.
         longest_on_host: the same, if the host must have room for it, too; ``None`` if the host is not known.
         host: the memory on the host; ``None`` on a CPU.
-        fit: what a search for the fastest, smallest or longest set has found; ``None`` if not asked for. All the rest
-            is about the chosen set.
+        fit: which set of switches a search has found; ``None`` if the recipe's own was asked for. All the rest is about
+            the chosen set.
         prices: time and price on the rented machines that have this card and room for the run; ``None`` if
             the number of rows is not known.
     """

@@ -59,13 +59,12 @@ class HostBill:
         return verdict(self.peak.bytes, self.host.memory_bytes) if self.host else ""
 
 
-def host_bill(target: Target, recipe: Recipe, host: Host | None, rows: int = 0) -> HostBill | None:
+def host_bill(target: Target, recipe: Recipe, rows: int = 0) -> HostBill | None:
     """Estimate what a run needs on the host; ``None`` on a CPU, where the host is the device.
 
     Args:
-        target: the model and the card.
+        target: the model, the card and the host.
         recipe: what would run.
-        host: the machine; ``None`` if it is not known.
         rows: the number of training rows; 0 if it is not known.
     """
     if target.device.kind != "cuda":
@@ -91,16 +90,15 @@ def host_bill(target: Target, recipe: Recipe, host: Host | None, rows: int = 0) 
     loading = Moment("loading", (libraries, data, file, streamed))
     moments = (loading, Moment("training", (libraries, data, pinned, paged, streamed)))
     # cria merge computes in fp32 on the host, and writes the model in 16 bits beside it.
-    return HostBill(moments, host, 3 * half)
+    return HostBill(moments, target.host, 3 * half)
 
 
-def longest_on_host(target: Target, recipe: Recipe, host: Host, rows: int, most: int) -> int:
+def longest_on_host(target: Target, recipe: Recipe, rows: int, most: int) -> int:
     """Find the longest row, of at most ``most`` tokens, for which the host has room [tokens]; 0 if there is none.
 
     Args:
-        target: the model and the card.
+        target: the model, the card and the host.
         recipe: what would run.
-        host: the machine around the card.
         rows: the number of training rows; 0 if it is not known.
         most: the longest row that fits the card [tokens].
     """
@@ -108,7 +106,7 @@ def longest_on_host(target: Target, recipe: Recipe, host: Host, rows: int, most:
     def fits(tokens: int) -> bool:
         if tokens < SHORTEST:
             return False
-        memory = host_bill(target, with_settings(recipe, [f"data.max_length={tokens}"]), host, rows)
+        memory = host_bill(target, with_settings(recipe, [f"data.max_length={tokens}"]), rows)
         return memory is None or memory.verdict != "does not fit"
 
     return most_tokens(fits, most)

@@ -1,7 +1,8 @@
 """Find the settings without which a recipe does not fit another model, so that any known model can be planned.
 
 The recipes were written for models like Llama. Phi-3 has joined matrices with other names, LoRA does not reach the
-experts of a mixture, and a head that does more than one product has no chunked loss.
+experts of a mixture, a head that does more than one product has no chunked loss, and attention whose scores are capped
+has no fused kernel.
 """
 
 from collections.abc import Iterable
@@ -31,15 +32,17 @@ def needed(recipe: Recipe, shape: Shape, given: Iterable[str] = ()) -> list[str]
         found += lora_targets(shape)
     if recipe.tricks.chunked_loss and shape.beside_head:
         found.append("tricks.chunked_loss=false")
+    if recipe.tricks.attention != "eager" and shape.caps_scores:
+        found.append("tricks.attention=eager")
+        on = [name for name in ("expand_kv", "keep_attention") if getattr(recipe.tricks, name)]
+        found += [f"tricks.{name}=false" for name in on]  # both act on the fused kernel
     return [setting for setting in found if not any(_same(setting.partition("=")[0], name) for name in chosen)]
 
 
 def warning(model: str, settings: Iterable[str]) -> list[str]:
     """Say which settings were added for a model; an empty list if none was."""
     options = " ".join(f"--set {setting}" for setting in settings)
-    if not options:
-        return []
-    return [f"{model} needs other settings than this recipe has; planned with {options}, which cria train needs, too"]
+    return [f"{model} needs other settings than this recipe has, so it is taken with {options}"] if options else []
 
 
 def _same(field: str, name: str) -> bool:

@@ -1,5 +1,6 @@
 """Make the answer of ``cria plan`` as plain data: the memory bill of a recipe on a card, and what goes with it."""
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +11,6 @@ from cria_tricks.common.units import human
 from cria_tricks.data.lengths import Lengths, full
 from cria_tricks.hardware import calibration, this_device, trust
 from cria_tricks.hardware.cards import CARDS, FLAVORS, Flavor
-from cria_tricks.hardware.gpus import Host
 from cria_tricks.models.configs import beyond_context, find_config
 from cria_tricks.models.shape import Shape
 from cria_tricks.predict import answer_time, toggles
@@ -29,7 +29,6 @@ def answer(
     advise: bool,
     longest: bool,
     rows: int | None,
-    host: Host | None = None,
 ) -> dict[str, Any]:
     """Put the bill, the comparisons and whatever else was asked for into one answer.
 
@@ -41,16 +40,15 @@ def answer(
         advise: add ``front``, the best switch sets.
         longest: add ``longest``, the length of the longest row that fits [tokens], and ``longest_on_host``.
         rows: the number of training rows, for ``prices``; ``None`` for no prices.
-        host: the machine around the card; ``None`` if it is not known.
     """
-    found = run_bill(target, recipe, lengths, dry=dry, rows=rows, host=host)
+    found = run_bill(target, recipe, lengths, dry=dry, rows=rows)
     found |= comparisons(target, recipe)
     if advise:
         found["front"] = front(target, recipe)
     if longest:
         found["longest"] = toggles.longest(target, recipe)
-        if host:
-            found["longest_on_host"] = longest_on_host(target, recipe, host, rows or 0, found["longest"])
+        if target.host:
+            found["longest_on_host"] = longest_on_host(target, recipe, rows or 0, found["longest"])
     if rows is not None:
         found["prices"] = prices(target, recipe, rows, lengths)
     return found
@@ -63,7 +61,6 @@ def run_bill(
     *,
     dry: bool = False,
     rows: int | None = None,
-    host: Host | None = None,
 ) -> dict[str, Any]:
     """Estimate the memory on the card and on the host, the time of a step, and the time of answers.
 
@@ -71,7 +68,7 @@ def run_bill(
     """
     found: dict[str, Any] = bill(target, recipe, dry=dry, lengths=lengths)
     found["answers"] = _answers(target, recipe, lengths, rows)
-    on_host = host_bill(target, recipe, host, rows or 0)
+    on_host = host_bill(target, recipe, rows or 0)
     if on_host:
         found["host"] = _host(on_host)
         found["warnings"] += _host_doubts(on_host)
@@ -135,7 +132,7 @@ def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths 
         "around": [asdict(line) for line in around],
         **_times(setting, plan, lengths),
         "warnings": [*plan.warnings, *doubts(target, recipe, verdict)],
-        "suggestions": [_suggestion(change) for change in toggles.suggestions(target, recipe)],
+        "suggestions": [_suggestion(target, change) for change in toggles.suggestions(target, recipe)],
     }
 
 
@@ -185,14 +182,26 @@ def _longest_prompt(recipe: Recipe, lengths: Lengths) -> int:
     return max(lengths.prompts[: recipe.eval.samples], default=recipe.data.max_length)
 
 
-def _suggestion(change: Change) -> dict[str, Any]:
+def suggestions(target: Target, recipe: Recipe, settings: Iterable[Setting]) -> list[dict[str, Any]]:
+    """Compare whole settings with a recipe, as the answer's ``suggestions``."""
+    before = target.bill(recipe)
+    return [_suggestion(target, Change("", (), before, after)) for after in settings]
+
+
+def _suggestion(target: Target, change: Change) -> dict[str, Any]:
     return {
-        "set": change.set,
+        "set": list(change.after.set),
         "peak_bytes": change.after.memory.peak_bytes,
         "saved_bytes": change.saved_bytes,
         "slowdown": change.slowdown,
-        "fits": change.after.memory.fits,
+        "fits": _fits(target, change.after),
     }
+
+
+def _fits(target: Target, setting: Setting) -> bool:
+    """Whether the card and the host have room for a setting."""
+    on_host = host_bill(target, setting.recipe) if target.host else None
+    return setting.memory.fits and not (on_host and on_host.verdict == "does not fit")
 
 
 def comparisons(target: Target, recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
@@ -200,13 +209,13 @@ def comparisons(target: Target, recipe: Recipe) -> dict[str, list[dict[str, Any]
     return {
         "alone": [_change(change) for change in toggles.alone(target, recipe)],
         "removed": [_change(change) for change in toggles.removed(target, recipe)],
-        "ladder": [_setting(setting) for setting in toggles.ladder(target, recipe)],
+        "ladder": [_setting(target, setting) for setting in toggles.ladder(target, recipe)],
     }
 
 
 def front(target: Target, recipe: Recipe) -> list[dict[str, Any]]:
     """Find the switch sets that no other set beats in both bytes and time, the fastest first."""
-    return [_setting(setting) for setting in toggles.front(target, recipe)]
+    return [_setting(target, setting) for setting in toggles.front(target, recipe)]
 
 
 def doubts(target: Target, recipe: Recipe, verdict: str) -> list[str]:
@@ -313,12 +322,12 @@ def _change(change: Change) -> dict[str, Any]:
     }
 
 
-def _setting(setting: Setting) -> dict[str, Any]:
+def _setting(target: Target, setting: Setting) -> dict[str, Any]:
     return {
         "set": list(setting.set),
         "peak_bytes": setting.memory.peak_bytes,
         "needed_bytes": setting.memory.needed_bytes,
-        "fits": setting.memory.fits,
+        "fits": _fits(target, setting),
         "seconds_per_token": setting.seconds,
     }
 

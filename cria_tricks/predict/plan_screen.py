@@ -34,7 +34,7 @@ def show(found: dict[str, Any], screen: Screen, *, toggles: bool = False, ladder
         ladder: print the switches added one after the other.
     """
     _show_lead(found, screen)
-    if found.get("fit"):
+    if found.get("fit") and (found["fit"]["runner_up"] or found["fit"]["safer"]):
         _show_fit(found["fit"], screen)
     _show_bill(found, screen)
     answers = list(_answers(found["answers"], found.get("prices"))) if found["answers"] else []
@@ -43,7 +43,7 @@ def show(found: dict[str, Any], screen: Screen, *, toggles: bool = False, ladder
     if found["warnings"]:
         screen.wrapped("", *(Text(f"warning: {warning}") for warning in found["warnings"]))
     if found["suggestions"] and found["verdict"] != "fits":
-        _show_suggestions(found["suggestions"], screen)
+        _show_suggestions(found, screen)
     if toggles:
         _show_toggles(found, screen)
     if ladder:
@@ -63,16 +63,29 @@ def show(found: dict[str, Any], screen: Screen, *, toggles: bool = False, ladder
 
 
 def _show_lead(found: dict[str, Any], screen: Screen) -> None:
-    """Print the four lines that a reader looks for first."""
+    """Print the lines that a reader looks for first."""
     lead = Table.grid(padding=(0, 2))
     lead.add_column(no_wrap=True, style="bold")
     lead.add_column(overflow="fold")
     lead.add_row("verdict", _verdict(found))
+    if found.get("fit"):
+        lead.add_row("switches", _chosen(found["fit"]))
     moment = {"forward": "forward pass"}.get(found["peak_at"], found["peak_at"])
     lead.add_row("peak", f"{human(found['peak_bytes'])} at the {moment}; {_largest(found)}")
     lead.add_row("time", _time(found))
     lead.add_row("price", _price(found))
     screen.wrapped(lead)
+
+
+def _chosen(fit: dict[str, Any]) -> str:
+    """Name the set of switches of this answer, and how to ask for another."""
+    changes = " ".join(fit["chosen"]["set"])
+    best = {
+        "nearest": "the fewest changes of {} sets",
+        "smallest": "needs least of {} sets",
+    }.get(fit["aim"], f"the {fit['aim']} of {{}} sets that fit")
+    said = f"{changes} ({best.format(fit['tried'])})" if changes else "the recipe's own"
+    return f"{said}; --as-is: the recipe's own" if changes else said
 
 
 def _show_fit(fit: dict[str, Any], screen: Screen) -> None:
@@ -208,12 +221,12 @@ def _show_prices(entries: list[dict[str, Any]], screen: Screen) -> None:
     screen.wrapped("", f"[bold]{title}[/]", "", *prices, Text(f"times are {trust.TIME}", style="dim"))
 
 
-def _show_suggestions(entries: list[dict[str, Any]], screen: Screen) -> None:
+def _show_suggestions(found: dict[str, Any], screen: Screen) -> None:
     shown = table("--set", "saves", "time", "peak", "fits", numbers=["saves", "peak"])
-    for entry in entries:
+    for entry in found["suggestions"]:
         saved, peak = human(entry["saved_bytes"]), human(entry["peak_bytes"])
-        shown.add_row(entry["set"], saved, speed(entry["slowdown"]), peak, _yes_or_no(entry))
-    _show("What to switch on, the smallest slowdown first (or let --fit fastest choose)", shown, screen)
+        shown.add_row("\n".join(entry["set"]), saved, speed(entry["slowdown"]), peak, _yes_or_no(entry))
+    _show("What would lower the peak, the smallest slowdown first", shown, screen)
 
 
 def _show_toggles(found: dict[str, Any], screen: Screen) -> None:

@@ -12,7 +12,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human, speed
 from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.device import Device
-from cria_tricks.hardware.gpus import rates_of
+from cria_tricks.hardware.gpus import Host, rates_of
 from cria_tricks.load.refusals import facts_of, refuse
 from cria_tricks.models.shape import Shape
 from cria_tricks.parallel.strategies import traffic
@@ -90,11 +90,13 @@ class Target:
         shape: the model's shape.
         device: the card of each process.
         processes: the number of processes that share the run, by ``recipe.parallel.strategy``.
+        host: the machine around the card; ``None`` if it is not known.
     """
 
     shape: Shape
     device: Device
     processes: int = 1
+    host: Host | None = None
 
     @property
     def card(self) -> Card | None:

@@ -5,6 +5,7 @@ Each function takes a recipe in any of three forms: a ``Recipe``, the name of on
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,9 @@ from cria_tricks.common.startup import importing
 from cria_tricks.hardware import T4, Device, this_device
 from cria_tricks.hardware.gpus import Host, find_gpu, this_host
 from cria_tricks.models.shape import Shape, find_shape
-from cria_tricks.predict import model_settings
 from cria_tricks.predict.answer import PlanAnswer
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.run.asked import Asked, Named, asked, named, workable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,8 +26,11 @@ if TYPE_CHECKING:
     from cria_tricks.data.lengths import Lengths
     from cria_tricks.predict.toggles import Target
     from cria_tricks.report.film_answer import FilmAnswer
+    from cria_tricks.run.search import Found
 
 
+BEST = "best"
+"""The search of a plan for which nobody named an aim."""
 HERE = "here"
 """What ``gpu`` may be for this machine."""
 
@@ -80,12 +84,16 @@ def train(
     # torch and the trainer take seconds to import. A named recipe needs torch too: it chooses its precision for the
     # device.
     with importing():
-        wanted = with_settings(recipes.get(recipe), changes)
+        shape = _shape_if_known(with_settings(recipes.get(recipe), changes).model)
+        wanted = asked(recipe, changes, this_device(), shape)
 
         from cria_tricks.run.run import train as run
     if fit:
-        wanted = _fitted_here(wanted, fit, may_change, console)
-    return run(wanted, out, resume=resume, other_base=other_base, console=console)
+        chosen = _fitted_here(wanted, shape or find_shape(wanted.recipe.model), fit, may_change, console)
+    else:
+        chosen = wanted.recipe
+        _say(wanted.warnings, console)
+    return run(chosen, out, resume=resume, other_base=other_base, console=console)
 
 
 def plan(
@@ -102,6 +110,7 @@ def plan(
     rows_full: bool = False,
     fit: str = "",
     may_change: Iterable[str] = (),
+    as_is: bool = False,
 ) -> PlanAnswer:
     """Estimate what a recipe needs on a card, and explain it, without loading any weights.
 
@@ -109,7 +118,7 @@ def plan(
     Otherwise it takes every row as ``data.max_length`` tokens long. ``answer.lengths`` says which.
 
     Args:
-        recipe: a recipe, the name of one, or the path of a ``.toml`` file.
+        recipe: a recipe, the name of one, or the path of a ``.toml`` file; or a model, for the recipe ``qlora``.
         gpu: a short name such as ``"t4"`` or ``"t4x2"`` (two of them), an amount of memory such as ``"8GiB:7.5"`` (with
             the compute capability, 8.6 if left out), ``"here"``, or a ``Device``; else this machine's card, or a T4.
         model: another model than the recipe's: a short name, a hub id, a folder or a ``config.json``.
@@ -122,6 +131,8 @@ def plan(
         rows_full: take every row as ``data.max_length`` tokens long, whatever the data.
         fit: ``fastest``, ``smallest`` or ``longest``: answer for the switches that a search finds best for this aim.
         may_change: switches that this search may also change, although they change results, e.g. ``["quantization"]``.
+        as_is: answer for the recipe's own switches. Otherwise, with another model than the recipe's, and for the
+            recipes that are a start for your own, the answer is for the set of switches that is best on this card.
 
     Raises:
         BadInput: for an unknown name, a switch that cannot work on the card, or a row that training would refuse.
@@ -132,21 +143,20 @@ def plan(
         >>> answer.prices[0].flavor, answer.verdict
         ('t4-small', 'fits')
     """
-    changes = [f"model={model}", *_several(settings)] if model else _several(settings)
+    recipe, changes = named(recipe, model, _several(settings))
     device, nproc = _device(gpu, nproc)
     wanted, shape, device = _wanted(recipe, changes, device)
     host = _host(gpu)  # names are checked by now; this machine's card is looked up with torch
-    needed = model_settings.needed(wanted, shape, changes) if model else []
-    wanted = _shared(with_settings(wanted, needed), nproc)
     # It imports numpy and torch, which takes seconds; errors in names were raised above.
     from cria_tricks.predict.toggles import Target
 
-    target = Target(shape, device, nproc)
-    target.resolve(wanted)  # raises for a setting that cannot work, before the data is read
-    wanted, found_lengths, fitted = _searched(target, wanted, rows_full, fit, _several(may_change))
+    target = Target(shape, device, nproc, host)
+    wanted = replace(wanted, recipe=_shared(wanted.recipe, nproc))
+    aim = fit or ("" if as_is or wanted.own else BEST)
+    wanted, found_lengths, fitted = _searched(target, wanted, rows_full, aim, _several(may_change))
     rows = (found_lengths.rows or None) if rows is None else rows
-    asked = {"dry": dry_run, "advise": advise, "longest": longest, "host": host, "rows": rows}
-    return _answered(target, wanted, found_lengths, asked, fitted, model_settings.warning(shape.name, needed))
+    asked = {"dry": dry_run, "advise": advise, "longest": longest, "rows": rows}
+    return _answered(target, wanted, found_lengths, asked, fitted)
 
 
 def film(
@@ -177,68 +187,87 @@ def film(
     Examples:
         >>> film("kwanzaa", gpu="t4").write("film.html")  # doctest: +SKIP
     """
-    changes = [f"model={model}", *_several(settings)] if model else _several(settings)
+    recipe, changes = named(recipe, model, _several(settings))
     device, cards = _device(gpu, 1)
     if cards > 1:
         raise BadInput(f"--gpu {gpu}: a film is of one card")
     wanted, shape, device = _wanted(recipe, changes, device)
-    if model:
-        wanted = with_settings(wanted, model_settings.needed(wanted, shape, changes))
     # It imports numpy and torch, which takes seconds; errors in names were raised above.
     with importing():
         from cria_tricks.predict.toggles import Target
         from cria_tricks.report import film_answer
-    return film_answer.answer(Target(shape, device), wanted, shorter, say)
+    return film_answer.answer(Target(shape, device), wanted.recipe, shorter, say)
 
 
 def _searched(
-    target: "Target", recipe: Recipe, rows_full: bool, aim: str, may_change: list[str]
-) -> tuple[Recipe, "Lengths", dict[str, Any] | None]:
+    target: "Target", wanted: Asked, rows_full: bool, aim: str, may_change: list[str]
+) -> tuple[Asked, "Lengths", "Found | None"]:
     """Read the lengths of the rows, and search the best switches if that is wanted: recipe, lengths, what was found."""
     from cria_tricks.data import lengths
-
-    found = lengths.full(recipe, "--rows-full") if rows_full else _read_lengths(recipe)
-    recipe = lengths.as_long_as(found.longest, recipe)
-    if not aim:
-        return recipe, found, None
     from cria_tricks.run import search
 
-    fitted = search.search(target, recipe, aim, found, may_change)
-    return fitted.chosen.recipe, search.lengths_of(fitted, found), search.as_data(fitted)
+    if aim:
+        wanted = workable(target, wanted)
+    target.resolve(wanted.recipe)  # raises for a setting that cannot work, before the data is read
+    found = lengths.full(wanted.recipe, "--rows-full") if rows_full else _read_lengths(wanted.recipe)
+    recipe = lengths.as_long_as(found.longest, wanted.recipe)
+    if not aim:
+        return replace(wanted, recipe=recipe), found, None
+    if aim == BEST:
+        fitted = search.whole(search.best_in_steps(target, recipe, found, wanted.set))
+    else:
+        fitted = search.search(target, recipe, aim, found, may_change, wanted.set)
+    return replace(wanted, recipe=fitted.chosen.recipe), search.lengths_of(fitted, found), fitted
 
 
 def _answered(
-    target: "Target",
-    recipe: Recipe,
-    lengths: "Lengths",
-    asked: dict[str, Any],
-    fitted: dict[str, Any] | None,
-    warnings: list[str],
+    target: "Target", wanted: Asked, lengths: "Lengths", asked: dict[str, Any], fitted: "Found | None"
 ) -> PlanAnswer:
     from cria_tricks.predict import plan_data
+    from cria_tricks.run import search
 
-    found = plan_data.answer(target, recipe, lengths, **asked)
-    found["warnings"] = [*warnings, *found["warnings"]]
-    return PlanAnswer.model_validate(found | {"fit": fitted})
+    found = plan_data.answer(target, wanted.recipe, lengths, **asked)
+    found["warnings"] = [*wanted.warnings, *found["warnings"]]
+    if found["verdict"] != "fits" and not any(one["fits"] for one in found["suggestions"]):
+        more = search.more_suggestions(target, wanted.recipe, lengths, fitted)
+        found["suggestions"] += plan_data.suggestions(target, wanted.recipe, more)
+    return PlanAnswer.model_validate(found | {"fit": search.as_data(fitted) if fitted else None})
 
 
-def _fitted_here(recipe: Recipe, aim: str, may_change: Iterable[str], console: "Console | None") -> Recipe:
+def _fitted_here(wanted: Asked, shape: Shape, fit: str, may_change: Iterable[str], console: "Console | None") -> Recipe:
     """Return the recipe with the switches that a search finds for this machine, and say which."""
-    from cria_tricks.common.console import Aside
     from cria_tricks.data import lengths
     from cria_tricks.predict.toggles import Target
     from cria_tricks.processes import numbers
     from cria_tricks.run import search
 
-    target = Target(find_shape(recipe.model), this_device(), numbers.processes())
-    found_lengths = _read_lengths(recipe)
+    target = Target(shape, this_device(), numbers.processes(), this_host())
+    wanted = workable(target, wanted)
+    found_lengths = _read_lengths(wanted.recipe)
     # Rows are trained as long as they are, so a shorter data.max_length is for the estimate only.
-    found = search.search(
-        target, lengths.as_long_as(found_lengths.longest, recipe), aim, found_lengths, _several(may_change)
-    )
+    recipe = lengths.as_long_as(found_lengths.longest, wanted.recipe)
+    found = search.search(target, recipe, fit, found_lengths, _several(may_change), wanted.set)
+    _say([*wanted.warnings, search.in_words(found)], console)
+    return with_settings(wanted.recipe, found.chosen.set)
+
+
+def _say(lines: Iterable[str], console: "Console | None") -> None:
+    """Print lines, in the main process only."""
+    # It imports rich, which takes a while.
+    from cria_tricks.common.console import Aside
+    from cria_tricks.processes import numbers
+
     if not numbers.rank():
-        (console or Aside()).print(search.in_words(found))
-    return with_settings(recipe, found.chosen.set)
+        for line in lines:
+            (console or Aside()).print(line, markup=False)
+
+
+def _shape_if_known(model: str) -> Shape | None:
+    """Return the shape of a model; ``None`` for a type that cannot be estimated, which may train all the same."""
+    try:
+        return find_shape(model)
+    except BadInput:
+        return None
 
 
 def _shared(recipe: Recipe, processes: int) -> Recipe:
@@ -272,7 +301,8 @@ def estimate(
         >>> memory.fits, memory.needed_bytes == plan("kwanzaa", gpu="t4").needed_bytes
         (True, True)
     """
-    wanted, shape, device = _wanted(recipe, _several(settings), _device(gpu, 1)[0])
+    asked_for, shape, device = _wanted(recipe, _several(settings), _device(gpu, 1)[0])
+    wanted = asked_for.recipe
     # They import torch, which takes seconds; errors in names were raised above.
     from cria_tricks.predict.toggles import Target
     from cria_tricks.tricks.folds import estimate as by_hand
@@ -307,7 +337,7 @@ def _device(gpu: str | Device | None, processes: int) -> tuple[Device | None, in
     return found.device, found.count
 
 
-def _wanted(recipe: Recipe | str | Path, changes: list[str], card: Device | None) -> tuple[Recipe, Shape, Device]:
+def _wanted(recipe: Named, changes: list[str], card: Device | None) -> tuple[Asked, Shape, Device]:
     """Find the changed recipe, the shape of its model, and the card.
 
     All names are checked before this machine's card is looked up, because that imports torch.
@@ -319,7 +349,7 @@ def _wanted(recipe: Recipe | str | Path, changes: list[str], card: Device | None
     if card is None:
         here = this_device()
         card = here if here.kind == "cuda" else T4
-    return with_settings(recipes.get(recipe, card), changes), shape, card
+    return asked(recipe, changes, card, shape), shape, card
 
 
 def _read_lengths(recipe: Recipe) -> "Lengths":

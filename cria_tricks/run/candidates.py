@@ -1,12 +1,11 @@
-"""List the sets of switches that a search tries, say how a set differs from the wanted one, and that none fits."""
+"""List the sets of switches that a search tries, and say how a set differs from the wanted one."""
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from cria_tricks.common.errors import BadInput, OutOfMemory
-from cria_tricks.common.units import human
+from cria_tricks.common.errors import BadInput
 from cria_tricks.predict.toggle_values import choices
 from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe
@@ -30,42 +29,33 @@ MOST_SPLITS = 64
 """The largest micro-batch that is tried [rows]."""
 
 
-class NothingFits(OutOfMemory):
-    """No set of switches fits; the message says what else would help.
+def candidates(
+    target: Target, recipe: Recipe, exact: Iterable[str], may_change: Iterable[str], keep: Collection[str] = ()
+) -> Iterator[Recipe]:
+    """Yield the recipe with each set of switches (its own values, too) and each micro-batch, all blocks recomputed.
 
     Args:
         target: the model and the card.
-        smallest: the set that needs least.
-        needed: what it needs [bytes].
+        recipe: what is wanted.
+        exact: the switches that are on or off.
+        may_change: names of :data:`ALLOWED`.
+        keep: fields of the recipe that stay as they are, such as ``tricks.attention``.
     """
-
-    def __init__(self, target: Target, smallest: Recipe, needed: int):
-        self.smallest = smallest
-        self.needed = needed
-        advice = [f"shorten data.max_length ({smallest.data.max_length})"]
-        if smallest.tricks.peft == "none":
-            advice.append("train an adapter with tricks.peft=lora")
-        elif smallest.tricks.quantization not in ("nf4", "fp4"):
-            advice.append("store the weights in fewer bits with --may-change quantization")
-        elif not smallest.tricks.stream_layers:
-            advice.append("keep the weights on the host with tricks.stream_layers=true")
-        super().__init__(
-            f"--fit: no set of switches fits {target.device.name} with a margin: the smallest needs {human(needed)} of "
-            f"{human(target.device.memory_bytes)}; {', or '.join(advice)}"
-        )
-
-
-def candidates(target: Target, recipe: Recipe, exact: Iterable[str], may_change: Iterable[str]) -> Iterator[Recipe]:
-    """Yield the recipe with each set of switches (its own values, too) and each micro-batch, all blocks recomputed."""
     fields: dict[str, tuple[Any, ...]] = {n: tuple({False: 0, True: 0, getattr(recipe.tricks, n): 0}) for n in exact}
     attention = recipe.tricks.attention
     fields["attention"] = (attention, "sdpa") if attention == "eager" else (attention,)
     values = choices(recipe, target.device, target.shape.width) | {"packing": (False, True), "compile": (False, True)}
     fields |= {name: values[name] for name in may_change}
+    fields = {name: values for name, values in fields.items() if f"tricks.{name}" not in keep}
+    checkpointing: dict[str, Any] = {"gradient_checkpointing": True}
+    if "tricks.gradient_checkpointing" in keep:
+        checkpointing = {}
     batches = [rows for rows in _divisors(recipe.rows_per_step) if rows <= MOST_SPLITS]
+    if {"train.batch_size", "tricks.gradient_accumulation"} & set(keep):
+        batches = [recipe.train.batch_size]
     warned = len(target.resolve(recipe).warnings)
     for combination in itertools.product(*fields.values()):
-        tricks = dict(zip(fields, combination, strict=True)) | {"gradient_checkpointing": True}
+        tricks = dict(zip(fields, combination, strict=True)) | checkpointing
         one = changed(recipe, tricks, recipe.train.batch_size)
         try:
             plan = target.resolve(one)
@@ -75,12 +65,21 @@ def candidates(target: Target, recipe: Recipe, exact: Iterable[str], may_change:
             continue  # one of the switches would have no effect
         whole = [recipe.train.batch_size]  # with steps in the backward pass a step is one micro-batch
         for rows in whole if plan.optimizer.get("in_backward") else batches:
-            yield changed(one, {"gradient_accumulation": recipe.rows_per_step // rows}, rows)
+            split = changed(one, {"gradient_accumulation": recipe.rows_per_step // rows}, rows)
+            yield split
+            # Offloaded activations of long rows need less of the card than the recomputation of a block, but more of
+            # the host. So this is tried only where it is known what the host has.
+            if target.host and checkpointing and one.tricks.activation_offload:
+                kept = changed(split, {"gradient_checkpointing": False}, rows)
+                if target.works(kept):
+                    yield kept
 
 
-def with_free(target: Target, recipe: Recipe) -> Recipe:
-    """Set the switches of :data:`FREE` that work here and have an effect."""
+def with_free(target: Target, recipe: Recipe, keep: Collection[str] = ()) -> Recipe:
+    """Set the switches of :data:`FREE` that work here and have an effect, but for those in ``keep``."""
     for name in FREE:
+        if f"tricks.{name}" in keep:
+            continue
         more = changed(recipe, {name: True}, recipe.train.batch_size)
         if target.works(more) and len(target.resolve(more).warnings) == len(target.resolve(recipe).warnings):
             recipe = more
@@ -104,17 +103,22 @@ def changed(recipe: Recipe, tricks: dict[str, Any], rows: int) -> Recipe:
 
 
 def differences(recipe: Recipe, other: Recipe) -> tuple[str, ...]:
-    """Write what differs between two recipes in switches and micro-batches, as ``--set`` takes it."""
+    """Write what differs between two recipes, as ``--set`` takes it."""
+    before, after = recipe.model_dump(mode="json"), other.model_dump(mode="json")
     found = []
-    if other.data.max_length != recipe.data.max_length:
-        found.append(f"data.max_length={other.data.max_length}")
-    if other.train.batch_size != recipe.train.batch_size:
-        found.append(f"train.batch_size={other.train.batch_size}")
-    for name in type(recipe.tricks).model_fields:
-        value, before = getattr(other.tricks, name), getattr(recipe.tricks, name)
-        if (type(value), value) != (type(before), before):
-            found.append(f"tricks.{name}={str(value).lower() if isinstance(value, bool) else value}")
+    for group in ("data", "train", "tricks", "lora"):
+        for name, value in after[group].items():
+            # By type, too, because in Python True == 1: all blocks checkpointed is not one block.
+            if (type(value), value) != (type(before[group][name]), before[group][name]):
+                found.append(f"{group}.{name}={_as_set(value)}")
     return tuple(found)
+
+
+def _as_set(value: Any) -> str:
+    """Write a value as ``--set`` takes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(value) if isinstance(value, list) else str(value)
 
 
 def _divisors(number: int) -> list[int]:

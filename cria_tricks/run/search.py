@@ -10,7 +10,7 @@ for the same card, so they share the error of its rates: which of two sets is fa
 """
 
 import math
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -20,25 +20,25 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.common.names import hint, nearest
 from cria_tricks.common.units import between, human
 from cria_tricks.data.lengths import Lengths, as_long_as, full
-from cria_tricks.hardware.trust import MARGIN
-from cria_tricks.predict.toggles import LONGEST, Target, longest
+from cria_tricks.hardware.trust import MARGIN, verdict
+from cria_tricks.predict.host import host_bill
+from cria_tricks.predict.toggles import LONGEST, Setting, Target, longest
 from cria_tricks.recipe import Recipe
 from cria_tricks.run.candidates import (
     ALLOWED,
     EXACT,
     LONG,
-    NothingFits,
     candidates,
     checkpointed,
     differences,
     with_free,
 )
-
-AIMS = ("fastest", "smallest", "longest")
-"""What can be wanted: the least time, the fewest bytes, or the longest rows."""
+from cria_tricks.run.ways import NothingFits, Way
 
 NEAREST = "nearest"
-"""The aim of :func:`smaller` where no speed is known: the fewest changes, then the fewest recomputed blocks."""
+"""An aim that needs no speeds: the fewest changes of the recipe, then the fewest recomputed blocks."""
+AIMS = ("fastest", "smallest", "longest", NEAREST)
+"""What can be wanted: the least time, the fewest bytes, the longest rows, or the fewest changes."""
 SAFER = 0.85
 """The share of the card's memory that the safer alternative needs at most."""
 
@@ -79,10 +79,11 @@ class Found:
 
     Attributes:
         aim: one of :data:`AIMS`.
-        chosen: the best set that fits.
+        chosen: the best set that fits; of :func:`best_in_steps` the one that needs least, if none fits.
         runner_up: the next best with another time or another size; ``None`` if there is none.
         safer: the best set that needs at most :data:`SAFER` of the card; ``None`` if the chosen one does.
         tried: how many sets were compared.
+        ways: what would fit otherwise, if ``chosen`` does not fit with a margin.
     """
 
     aim: str
@@ -90,24 +91,33 @@ class Found:
     runner_up: Choice | None
     safer: Choice | None
     tried: int
+    ways: tuple[Way, ...] = ()
 
 
-def search(target: Target, recipe: Recipe, aim: str, lengths: Lengths, may_change: Iterable[str] = ()) -> Found:
+def search(
+    target: Target,
+    recipe: Recipe,
+    aim: str,
+    lengths: Lengths,
+    may_change: Iterable[str] = (),
+    keep: Collection[str] = (),
+) -> Found:
     """Find the best set of switches for a recipe that fits with a margin.
 
     Args:
-        target: the model and the card.
+        target: the model and the hardware.
         recipe: what is wanted.
         aim: one of :data:`AIMS`.
         lengths: the lengths of the rows.
         may_change: names of :data:`ALLOWED` that may change, too.
+        keep: fields of the recipe that stay as they are, because the user has set them.
 
     Raises:
         BadInput: for an unknown aim or name, or for ``fastest`` if the card's speed is not known.
         NothingFits: if no set fits.
     """
-    found, sets = whole(in_steps(target, recipe, aim, lengths, may_change))
-    wanted = Wanted(target, recipe, aim, lengths, (1 - MARGIN) * target.device.memory_bytes)
+    found, sets = whole(in_steps(target, recipe, aim, lengths, may_change, keep))
+    wanted = Wanted(target, recipe, aim, lengths, (1 - MARGIN) * target.device.memory_bytes, keep)
     chosen = found[0]
     runner_up = next((one for one in found if wanted.order(one)[0] != wanted.order(chosen)[0]), None)
     safer = None
@@ -116,8 +126,35 @@ def search(target: Target, recipe: Recipe, aim: str, lengths: Lengths, may_chang
     return Found(aim, chosen, runner_up, safer, len(sets))
 
 
+def best_in_steps(target: Target, recipe: Recipe, lengths: Lengths, keep: Collection[str] = ()) -> Steps[Found]:
+    """Find the set that ``cria plan`` answers for, if nobody asked for another: the fastest that fits.
+
+    On a card whose speed is not known it is the set with the fewest changes. If no set fits with a margin, it is the
+    one that needs least. More memory never makes this answer worse, because a set that fits a smaller card fits a
+    larger one as well.
+
+    Args:
+        target: the model and the hardware.
+        recipe: what is wanted.
+        lengths: the lengths of the rows.
+        keep: fields of the recipe that stay as they are, because the user has set them.
+    """
+    aim = "fastest" if target.card else NEAREST
+    try:
+        found, sets = yield from in_steps(target, recipe, aim, lengths, (), keep)
+    except NothingFits as error:
+        smallest = Wanted(target, recipe, "smallest", lengths, math.inf, keep).choice(error.smallest)
+        return Found("smallest", smallest, None, None, error.tried, error.ways)
+    return Found(aim, found[0], None, None, len(sets))
+
+
 def in_steps(
-    target: Target, recipe: Recipe, aim: str, lengths: Lengths, may_change: Iterable[str] = ()
+    target: Target,
+    recipe: Recipe,
+    aim: str,
+    lengths: Lengths,
+    may_change: Iterable[str] = (),
+    keep: Collection[str] = (),
 ) -> Steps[tuple[list[Choice], list[Recipe]]]:
     """Search as :func:`search` does, in steps, so that a caller can show how far it is, or stop.
 
@@ -128,24 +165,26 @@ def in_steps(
     _refuse_unknown(target, aim, may_change)
     exact = LONG if aim == "longest" or recipe.data.max_length > target.shape.width else EXACT
     sets = []
-    for one in candidates(target, recipe, exact, may_change):
+    for one in candidates(target, recipe, exact, may_change, keep):
         yield 0, 0
         sets.append(one)
-    wanted = Wanted(target, recipe, aim, lengths, (1 - MARGIN) * target.device.memory_bytes)
+    wanted = Wanted(target, recipe, aim, lengths, (1 - MARGIN) * target.device.memory_bytes, keep)
     found: list[Choice] = []
     for place, one in enumerate(sets):
         yield place + 1, len(sets)
-        sets[place] = with_free(target, one)
+        if aim != NEAREST:
+            sets[place] = with_free(target, one, keep)
         found += wanted.choices([sets[place]])
     if found:
         return sorted(found, key=wanted.order), sets
-    smallest, needed = recipe, math.inf
+    smallest, least = recipe, (True, math.inf, math.inf)
     for one in sets:
         yield len(sets), len(sets)
-        size = target.memory(one).needed_bytes
-        if size < needed:
-            smallest, needed = one, size
-    raise NothingFits(target, smallest, int(needed))
+        memory = target.memory(one)
+        size = (not wanted.fits_host(one), memory.least_bytes, memory.needed_bytes)
+        if size < least:
+            smallest, least = one, size
+    raise NothingFits(target, recipe, smallest, len(sets))
 
 
 def whole(steps: Generator[Any, None, Result]) -> Result:
@@ -174,38 +213,8 @@ def smaller(
         The choice; ``None`` if no set needs so little.
     """
     limit = min(limit, (1 - MARGIN) * target.device.memory_bytes)
-    if target.card is None:
-        return whole(nearest_in_steps(target, recipe, lengths, limit, allowed))
-    wanted = Wanted(target, recipe, "fastest", lengths, limit)
+    wanted = Wanted(target, recipe, "fastest" if target.card else NEAREST, lengths, limit)
     return next(iter(wanted.choices(filter(allowed, candidates(target, recipe, EXACT, ())))), None)
-
-
-def nearest_in_steps(
-    target: Target, recipe: Recipe, lengths: Lengths, limit: float, allowed: Callable[[Recipe], bool]
-) -> Steps[Choice | None]:
-    """Find the set with the fewest changes, then the fewest recomputed blocks, in steps.
-
-    The arguments and what is returned are those of :func:`smaller`. Sets with few changes are tried first, and those
-    with more are left out.
-    """
-    wanted = Wanted(target, recipe, NEAREST, lengths, limit)
-    by_changes: dict[int, list[Recipe]] = {}
-    for one in candidates(target, recipe, EXACT, ()):
-        yield 0, 0
-        changes = [change for change in differences(recipe, one) if "gradient_checkpointing" not in change]
-        by_changes.setdefault(len(changes), []).append(one)
-    every, tried = sum(map(len, by_changes.values())), 0
-    found: list[Choice] = []
-    for least in sorted(by_changes):
-        if found and len(found[0].set) < least:
-            break
-        for one in by_changes[least]:
-            tried += 1
-            yield tried, every
-            if allowed(one):
-                found += wanted.choices([one])
-        found.sort(key=wanted.order)
-    return found[0] if found else None
 
 
 def _refuse_unknown(target: Target, aim: str, may_change: tuple[str, ...]) -> None:
@@ -216,7 +225,7 @@ def _refuse_unknown(target: Target, aim: str, may_change: tuple[str, ...]) -> No
     if target.card is None and aim == "fastest":
         raise BadInput(
             f"--fit {aim}: the speed of {target.device.name} is not known, so it cannot be said which set is faster; "
-            "--fit smallest and --fit longest compare bytes alone"
+            f"--fit {NEAREST} changes as little as possible, and --fit smallest and --fit longest compare bytes alone"
         )
 
 
@@ -227,9 +236,10 @@ class Wanted:
     Attributes:
         target: the model and the card.
         recipe: the recipe that is wanted.
-        aim: one of :data:`AIMS`, or :data:`NEAREST`.
+        aim: one of :data:`AIMS`.
         lengths: the lengths of the rows.
         limit: what a choice may need at most [bytes].
+        keep: fields of the recipe that stay as they are.
     """
 
     target: Target
@@ -237,6 +247,7 @@ class Wanted:
     aim: str
     lengths: Lengths
     limit: float
+    keep: Collection[str] = ()
 
     def choices(self, sets: Iterable[Recipe]) -> list[Choice]:
         """Return the best choice of each candidate that fits, the best of all first."""
@@ -263,13 +274,26 @@ class Wanted:
 
     def _best_of(self, candidate: Recipe) -> Choice | None:
         """Return the best choice with these switches, over all numbers of recomputed blocks; ``None`` if none fits."""
-        blocks = self.target.shape.layers
         if not self._fits(candidate):
             return None
-        if self.aim not in ("fastest", NEAREST):
-            return self._choice(candidate)
-        # The more blocks are recomputed, the fewer bytes and the more seconds: the smallest number that fits is best.
-        # But what is nearest recomputes no fewer blocks than before, because that would be one more change.
+        searched = self.aim in ("fastest", NEAREST) and "tricks.gradient_checkpointing" not in self.keep
+        searched = searched and candidate.tricks.gradient_checkpointing is True
+        best = self._least_recomputed(candidate) if searched else candidate
+        if not self.fits_host(best):
+            best = candidate
+        if not self.fits_host(best) or not self.target.works(best):
+            return None
+        if best.tricks.keep_attention and not self._recomputed(best):
+            return None  # nothing is recomputed, so there is nothing to keep
+        return self.choice(best)
+
+    def _least_recomputed(self, candidate: Recipe) -> Recipe:
+        """Return the candidate with the smallest number of recomputed blocks that fits.
+
+        The more blocks are recomputed, the fewer bytes and the more seconds. But what is nearest recomputes no fewer
+        blocks than before, because that would be one more change.
+        """
+        blocks = self.target.shape.layers
         least, most = 0, blocks
         if self.aim == NEAREST:
             least = self._recomputed(self.recipe)
@@ -279,15 +303,19 @@ class Wanted:
                 most = middle
             else:
                 least = middle + 1
-        best = checkpointed(candidate, most, blocks)
-        if not most and best.tricks.keep_attention:
-            return None  # nothing is recomputed, so there is nothing to keep
-        return self._choice(best) if self.target.works(best) else None
+        return checkpointed(candidate, most, blocks)
+
+    def fits_host(self, recipe: Recipe) -> bool:
+        """Whether the host has room for what waits there in training; yes, if it is not known."""
+        memory = host_bill(self.target, recipe) if self.target.host else None
+        if memory is None or memory.host is None:
+            return True
+        return verdict(memory.moments[-1].bytes, memory.host.memory_bytes) != "does not fit"
 
     def _fits(self, recipe: Recipe) -> bool:
         return self.target.memory(recipe).needed_bytes <= self.limit
 
-    def _choice(self, best: Recipe) -> Choice:
+    def choice(self, best: Recipe) -> Choice:
         """Estimate a choice as a whole."""
         tokens = 0
         if self.aim == "longest":
@@ -298,6 +326,24 @@ class Wanted:
         mean = tokens or self.lengths.mean_of(best.train.batch_size)
         seconds = (setting.seconds or 0.0) * best.rows_per_step * mean
         return Choice(differences(self.recipe, best), best, setting.memory, seconds, setting.spread, tokens)
+
+
+def more_suggestions(target: Target, recipe: Recipe, lengths: Lengths, found: Found | None) -> list[Setting]:
+    """Find what would fit where no single switch helps: several switches together, or else a change of results.
+
+    Args:
+        target: the model and the hardware.
+        recipe: what does not fit.
+        lengths: the lengths of the rows.
+        found: the search that ended with this recipe, if there was one.
+    """
+    if found is not None:
+        return [way.setting for way in found.ways]
+    try:
+        chosen = search(target, recipe, NEAREST, lengths).chosen
+    except NothingFits as error:
+        return [way.setting for way in error.ways]
+    return [target.bill(chosen.recipe, *chosen.set)]
 
 
 def as_data(found: Found) -> dict[str, Any]:

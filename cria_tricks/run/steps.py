@@ -142,7 +142,8 @@ def _attempt(job: Job, known: recovery.Known, of: results.Made, monitor: Monitor
     job.warn(recovery.doubts(estimated))
     if shape:
         many = len(rows["train"].rows) if isinstance(rows["train"].rows, list) else 0
-        refuse_beyond_host(host_bill(Target(shape, plan.device, world.size), longest, this_host(), many))
+        target = Target(shape, plan.device, world.size, this_host())
+        refuse_beyond_host(host_bill(target, longest, many))
     batch = recipe.train.batch_size * micro_batches_at_once(plan)
     eval_batches = math.ceil(len(rows["eval"].rows) / batch / world.data)
     expected = estimated.allocated_bytes if estimated else None

@@ -159,6 +159,13 @@
   function show(found) {
     clear(found.refused ? "refused" : "");
     reason = found.refused || "";
+    const changes = Object.entries(found.changes || {});
+    if (changes.length) { // with the switches of the form it would not fit, so Python has searched others
+      state = { ...state, ...found.changes };
+      history.replaceState(null, "", `#${link(state, pinned)}`);
+      fill();
+      done.textContent = `So that it fits: ${changes.map(([name, value]) => words(name, value)).join("; ")}.`;
+    }
     if (found.refused) {
       verdict.replaceChildren(el("strong", { class: "not", title: reason }, "Not possible. "), found.says);
       found.at.forEach((name) => wrong(name, found.says));
@@ -279,11 +286,19 @@
     const box = control(name), option = box.options && [...box.options].find((one) => one.value === value);
     return `${label(name)}: ${box.type === "checkbox" ? { true: "on", false: "off" }[value] : option?.textContent || value}`;
   }
+  const kernels = (card) => { // precision and kernels as the recipe has them on this card
+    const name = Object.hasOwn(given.aliases, card) ? given.aliases[card] : card;
+    return given.kernels[parseFloat(given.capability[name] || card.split(":")[1] || "8.6") < 8 ? "old" : "new"];
+  };
   function take(target) {
     if (searching) stop();
     const fields = target.type !== "file" && chosen(target);
     if (!fields || Object.keys(fields).every((name) => state[name] === fields[name])) return;
     const also = Object.keys(fields).slice(0, -1).filter((name) => state[name] !== fields[name]);
+    if (fields.card) { // what the reader has set otherwise stays
+      const before = kernels(state.card), after = kernels(fields.card);
+      Object.keys(after).forEach((name) => { if (state[name] === before[name]) fields[name] = after[name]; });
+    } else if (!fields.set && Object.keys(fields).some((name) => given.switches.includes(name))) fields.set = "own";
     go({ ...state, ...fields }, { field: target.id, says: also.length ? `Also switched off: ${also.map(label).join(", ")}.` : "" });
   }
   form.addEventListener("submit", (event) => event.preventDefault());

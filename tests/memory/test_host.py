@@ -1,5 +1,7 @@
 """A host without room for what is offloaded is refused before anything is loaded, with both numbers."""
 
+from dataclasses import replace
+
 import pytest
 
 from cria_tricks.common.errors import BadInput
@@ -18,7 +20,7 @@ TARGET = Target(find_shape("llama-3.1-8b"), T4)
 
 
 def bytes_on_the_host(toggles: str) -> int:
-    found = host_bill(TARGET, recipe(toggles, tokens=30_000), COLAB)
+    found = host_bill(replace(TARGET, host=COLAB), recipe(toggles, tokens=30_000))
     return sum(line.bytes for moment in found.moments for line in moment.lines if line.name == OFFLOADED)
 
 
@@ -32,15 +34,16 @@ def test_each_input_that_waits_is_a_pinned_block_of_a_power_of_two():
 @pytest.mark.parametrize("way", ["offload", "overlap"])
 def test_too_small_a_host_is_refused_with_the_number(way):
     wanted = recipe(f"{LONG} {way}", tokens=60_000)
-    memory = host_bill(TARGET, wanted, COLAB)
+    memory = host_bill(replace(TARGET, host=COLAB), wanted)
     with pytest.raises(BadInput, match="of activations would wait on the host") as refused:
         refuse_beyond_host(memory)
     assert human(memory.peak.bytes) in str(refused.value)
     assert human(COLAB.memory_bytes) in str(refused.value)
-    refuse_beyond_host(host_bill(TARGET, wanted, KAGGLE))
-    refuse_beyond_host(host_bill(TARGET, wanted, None))
+    refuse_beyond_host(host_bill(replace(TARGET, host=KAGGLE), wanted))
+    refuse_beyond_host(host_bill(replace(TARGET, host=None), wanted))
     small = Host("a small machine", 10**9)
-    refuse_beyond_host(host_bill(TARGET, recipe(LONG, tokens=60_000), small))  # nothing is offloaded: no promise broken
+    nothing_waits = recipe(LONG, tokens=60_000)
+    refuse_beyond_host(host_bill(replace(TARGET, host=small), nothing_waits))  # so no promise is broken
 
 
 def test_a_run_asks_before_it_loads(tmp_path, monkeypatch):
@@ -49,7 +52,7 @@ def test_a_run_asks_before_it_loads(tmp_path, monkeypatch):
     def load(*_, **__):
         pytest.fail("weights were loaded")
 
-    too_large = host_bill(TARGET, recipe(f"{LONG} offload", tokens=60_000), COLAB)
+    too_large = host_bill(replace(TARGET, host=COLAB), recipe(f"{LONG} offload", tokens=60_000))
     monkeypatch.setattr(steps, "host_bill", lambda *_: too_large)
     monkeypatch.setattr(steps, "load", load)
     wanted = with_settings(Recipe(model="random:tiny"), ["tricks.activation_offload=true", "train.max_steps=1"])
@@ -60,14 +63,14 @@ def test_a_run_asks_before_it_loads(tmp_path, monkeypatch):
 def test_streamed_blocks_that_the_host_cannot_hold_are_refused_with_the_number():
     target = Target(find_shape("qwen3-14b"), T4)
     wanted = recipe("lora nf4 fp16 lean sdpa expand chunked checkpoint 8bit stream")
-    memory = host_bill(target, wanted, COLAB)
+    memory = host_bill(replace(target, host=COLAB), wanted)
     assert memory is not None
     blocks = sum(line.bytes for line in memory.moments[-1].lines if line.name == STREAMED)
     assert blocks == target.memory(wanted).facts.block_weight_bytes
     with pytest.raises(BadInput, match=rf"{human(blocks)} of frozen blocks would .* set tricks.stream_layers=file"):
         refuse_beyond_host(memory)
     from_file = with_settings(wanted, ["tricks.stream_layers=file"])
-    in_file = host_bill(target, from_file, COLAB)
+    in_file = host_bill(replace(target, host=COLAB), from_file)
     assert in_file is not None
     assert in_file.verdict == "fits"
     assert memory.peak.bytes - in_file.peak.bytes == blocks - blocks // target.shape.layers
@@ -76,6 +79,6 @@ def test_streamed_blocks_that_the_host_cannot_hold_are_refused_with_the_number()
 
 @pytest.mark.parametrize(("tokens", "gib"), [(32_768, 8), (32_769, 16)])
 def test_one_token_more_than_a_power_of_two_doubles_what_is_pinned(tokens, gib):
-    memory = host_bill(TARGET, recipe(f"{LONG} offload", tokens=tokens), COLAB)
+    memory = host_bill(replace(TARGET, host=COLAB), recipe(f"{LONG} offload", tokens=tokens))
     assert memory is not None
     assert sum(line.bytes for line in memory.moments[-1].lines if line.name == OFFLOADED) == gib * 2**30

@@ -17,10 +17,10 @@ from cria_tricks.hardware import trust
 from cria_tricks.hardware.gpus import Gpu, find_gpu
 from cria_tricks.models.shape import BESIDE_HEAD, Shape, find_shape, shape_of
 from cria_tricks.predict import plan_data
-from cria_tricks.predict.model_settings import lora_targets
+from cria_tricks.predict.model_settings import lora_targets, needed
 from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe, with_settings
-from tools.fit.fields import BY_NAME, CONFIG, FIELDS, NUMBERS, as_text
+from tools.fit.fields import BY_NAME, CONFIG, FIELDS, NUMBERS, OF_SETTING, SWITCHES, as_text
 
 Choice = Mapping[str, str]
 
@@ -48,7 +48,7 @@ class Asked:
         lengths: the lengths of the rows.
         gpu: the card as it was named.
         rows: the number of training rows.
-        settings: how the recipe differs from ``kwanzaa`` on this card, as ``--set`` takes it.
+        settings: how the recipe differs from ``qlora`` on this card, as ``--set`` takes it.
     """
 
     target: Target
@@ -96,17 +96,17 @@ def asked(choice: Choice) -> Asked:
     gpu = find_gpu(choice["card"])
     model = shape(choice)
     rows = _whole(choice, "rows")
-    base = recipes.kwanzaa(gpu.device)
+    base = recipes.qlora(gpu.device)
     settings = tuple(_settings(choice, base, model))
     recipe = with_settings(base, [f"model={model.name}", *settings])
     if gpu.count > 1:  # as cria plan shares them
         recipe = with_settings(recipe, ["parallel.strategy=ddp"])
-    target = Target(model, gpu.device, gpu.count)
+    target = Target(model, gpu.device, gpu.count, gpu.host)
     return Asked(target, recipe, _lengths(choice, recipe), gpu, rows, settings)
 
 
 def _settings(choice: Choice, base: Recipe, model: Shape) -> Iterator[str]:
-    """Write what differs from the recipe ``kwanzaa``."""
+    """Write what differs from the recipe ``qlora``."""
     values = base.model_dump()
     for field in FIELDS:
         group, _, name = field.setting.partition(".")
@@ -114,9 +114,11 @@ def _settings(choice: Choice, base: Recipe, model: Shape) -> Iterator[str]:
             yield from _targets(choice["targets"], model)
         elif field.setting and not _same(choice[field.name], as_text(values[group][name])):
             yield f"{field.setting}={choice[field.name]}"
-    # cria plan switches this off by itself where a model's head does more than a product, unless it was asked for.
-    if model.beside_head and choice["chunked_loss"] == "true" and base.tricks.chunked_loss:
-        yield "tricks.chunked_loss=true"
+    # cria plan changes some switches by itself for some models, unless they were asked for.
+    for setting in needed(base, model):
+        name = OF_SETTING.get(setting.partition("=")[0], "")
+        if name in SWITCHES and choice[name] == as_text(getattr(base.tricks, name)):
+            yield f"tricks.{name}={choice[name]}"
 
 
 def _same(one: str, other: str) -> bool:
@@ -162,7 +164,7 @@ def answer(choice: Choice) -> dict[str, Any]:
         BadInput: for a choice that the package refuses.
     """
     of = asked(choice)
-    found = plan_data.run_bill(of.target, of.recipe, of.lengths, rows=of.rows, host=of.gpu.host)
+    found = plan_data.run_bill(of.target, of.recipe, of.lengths, rows=of.rows)
     found["prices"] = plan_data.prices(of.target, of.recipe, of.rows, of.lengths)
     return found | {"about": about(of)}
 
@@ -186,10 +188,10 @@ def command(choice: Choice, verb: str = "plan") -> str:
     """Write the command that says the same on the command line, or that trains."""
     of = asked(choice)
     model = "config.json" if choice["model"] in (CONFIG, NUMBERS) else choice["model"]
-    words = ["cria", "plan", "kwanzaa", "--model", model, "--gpu", choice["card"]]
-    words += ["--rows", choice["rows"], "--rows-full"]
+    words = ["cria", "plan", "qlora", "--model", model, "--gpu", choice["card"]]
+    words += ["--rows", choice["rows"], "--rows-full", "--as-is"]
     if verb == "train":
-        words = ["cria", "train", "kwanzaa", "--set", f"model={model}"]
+        words = ["cria", "train", "qlora", "--set", f"model={model}"]
         if of.recipe.tricks.peft == "none":
             words += ["--set", "train.learning_rate=2e-5"]  # the recipe's is made for an adapter
     for setting in of.settings:

@@ -7,7 +7,7 @@ from typing import Any
 from cria_tricks.run.search import Steps, whole
 from tools.fit import answers, others, show
 from tools.fit.answers import Choice
-from tools.fit.fields import BY_NAME
+from tools.fit.fields import BEST, BY_NAME
 from tools.fit.words import plain
 
 
@@ -21,7 +21,7 @@ def steps(job: str, given: str) -> Generator[str, None, str]:
     Yields:
         How many of how many sets of switches were tried, as JSON.
     """
-    jobs: Any = {"answer": _at_once, "beside": beside, "search": search}
+    jobs: Any = {"answer": answer, "beside": beside, "search": search}
     work = jobs[job](**json.loads(given))
     while True:
         try:
@@ -35,15 +35,21 @@ def call(job: str, given: str) -> str:
     return whole(steps(job, given))
 
 
-def _at_once(choice: Choice, pinned: Choice | None = None) -> Steps[dict[str, Any]]:
-    yield from ()
-    return answer(choice, pinned)
+def answer(choice: Choice, pinned: Choice | None = None) -> Steps[dict[str, Any]]:
+    """Answer for a choice, and for one that was pinned beside it: numbers, HTML and commands.
 
-
-def answer(choice: Choice, pinned: Choice | None = None) -> dict[str, Any]:
-    """Answer for a choice, and for one that was pinned beside it: numbers, HTML and commands."""
+    Where the choice does not fit and the reader wants a set that does, it is searched. ``changes`` are the fields that
+    differ then.
+    """
+    changes: dict[str, str] = {}
     try:
         found = answers.answer(choice)
+        if choice["set"] == BEST and found["verdict"] != "fits":
+            given = [setting.partition("=")[0] for setting in answers.asked(choice).settings]
+            searched = yield from others.searched(choice, "fit", given)
+            changes = searched.get("changes", {})
+            choice = {**choice, **changes}
+            found = answers.answer(choice)
     except answers.REFUSALS as error:
         return _refused(choice, str(error))
     packing = choice["packing"] == "true"
@@ -54,7 +60,7 @@ def answer(choice: Choice, pinned: Choice | None = None) -> dict[str, Any]:
         except answers.REFUSALS as error:
             return {"refused": f"A: {error}", "says": f"A: {plain(str(error))}", "at": []}
     commands = {verb: answers.command(choice, verb) for verb in ("plan", "train")}
-    return {"data": found, "html": html, "commands": commands}
+    return {"data": found, "html": html, "commands": commands, "changes": changes}
 
 
 def beside(choice: Choice) -> Steps[dict[str, Any]]:

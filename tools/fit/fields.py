@@ -14,6 +14,8 @@ from cria_tricks.recipe import Recipe
 from cria_tricks.settings import Tricks
 from cria_tricks.tricks import TRICKS
 
+BEST, OWN = "best", "own"
+"""The two values of ``set``: search switches that fit where those of the form do not; or answer for the form's own."""
 CONFIG, NUMBERS = "config.json", "numbers"
 """The two values of ``model`` that are no name of the catalogue: a pasted config, and numbers that the reader types."""
 
@@ -133,6 +135,7 @@ FIELDS: tuple[Field, ...] = (
     Field("tied", FIRST, "Embedding and head share weights (tied)", values=("false", "true"),
           beside=("model", NUMBERS)),
     Field("card", FIRST, "Card (GPU)", lesson="choose_your_hardware"),
+    Field("set", FIRST, "Where the switches do not fit", values=(BEST, OWN)),
     Field("batch", ROWS, "Batch size (rows of a micro-batch)", "train.batch_size", low=1, high=65_536,
           lesson="the_bill"),
     Field("tokens", FIRST, "Sequence length (tokens)", "data.max_length", low=8, high=2**20,
@@ -184,7 +187,7 @@ def default() -> dict[str, str]:
     run = recipes.capstone(T4)
     llama_1b = {"layers": "16", "width": "2048", "heads": "32", "kv_heads": "8", "inner": "8192",
                 "vocabulary": "128256", "tied": "true"}  # fmt: skip
-    others = {"model": run.model, "config": "", "card": "t4", "mean": "", "rows": str(len(row_lengths("train"))),
-              "targets": "all", **llama_1b}  # fmt: skip
+    others = {"model": run.model, "config": "", "card": "t4", "set": BEST, "mean": "",
+              "rows": str(len(row_lengths("train"))), "targets": "all", **llama_1b}  # fmt: skip
     found = {**others, **of_recipe(run)}
     return {field.name: found[field.name] for field in FIELDS}

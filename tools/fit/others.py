@@ -4,19 +4,18 @@ This takes seconds in a browser. So it is done in small steps, and the page can 
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from cria_tricks.common.errors import BadInput
-from cria_tricks.hardware import trust
 from cria_tricks.hardware.gpus import GPUS
 from cria_tricks.models.catalogue import CATALOGUE
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles
 from cria_tricks.predict.toggles import Change, Setting
 from cria_tricks.run import search
-from cria_tricks.run.candidates import NothingFits
 from cria_tricks.run.search import Steps
+from cria_tricks.run.ways import NothingFits
 from tools.fit import ways
 from tools.fit.answers import Asked, Choice, asked
 from tools.fit.fields import BY_NAME, OF_SETTING, SWITCHES, TARGETS, as_text
@@ -110,12 +109,13 @@ def _changed(of: Asked, now: Setting | None, name: str, value: str) -> dict[str,
     return {"saved_bytes": change.saved_bytes, "slowdown": change.slowdown, "says": new[0] if new else ""}
 
 
-def searched(choice: Choice, aim: str) -> Steps[dict[str, Any]]:
+def searched(choice: Choice, aim: str, keep: Collection[str] = ()) -> Steps[dict[str, Any]]:
     """Search the switches with which a choice fits.
 
     Args:
         choice: what is wanted.
         aim: ``fit``: the fewest changes with which it fits; or an aim of :mod:`cria_tricks.run.search`.
+        keep: fields of a recipe that stay as they are.
 
     Returns:
         ``changes``, the fields that differ, and ``set``, the same as ``--set`` takes it; or, if no set of switches
@@ -127,14 +127,9 @@ def searched(choice: Choice, aim: str) -> Steps[dict[str, Any]]:
     of = asked(choice)
     if aim == "fastest" and of.target.card is None:
         raise BadInput("The speed of this card is not known, so we cannot say which set of switches is faster.")
-    found = None
-    if aim == "fit":
-        limit = (1 - trust.MARGIN) * of.target.device.memory_bytes
-        found = yield from search.nearest_in_steps(of.target, of.recipe, of.lengths, limit, of.target.works)
-    if not found:
-        smallest = "smallest" if aim == "fit" else aim
-        try:
-            (found, *_), _ = yield from search.in_steps(of.target, of.recipe, smallest, of.lengths)
-        except NothingFits as error:
-            return ways.nothing_fits(choice, of, error)
+    try:
+        aim = search.NEAREST if aim == "fit" else aim
+        (found, *_), _ = yield from search.in_steps(of.target, of.recipe, aim, of.lengths, keep=keep)
+    except NothingFits as error:
+        return ways.nothing_fits(choice, of, error)
     return {"changes": ways.changes_of(found.set), "set": list(found.set)}

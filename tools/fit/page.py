@@ -8,8 +8,9 @@ import json
 from html import escape
 from typing import Any
 
+from cria_tricks import recipes
 from cria_tricks.common.units import human
-from cria_tricks.hardware.gpus import ALIASES, GPUS
+from cria_tricks.hardware.gpus import ALIASES, GPUS, find_gpu
 from cria_tricks.models.catalogue import CATALOGUE
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe
@@ -36,7 +37,7 @@ def put_in(html: str, missing: str = "") -> str:
 def whole(missing: str = "") -> str:
     """Write the form, the first answer, and the data that the script needs."""
     choice = fields.default()
-    first = bridge.answer(choice)
+    first = json.loads(bridge.call("answer", json.dumps({"choice": choice})))
     said = first["html"]
     data = json.dumps(facts(first, missing)).replace("<", "\\u003c")
     return (
@@ -65,12 +66,22 @@ def facts(first: dict[str, Any], missing: str) -> dict[str, Any]:
         "models": [*CATALOGUE, CONFIG, NUMBERS],
         "cards": list(GPUS),
         "aliases": ALIASES,
+        "switches": fields.SWITCHES,
         "off": {name: plain[name] for name in (*fields.SWITCHES, "gradient_accumulation")},
         "read": answers.READ,
         "config": answers.CONFIG_FIELDS,
         "install": notebooks.INSTALL,
         "colab": COLAB,
+        # What a recipe chooses for a card, by its compute capability: precision and kernels change with the card.
+        "kernels": {"old": _kernels("8GiB:7.5"), "new": _kernels("8GiB:8.0")},
+        "capability": {name: ".".join(map(str, gpu.device.capability)) for name, gpu in GPUS.items()},
     }
+
+
+def _kernels(card: str) -> dict[str, str]:
+    """Return the fields that depend on the card's generation, as the recipe ``qlora`` sets them."""
+    found = fields.of_recipe(recipes.qlora(find_gpu(card).device))
+    return {name: found[name] for name in ("precision", "expand_kv")}
 
 
 def _limits(field: Field) -> dict[str, Any]:

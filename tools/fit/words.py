@@ -2,7 +2,7 @@
 
 import re
 
-from tools.fit.fields import FIELDS, OF_SETTING, SWITCHES, TARGETS, Field
+from tools.fit.fields import BEST, FIELDS, OF_SETTING, OWN, SWITCHES, TARGETS, Field
 
 _VALUES = {"false": "off", "true": "on"}
 _TRAINS = {"none": "all weights (full fine-tuning)", "lora": "LoRA adapters", "head": "the head only",
@@ -21,6 +21,8 @@ def value(field: Field, text: str) -> str:
     words = {**_VALUES, **TARGETS}
     if field.name == "peft":
         words |= _TRAINS
+    if field.name == "set":
+        words = {BEST: "search a set that fits", OWN: "keep mine"}
     if field.name == "gradient_checkpointing":
         words["true"] = "every block"
     return words.get(text, text)
