@@ -38,6 +38,8 @@
       const instead = field ? `, so this answers for ${name}=${found[name]}` : "";
       said.push(`The link says ${name.slice(0, 40)}=${value.slice(0, 40)}, which is not possible here${instead}.`);
     }
+    const names = [...new URLSearchParams(text).keys()];
+    if (!names.includes("set") && names.some((name) => given.switches.includes(name))) found.set = "own"; // they were chosen
     return { found, kept, said };
   }
   const same = (one, other) => one === other || (one !== "" && other !== "" && Number(one) === Number(other));

@@ -254,6 +254,25 @@ def test_make_it_fit_and_make_it_fast(page):
     assert settles(page, "document.querySelector('.fit .done').innerText.startsWith('Set: ')")
 
 
+def test_where_the_switches_do_not_fit_a_set_is_searched_until_the_reader_chooses(page):
+    go(page, model="llama-3.1-8b", card="t4", tokens="16384")
+    assert page.execute_script(VERDICT).startswith("It fits.")
+    assert page.execute_script(DONE).startswith("So that it fits: ")
+    assert settles(page, ASIDE)
+    assert go(page, model="llama-3.1-8b", card="t4", tokens="16384", set="own")["verdict"] != "fits"
+    go(page, model="llama-3.2-1b", card="t4")
+    assert settles(page, ASIDE)
+    choose(page, "card", "l4")  # which has bf16, and a kernel for shared key heads
+    assert settles(page, "location.hash.includes('card=l4') && " + READY)
+    assert "precision=bf16" in page.current_url
+    assert "expand_kv=false" in page.current_url
+    choose(page, "card", "t4")
+    assert settles(page, "location.hash.includes('card=t4') && " + READY)
+    assert "precision" not in page.current_url
+    choose(page, "attention", "eager")
+    assert settles(page, "location.hash.includes('set=own') && " + READY)
+
+
 def test_a_and_b_stand_beside_each_other_and_in_the_link(page, host):
     first = go(page, model="llama-3.2-1b", card="t4")
     press(page, "pin")
@@ -296,10 +315,10 @@ def test_the_notebook_of_a_choice_says_the_command(page):
     book = nbformat.reads(unquote(link.partition(",")[2]), as_version=4)
     nbformat.validate(book)
     assert book.cells[-1].source == (
-        "!cria train kwanzaa --set model=llama-3.2-3b --set data.max_length=1024 --set tricks.lean_preparation=false "
-        "--set tricks.gradient_checkpointing=true --set tricks.chunked_loss=true --resume"
+        "!cria train qlora --set model=llama-3.2-3b --set data.max_length=1024 --set tricks.lean_preparation=false "
+        "--resume"
     )
-    assert book.cells[-2].source.startswith("!cria plan kwanzaa --model llama-3.2-3b --gpu t4 ")
+    assert book.cells[-2].source.startswith("!cria plan qlora --model llama-3.2-3b --gpu t4 ")
 
 
 @pytest.mark.parametrize("file", ["fit-worker.js", "packages.zip", "pyodide.asm.wasm", "pyodide.mjs"])
