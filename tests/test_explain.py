@@ -1,4 +1,4 @@
-"""``cria explain`` and the table: told from the modules, the page's tables are theirs, and the plain code runs."""
+"""``cria explain`` and the table: told from the modules, and the page's tables are theirs."""
 
 import ast
 import inspect
@@ -7,11 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from cria_tricks.common.errors import BadInput
-from cria_tricks.data.batches import PadToLongest
 from cria_tricks.doctor import explain
 from cria_tricks.hardware import T4
 from cria_tricks.parallel import BESIDE, STRATEGIES
@@ -33,25 +30,6 @@ def test_the_page_has_the_tables_as_they_are_made(tmp_path):
     assert [row["name"] for row in explain.table()] == NAMES
     assert [row["name"] for row in explain.table("parallel")] == [trick_name(strategy) for strategy in SPREAD]
     assert all(row[column] for row in (*explain.table(), *explain.table("parallel")) for column in explain.COLUMNS)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_plain_code_of_a_toggle_runs(name, tiny_model, rows, tmp_path, monkeypatch):
-    """It is complete: with ``base`` a model, ``rows`` and ``collate`` it trains a step, wherever it leaves off."""
-    monkeypatch.chdir(tmp_path)
-    torch._dynamo.reset()
-    code = explain.explain(name).plain
-    known = {"base": str(tiny_model), "collate": PadToLongest(2), "inputs": torch.arange(3, 9)[None]}
-    exec(compile(code, name, "exec"), known)
-    arguments = known.get("arguments") or TrainingArguments("plain", max_steps=1, report_to="none")
-    model = known.get("model") or AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    if name in ("int8", "nf4"):
-        assert all(p.dtype in (torch.int8, torch.uint8) for n, p in model.named_parameters() if "_proj" in n)
-        return  # quantised weights alone cannot be trained
-    trainer = known.get("trainer", Trainer)
-    made = trainer(model, arguments, train_dataset=rows, data_collator=known["collate"])
-    made.train()
-    assert made.state.global_step == 1
 
 
 @pytest.mark.parametrize("strategy", SPREAD, ids=trick_name)

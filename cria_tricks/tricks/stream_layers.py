@@ -46,6 +46,7 @@ from cria_tricks.load.streaming import (
 model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
 model.model.layers.requires_grad_(False)
 stream(model.model.layers)
+# since transformers 5.23 also activation_checkpointing, with the same values
 arguments = TrainingArguments(
     "plain",
     max_steps=1,
