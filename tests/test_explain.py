@@ -1,9 +1,11 @@
 """``cria explain`` and the table: told from the modules, and the page's tables are theirs."""
 
 import ast
+import builtins
 import inspect
 import itertools
 import re
+import symtable
 from pathlib import Path
 
 import pytest
@@ -34,8 +36,13 @@ def test_the_page_has_the_tables_as_they_are_made(tmp_path):
 
 @pytest.mark.parametrize("strategy", SPREAD, ids=trick_name)
 def test_the_plain_code_of_a_strategy_names_what_there_is(strategy):
-    """It needs several processes, so it is read, and what it imports is imported."""
-    tree = ast.parse(explain.explain(trick_name(strategy)).plain)
+    """It needs several processes, so it is read, and what it imports is imported. What it lacks is the reader's."""
+    code = explain.explain(trick_name(strategy)).plain
+    tree = ast.parse(code)
+    ours = {"base", "device", "input_ids", "labels", "model", "my_blocks", "rank", "stages", "summed_loss"}
+    names = symtable.symtable(code, trick_name(strategy), "exec").get_symbols()
+    lacks = {one.get_name() for one in names if not (one.is_assigned() or one.is_imported())}
+    assert lacks - set(dir(builtins)) <= ours
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert imports
     exec(compile(ast.Module(imports, []), trick_name(strategy), "exec"), {})
