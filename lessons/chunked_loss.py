@@ -505,9 +505,9 @@ for rate, name in ((touched, "plain torch"), (6, "a fused kernel")):
 # %% [markdown]
 # ## 5. The production switch
 # The Hugging Face code below checkpoints each chunk, so it pays the third unit of section 4. `[:, :-1]` and `[:, 1:]`
-# pair each token with the next. The code is for training only, because evaluation passes no `num_items_in_batch`.
-# **With LoRA**, its first two lines take the model out of peft's wrapper. Without them, `base_model` would compute all
-# logits and return no `last_hidden_state`.
+# pair each token with the next. **With LoRA**, its first two lines take the model out of peft's wrapper. Without
+# them, `base_model` would compute all logits and return no `last_hidden_state`. Without `autocast()`, it would
+# compute in fp32.
 #
 # The package has the hand-written gradient. Its recipe for a T4 has this switch off, because QLoRA fits without it and
 # is faster. These commands train with it, and print the bill:

@@ -15,7 +15,7 @@
 #
 # > **Card.** saves half of the activations inside an MLP, the fp32 copies of the norms' inputs, and launches of GPU
 # > programs / costs one small matrix multiplication more for each adapter, and one activation function for each MLP /
-# > exact within rounding; no GPU has timed it yet / about 25 minutes / after [LoRA](lora.py) and [gradient
+# > exact within rounding; no T4 has timed it yet / about 25 minutes / after [LoRA](lora.py) and [gradient
 # > checkpointing](gradient_checkpointing.py)
 #
 # The job is [QLoRA](../docs/glossary.md#qlora) of Llama-3.2-1B, with rows of 2,048 tokens, on a free T4. With the
@@ -370,7 +370,8 @@ print(f"the fused toy computes {more / counted['autograd']:.1%} more")
 # `fused_blocks`, too.
 #
 # On a CPU we timed twelve pairs of runs, while other programs ran. Below are median and range. The gain is small,
-# possibly because a CPU launches no kernels. No GPU has timed the switches yet, so section 5 predicts seconds.
+# perhaps because a CPU launches no kernels. On [an H200](../docs/benchmarks.md#a-first-sitting-on-an-h200) a step was
+# 1.18 times as fast.
 
 # %% Show the measured seconds tags=["hide-input"]
 if study := results.study("fused"):
@@ -546,7 +547,7 @@ course.show(
 # (`fused_lora` alone: 1,052.5), and rows may be 59 % longer. A row takes 17 % less time by estimate, because the small
 # operations move fewer bytes, in 0.24 s instead of 0.51 s. With checkpointing, blocks keep only their inputs, so the
 # peak falls by only 29.5 MiB, of 16-bit copies. But a row takes 21 % less time, because checkpointing repeats the small
-# operations. All recipes leave the switches off until a GPU has timed them, but
+# operations. All recipes leave the switches off until a T4 has timed them, but
 # `cria plan kwanzaa --gpu t4 --fit fastest` tries them.
 
 # %% [markdown] tags=["deep"]

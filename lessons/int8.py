@@ -463,7 +463,8 @@ course.on_a_gpu("int8", off=step_of, on=f"{step_of} quantization=int8")
 # the weight to the input's dtype, as NF4 does.
 #
 # The checkpoint that you wrote yourself in [the lesson on checkpointing](gradient_checkpointing.py) does not suffer. It
-# runs its forward pass without autograd, so no context of bitsandbytes is left after it.
+# runs its forward pass without autograd, so no context of bitsandbytes is left after it. torch's `use_reentrant=True`
+# does the same, and frees these inputs in transformers, too.
 
 # %% tags=["deep"]
 in_memory, its_gradient = measure(MatMul8bitLt, checkpointed)
@@ -473,11 +474,10 @@ assert torch.equal(gradient, its_gradient)
 
 # %% [markdown]
 # ## 5. The production switch
-# In plain Hugging Face code, int8 is a configuration, as NF4 is. The cell prints it, and then our bill. For a T4 add
-# `dtype=torch.float16`, because the default is the file's bf16. The threshold of step 4 is `llm_int8_threshold`, and
-# the head stays in 16 bits. In each block bitsandbytes keeps four inputs: one for q, k and v together, one for o, one
-# for gate and up, and one for down, which is four times as wide. The last lines show what NF4 and int8 save, added to
-# the lessons before and in the whole job (before: without, after: with).
+# In plain Hugging Face code, int8 is a configuration, as NF4 is. The cell prints it, and then our bill. The threshold
+# of step 4 is `llm_int8_threshold`, and the head stays in 16 bits. In each block bitsandbytes keeps four inputs: one
+# for q, k and v together, one for o, one for gate and up, and one for down, which is four times as wide. The last
+# lines show what NF4 and int8 save, added to the lessons before and in the whole job (before: without, after: with).
 
 # %%
 print(int8.PLAIN)

@@ -674,8 +674,8 @@ print(f"by the data sheet packing saves {1 - becomes / was:.1%} of an epoch")
 
 # %% [markdown]
 # ## 6. Where it breaks
-# **The training loss may hide the leak.** Its cause is an `attention_mask` of ones next to the positions. (Or a KV
-# cache, if your own evaluation has one.) A tiny model learns five words for each of 48 names. Every sequence holds four
+# **The training loss may hide the leak.** Its cause is an `attention_mask` of ones next to the positions, or a KV
+# cache, which is on by default. A tiny model learns five words for each of 48 names. Every sequence holds four
 # documents, all on the same name ("alike") or on four names ("mixed"). For both we train one model with the leak and
 # one without. At the end we compute the loss of each document alone.
 #
@@ -704,7 +704,7 @@ for alike in (True, False):
 # %% [markdown]
 # With alike documents, the leaking model copies from its neighbours. So it has the lower training loss, and it knows
 # less. With mixed documents even the training loss is higher, probably because the model has not learnt to ignore its
-# neighbours. The cure is to pass no `attention_mask` with the positions, and to test your own stack.
+# neighbours. The cure is to pass no `attention_mask` with the positions, and `use_cache=False`. Test your own stack.
 #
 # **The gradient changes, although the documents are the same.** Suppose that a loop takes the mean of the *mean* losses
 # of the sequences. Then a document that shares its sequence gets a smaller weight than one alone. The cure is that of

@@ -217,9 +217,9 @@ assert all(weight.grad is None for weight in model.parameters())
 # In the forward pass this is the next higher number. With checkpointing each block runs again just before its own
 # backward pass, from the last block to the first, so there it is the next lower number.
 #
-# You need no card to try it: here the slots are in ordinary memory, but the copies and their order are the same. On a
-# card a copy must also wait for its slot, and a block for its copy. The package does both, and [an
-# H200](../docs/benchmarks.md#a-first-sitting-on-an-h200) computed the same bits.
+# No card is needed: here the slots are in ordinary memory, but copies and order are the same. On a card a copy must
+# also wait for its slot, and a block for its copy. The package does both, and [an
+# H200](../docs/benchmarks.md#a-first-sitting-on-an-h200) computed the same bits, in blocks of 16 MiB.
 
 # %%
 L, D = 6, 64  # blocks, width

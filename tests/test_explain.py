@@ -1,17 +1,16 @@
-"""``cria explain`` and the table: told from the modules, the page's tables are theirs, and the plain code runs."""
+"""``cria explain`` and the table: told from the modules, and the page's tables are theirs."""
 
 import ast
+import builtins
 import inspect
 import itertools
 import re
+import symtable
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from cria_tricks.common.errors import BadInput
-from cria_tricks.data.batches import PadToLongest
 from cria_tricks.doctor import explain
 from cria_tricks.hardware import T4
 from cria_tricks.parallel import BESIDE, STRATEGIES
@@ -35,29 +34,15 @@ def test_the_page_has_the_tables_as_they_are_made(tmp_path):
     assert all(row[column] for row in (*explain.table(), *explain.table("parallel")) for column in explain.COLUMNS)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_plain_code_of_a_toggle_runs(name, tiny_model, rows, tmp_path, monkeypatch):
-    """It is complete: with ``base`` a model, ``rows`` and ``collate`` it trains a step, wherever it leaves off."""
-    monkeypatch.chdir(tmp_path)
-    torch._dynamo.reset()
-    code = explain.explain(name).plain
-    known = {"base": str(tiny_model), "collate": PadToLongest(2), "inputs": torch.arange(3, 9)[None]}
-    exec(compile(code, name, "exec"), known)
-    arguments = known.get("arguments") or TrainingArguments("plain", max_steps=1, report_to="none")
-    model = known.get("model") or AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    if name in ("int8", "nf4"):
-        assert all(p.dtype in (torch.int8, torch.uint8) for n, p in model.named_parameters() if "_proj" in n)
-        return  # quantised weights alone cannot be trained
-    trainer = known.get("trainer", Trainer)
-    made = trainer(model, arguments, train_dataset=rows, data_collator=known["collate"])
-    made.train()
-    assert made.state.global_step == 1
-
-
 @pytest.mark.parametrize("strategy", SPREAD, ids=trick_name)
 def test_the_plain_code_of_a_strategy_names_what_there_is(strategy):
-    """It needs several processes, so it is read, and what it imports is imported."""
-    tree = ast.parse(explain.explain(trick_name(strategy)).plain)
+    """It needs several processes, so it is read, and what it imports is imported. What it lacks is the reader's."""
+    code = explain.explain(trick_name(strategy)).plain
+    tree = ast.parse(code)
+    ours = {"base", "device", "input_ids", "labels", "model", "my_blocks", "rank", "stages", "summed_loss"}
+    names = symtable.symtable(code, trick_name(strategy), "exec").get_symbols()
+    lacks = {one.get_name() for one in names if not (one.is_assigned() or one.is_imported())}
+    assert lacks - set(dir(builtins)) <= ours
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert imports
     exec(compile(ast.Module(imports, []), trick_name(strategy), "exec"), {})

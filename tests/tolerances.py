@@ -78,5 +78,11 @@ LOFTQ = 1e-5  # noise 1.3e-6, of the tiny Llama's matrices; 1.5e-12 of the toys
 # lean_preparation: a bound of the technique: 20 losses near 6, adapters multiplied in bf16 and norms computed in it.
 LEAN_LOSS = 0.05
 
+# plain code: one step of a script with a technique and of the same without it; losses relative, gradients by lengths.
+# In bf16, each number between two products may be rounded once more or once less, by up to 2**-9 of itself.
+PLAIN_LOSS = {"Trainer": 1e-6, "own loop": 1e-6, "padding": 1e-6, "autocast": 2**-9}  # noise 8e-8; 3.6e-4
+PLAIN_GRADIENT = {"Trainer": 1e-5, "own loop": 1e-5, "padding": 1e-5, "autocast": 2**-3}  # noise 2.3e-6; 3.2e-2
+PLAIN_LOGITS = 2**-4  # of 16-bit weights, logits up to 5: noise 0 in the likeliest word's
+
 # A run that goes on with a smaller set: losses and gradient norms of six steps, relative to those of the set itself.
 ADAPTED_RUN = 2e-6  # noise 1.3e-7

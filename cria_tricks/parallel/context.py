@@ -49,6 +49,7 @@ LESSON = "context_parallel"
 REFERENCE = ("RingAttention", "merge", "zigzag")  # from ring_attention.py and zigzag.py
 PLAIN = """
 # torchrun --nproc-per-node 2 train.py: on CUDA cards, and for rows without padding that are not packed
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 

@@ -31,6 +31,7 @@ CLAIM = "exact within rounding"
 LESSON = "hybrid"
 REFERENCE = ("place", "partners", "add_up")
 PLAIN = """
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 

@@ -44,7 +44,7 @@ class OnePassTrainer(SharedTrainer):
 
         @contextlib.contextmanager
         def around() -> Iterator[None]:
-            with self.contexts(), self.accelerator.autocast(), contextlib.nullcontext() if known else watch:
+            with self.contexts(), contextlib.nullcontext() if known else watch:
                 yield
 
         runs = []

@@ -46,6 +46,9 @@ import functools
 import torch
 from transformers import AutoModelForCausalLM
 
+# From transformers 5.17 on, Trainer does this for checkpointed blocks, without weights:
+# gradient_checkpointing_kwargs={"use_reentrant": False, "offload": True}. Older ones
+# ignore "offload" without a word, so there it takes these lines.
 model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
 plain = model.forward
 

@@ -37,7 +37,7 @@ REFERENCE = ("_ChunkedCrossEntropy", "_one_chunk")
 PLAIN = """
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import Trainer
 
 
 class ChunkedTrainer(Trainer):
@@ -46,23 +46,28 @@ class ChunkedTrainer(Trainer):
     ):
         if hasattr(model, "get_base_model"):  # peft wraps it; take the model inside
             model = model.get_base_model()
-        labels = inputs.pop("labels")[:, 1:]
-        hidden = model.base_model(**inputs).last_hidden_state[:, :-1][labels != -100]
-        chunks = zip(hidden.split(256), labels[labels != -100].split(256))
-        losses = [
-            torch.utils.checkpoint.checkpoint(
-                lambda h, y: F.cross_entropy(
-                    model.lm_head(h).float(), y, reduction="sum"
-                ),
-                *chunk,
-                use_reentrant=False,
-            )
-            for chunk in chunks
-        ]
-        return sum(losses) / num_items_in_batch
+        labels = inputs["labels"][:, 1:]
+        inputs = {name: x for name, x in inputs.items() if name != "labels"}
+        # The Trainer's own autocast is around model.forward, which is not called here.
+        with self.accelerator.autocast():
+            hidden = model.base_model(**inputs).last_hidden_state[:, :-1]
+            hidden, labels = hidden[labels != -100], labels[labels != -100]
+            losses = [
+                torch.utils.checkpoint.checkpoint(
+                    lambda h, y: F.cross_entropy(
+                        model.lm_head(h).float(), y, reduction="sum"
+                    ),
+                    *chunk,
+                    use_reentrant=False,
+                )
+                for chunk in zip(hidden.split(256), labels.split(256))
+            ]
+        loss = sum(losses) / (num_items_in_batch or len(labels))
+        return (loss, {}) if return_outputs else loss
 
 
-trainer = ChunkedTrainer
+# model, arguments, rows and collate: as for a plain Trainer
+trainer = ChunkedTrainer(model, arguments, train_dataset=rows, data_collator=collate)
 """
 # Probabilities below 6e-8 would round to zero in fp16. So in fp16 the gradient of the logits is multiplied by this
 # factor; after the product with the head it is divided by it again, in fp32.

@@ -27,7 +27,7 @@ PLAIN = """
 from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="sdpa")
-model.generate(inputs, max_new_tokens=2, do_sample=False)
+answer = model.generate(**inputs, max_new_tokens=2, do_sample=False)
 """
 
 

@@ -39,6 +39,8 @@ REFERENCE = ("_Recompute",)
 PLAIN = """
 from transformers import TrainingArguments
 
+# Since transformers 5.23 the names are activation_checkpointing and
+# activation_checkpointing_kwargs. Colab's is older, and these work in all of 5.
 arguments = TrainingArguments(
     "plain",
     max_steps=1,

@@ -1,7 +1,8 @@
 r"""LLM.int8(): frozen weights in one byte, columns with outliers computed in 16 bits.
 
 Saves    frozen linear weights: 4 or 2 bytes -> 1 byte an element                    [bytes]
-Costs    time: every product quantises its input. And bitsandbytes keeps that input alive, checkpointed or not
+Costs    time: every product quantises its input. And bitsandbytes keeps that input alive, also in a checkpointed block
+         (transformers frees it there with use_reentrant=True)
 Claim    approximate: outside the outlier columns a number moves by at most half of absmax / 127, with the absmax of its
          token (inputs) or of its output feature (weights)
 Needs    CUDA of compute capability 7.5 (a T4 has it), or a CPU; something else to train (peft)

@@ -52,6 +52,7 @@ kernels = [
 ]  # a card has others
 keep = functools.partial(create_selective_checkpoint_contexts, kernels)
 model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="sdpa")
+# since transformers 5.23 also model.activation_checkpointing_enable
 model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep})
 """
 Kept = list[tuple[torch.Tensor, torch.Tensor]]

@@ -24,8 +24,13 @@ REFERENCE = ("append", "groups_as_rows")
 PLAIN = """
 from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="sdpa")
-model.generate(inputs, max_new_tokens=2, do_sample=False, cache_implementation="static")
+# 16-bit weights, and no autocast: under it, keys and values would differ in dtype.
+model = AutoModelForCausalLM.from_pretrained(
+    base, dtype="float16", attn_implementation="sdpa"
+)
+answer = model.generate(
+    **inputs, max_new_tokens=2, do_sample=False, cache_implementation="static"
+)
 """
 
 

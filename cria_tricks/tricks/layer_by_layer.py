@@ -66,18 +66,19 @@ def one_pass(
         blocks: of a model, in their order; each maps (B, T, D) to (B, T, D).
         runs: for each micro-batch a function that runs the whole model, and returns the loss.
         backward: runs the backward pass of a loss, which may be scaled.
-        around: makes the context around a block, such as autocast.
+        around: makes the context around a block. A run's own autocast is there anyway.
 
     Returns:
         The losses, detached. The gradients are added to ``.grad``.
     """
     calls = [_noted(blocks, run) for run in runs]
-    hidden = [first for first, _ in calls]
+    hidden = [first for first, *_ in calls]
     for number, block in enumerate(blocks):
         # The backward pass goes the other way, so it adds up the gradients in the order of the micro-batches.
         for each in reversed(range(len(runs))):
-            with around():
-                hidden[each] = block(hidden[each], **calls[each][1][number])
+            _, given, autocast = calls[each]
+            with around(), autocast():
+                hidden[each] = block(hidden[each], **given[number])
     del calls
     losses = []
     ends = []
@@ -94,13 +95,19 @@ def one_pass(
     return losses
 
 
-def _noted(blocks: Sequence[torch.nn.Module], run: Callable[[], Any]) -> tuple[torch.Tensor, list[dict[str, Any]]]:
-    """Return the input of the first block, and the further arguments with which a run calls each block."""
+def _noted(
+    blocks: Sequence[torch.nn.Module], run: Callable[[], Any]
+) -> tuple[torch.Tensor, list[dict[str, Any]], Callable[[], contextlib.AbstractContextManager[Any]]]:
+    """Return the first block's input, the further arguments of each block, and the autocast of a run."""
     given: list[dict[str, Any]] = []
     first: list[torch.Tensor] = []
+    autocasts: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [contextlib.nullcontext]
 
     def note(number: int, x: torch.Tensor, /, **more: Any) -> torch.Tensor:
         first[:] = [x]
+        kind = x.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            autocasts[:] = [functools.partial(torch.autocast, kind, torch.get_autocast_dtype(kind))]
         given.append(more)
         if number == len(blocks) - 1:
             raise _NotedAll
@@ -108,7 +115,7 @@ def _noted(blocks: Sequence[torch.nn.Module], run: Callable[[], Any]) -> tuple[t
 
     with _instead(blocks, note), contextlib.suppress(_NotedAll):
         run()
-    return first[0], given
+    return first[0], given, autocasts[0]
 
 
 def _give(last: int, end: torch.Tensor, number: int, x: torch.Tensor, /, **more: Any) -> torch.Tensor:

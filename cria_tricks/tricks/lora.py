@@ -4,8 +4,8 @@ Saves    gradients and optimizer states of all but r (D_in + D_out) weights a ma
 Costs    two more thin products for every adapted matrix, but one wide product less, because a frozen W needs no
          gradient. DoRA also computes B A itself and the norms of W + B A, every time. LoftQ: before the first step,
          for one matrix after the other, its rounding error in fp32 and an eigendecomposition of its shorter side
-Claim    reparametrised: identical to the base at step 0 (LoftQ: nearer to the base before it was quantised); afterwards
-         W + s B A, s = alpha / r (rsLoRA: alpha / sqrt(r))
+Claim    reparametrised: identical to the base at step 0 (DoRA: but for a rounding; LoftQ: nearer to the base before it
+         was quantised); afterwards W + s B A, s = alpha / r (rsLoRA: alpha / sqrt(r))
 Needs    tricks.peft, so head, prompt_tuning and side_network are excluded; composes with every other trick
 Breaks   a learning rate meant for full fine-tuning (use about ten times it)
 Sources  Hu et al. 2021, arXiv:2106.09685, sec. 4.1 (B = 0 at the start, scaling alpha / r); Kalajdzievski 2023,
@@ -17,6 +17,7 @@ Ours     one adapted linear layer, with DoRA, the merge, and LoftQ's start. peft
 Shapes: A (r, D_in), B (D_out, r), both fp32, also over a 4-bit W (D_out, D_in); DoRA's magnitudes (D_out,).
 """
 
+import copy
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -73,10 +74,11 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply x (..., D_in) by the adapted weight; the product B A itself is never made, but for DoRA's norms."""
-        y = F.linear(x, self.base.weight) + self.scale * F.linear(F.linear(x, self.A), self.B)
-        if self.magnitude is not None:
-            # Liu et al., sec. 4.3: the norm follows the weight, but no gradient goes through it.
-            y = y * (self.magnitude / self._adapted().norm(dim=1).detach())
+        added = self.scale * F.linear(F.linear(x, self.A), self.B)
+        if self.magnitude is None:
+            return self.base(x) + added
+        norm = self._adapted().norm(dim=1).detach()  # Liu et al., sec. 4.3: it follows the weight, without a gradient
+        y = (F.linear(x, self.base.weight) + added) * (self.magnitude / norm)
         return y if self.base.bias is None else y + self.base.bias
 
     def merged(self) -> nn.Linear:
@@ -84,10 +86,8 @@ class LoraLinear(nn.Module):
         weight = self._adapted()
         if self.magnitude is not None:
             weight = weight * (self.magnitude / weight.norm(dim=1))[:, None]
-        linear = nn.Linear(self.base.in_features, self.base.out_features, bias=self.base.bias is not None)
+        linear = copy.deepcopy(self.base)
         linear.weight.data = weight.detach()
-        if self.base.bias is not None:
-            linear.bias.data = self.base.bias.detach().clone()
         return linear
 
     def _adapted(self) -> torch.Tensor:

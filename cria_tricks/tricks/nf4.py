@@ -44,7 +44,9 @@ config = BitsAndBytesConfig(
     bnb_4bit_use_double_quant=True,
     bnb_4bit_compute_dtype="float16",  # a T4 has no bf16 units
 )
-model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config)
+model = AutoModelForCausalLM.from_pretrained(
+    base, quantization_config=config, dtype="float16"  # of all other weights
+)
 """
 SCALES = 256
 """With double quantization, this many scales form a block of their own, with one fp32 scale."""

@@ -38,8 +38,11 @@ CLAIM = "exact per document"
 LESSON = "packing"
 REFERENCE = ("best_fit", "by_document")
 PLAIN = """
-from transformers import DataCollatorWithFlattening
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 
+# With a KV cache, transformers would let the documents see each other. The Trainer
+# switches it off by itself, a loop of your own does not.
+model = AutoModelForCausalLM.from_pretrained(base, dtype="float32", use_cache=False)
 # One packed sequence of all the batch's documents, whose positions start again, and no
 # attention mask. Under sdpa each document is still computed against all others;
 # attn_implementation="flash_attention_2" skips them.

@@ -46,6 +46,7 @@ from cria_tricks.load.streaming import (
 model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
 model.model.layers.requires_grad_(False)
 stream(model.model.layers)
+# since transformers 5.23 also activation_checkpointing, with the same values
 arguments = TrainingArguments(
     "plain",
     max_steps=1,
@@ -137,6 +138,16 @@ class Streamed:
             # On the parts of a block, because checkpointing repeats them, and not the call of the block itself.
             for part in block.children():
                 part.register_forward_pre_hook(lambda *_, number=number: self.enter(number))
+            block.register_forward_hook(lambda *call, number=number: self._before_backward(number, call[-1]))
+
+    def _before_backward(self, number: int, output: torch.Tensor) -> None:
+        """Have a block's weights there before its backward pass begins, and not only when checkpointing repeats it.
+
+        Autograd keeps bitsandbytes' codes as they lie in the slot, and not as a saved tensor. If the block's last
+        product has no adapter, its backward pass reads them before anything asks checkpointing for a saved tensor.
+        """
+        if self.at == number and output.requires_grad:  # at: layer_by_layer also calls blocks without their parts
+            output.register_hook(lambda _: self.enter(number))
 
     def enter(self, number: int) -> None:
         """Before a part of a block runs, forward or again, wait for the block's weights, and send for the next ones."""

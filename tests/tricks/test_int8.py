@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from cria_tricks.adapter.merge import CPU
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
+from cria_tricks.measure.memory import LiveBytes, every_tensor
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.int8 import linear_8bit, quantize_rows
@@ -102,6 +104,26 @@ def test_mechanism():
     print(errors)
     assert errors["with the path"] < 1.5 * errors["no outliers"]
     assert errors["without it"] > 3 * errors["with the path"]
+
+
+def test_a_reentrant_checkpoint_frees_the_inputs_that_bitsandbytes_keeps(tiny_model):
+    """In 16 bits four inputs a block: of q, k and v, of o, of gate and up, and of down, which is as wide as the MLP."""
+    config = BitsAndBytesConfig(load_in_8bit=True)
+    ids = torch.arange(3, 35).reshape(2, 16)
+    found = {}
+    for reentrant in (False, True):
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, quantization_config=config, dtype="float16").train()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        alive = LiveBytes()
+        alive.track_all(every_tensor(model))
+        before = alive.live
+        with alive:
+            loss = model(ids, labels=ids, use_cache=False).loss
+        found[reentrant] = alive.live - before, loss.item()
+    blocks, width, inner = 2, 256, 512
+    assert found[False][0] - found[True][0] == blocks * ids.numel() * 2 * (3 * width + inner)
+    assert found[False][1] == found[True][1]
 
 
 def test_switch(tiny_model):

@@ -67,6 +67,8 @@ def test_math(kind):
         torch.testing.assert_close(fresh(x), fresh.base(x), rtol=0, atol=LORA)
     else:
         assert torch.equal(fresh(x), fresh.base(x))
+        wide, x = LoraLinear(nn.Linear(256, 256), 4, 8), torch.randn(21, 256)  # where a bias added apart rounds again
+        assert torch.equal(wide(x), wide.base(x))
 
 
 def test_the_scale_of_rslora_falls_with_the_root_of_the_rank():
