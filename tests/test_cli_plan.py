@@ -245,8 +245,8 @@ CONFIG = {
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--gpu", "t5"], "unknown card t5: did you mean t4?"),
-        (["--gpu", "abacus"], "unknown card abacus: there are t4, t4x2, p100, l4, a10g, "),
+        (["--gpu", "t5"], "unknown card t5: name it as its maker does, such as rtx3060"),
+        (["--gpu", "abacus"], "unknown card abacus: name it as its maker does, such as rtx3060 or a100-80, or give"),
         (["--set", "data.max_length=-1"], "data.max_length = '-1': must be greater than or equal to 8"),
         (["--set", "train.batch_size=0"], "train.batch_size = '0': must be greater than or equal to 1"),
         (["--set", "tricks.attention=flash_attention_2"], "flash_attention_2"),

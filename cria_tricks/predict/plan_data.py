@@ -10,7 +10,7 @@ from cria_tricks.common.units import human
 from cria_tricks.data.lengths import Lengths, full
 from cria_tricks.hardware import calibration, this_device, trust
 from cria_tricks.hardware.cards import CARDS, FLAVORS, Flavor
-from cria_tricks.hardware.gpus import Host
+from cria_tricks.hardware.gpus import Host, other_versions
 from cria_tricks.models.configs import beyond_context, find_config
 from cria_tricks.models.shape import Shape
 from cria_tricks.predict import answer_time, toggles
@@ -213,7 +213,8 @@ def doubts(target: Target, recipe: Recipe, verdict: str) -> list[str]:
     """Warn of what may go wrong although no switch is refused.
 
     There are three such risks: rows longer than the model's context, a narrow fit, and a model that fits the cards only
-    after it was cut. A calibration of this machine that is stale is said, too.
+    after it was cut. A calibration of this machine that is stale is said, too, and which version of a card was taken if
+    there are several.
     """
     found: list[str] = []
     # A packed row holds several documents, and positions start at 0 in each. Only the data show how long they are.
@@ -223,8 +224,8 @@ def doubts(target: Target, recipe: Recipe, verdict: str) -> list[str]:
     if verdict == "tight":
         found.append(trust.TIGHT)
     found += loading_doubts(target, recipe)
-    if target.device == this_device():
-        found += filter(None, [calibration.stale(target.device)])
+    here = target.device == this_device()
+    found += filter(None, [calibration.stale(target.device) if here else other_versions(target.device)])
     return found
 
 

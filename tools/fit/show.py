@@ -188,7 +188,7 @@ def facts(found: Found) -> str:
 def _times(found: Found) -> list[str]:
     """Say how long a step and the run take, and what the run costs."""
     if found["seconds_per_step"] is None:
-        return ["How long a step takes is not predicted: we know no rates of this card."]
+        return ["How long a step takes is not predicted: an amount of memory does not say how fast the card is."]
     step = between(found["seconds_per_step_low"], found["seconds_per_step_high"])
     return [f"An optimizer step takes {step}.", *(_run(price) for price in found["prices"])]
 
