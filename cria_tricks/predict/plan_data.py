@@ -13,7 +13,7 @@ from cria_tricks.hardware.cards import CARDS, FLAVORS, Card, Flavor
 from cria_tricks.hardware.gpus import Host, other_versions
 from cria_tricks.models.configs import beyond_context
 from cria_tricks.models.shape import Shape
-from cria_tricks.predict import answer_time, toggles
+from cria_tricks.predict import answer_time, model_settings, toggles
 from cria_tricks.predict.host import HostBill, host_bill, loading_doubts, longest_on_host
 from cria_tricks.predict.toggles import Change, Setting, Target
 from cria_tricks.recipe import Recipe, with_settings
@@ -105,6 +105,7 @@ def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths 
         BadInput: for a switch that cannot work on the card or with the model, or a dry run of several processes.
     """
     plan = target.resolve(recipe)
+    model_settings.refuse_other_storage(target.shape, recipe)
     if dry and target.processes > 1:
         raise BadInput(f"--dry-run with --nproc {target.processes}: it runs one process; leave one of them out")
     setting = target.bill(recipe)
