@@ -164,6 +164,32 @@ def test_groups_of_cut_matrices_are_planned_with_every_set_of_toggles(run_cria):
     assert "of 39.4 GiB" in stdout
 
 
+@pytest.mark.parametrize("gpu", ["rtx3060", "4070 laptop", "v100", "l4"])
+def test_the_minutes_of_a_run_are_there_whether_or_not_the_card_can_be_rented(run_cria, gpu):
+    asked = ("plan", "smoke", "--gpu", gpu, "--rows-full")
+    found = json.loads(run_cria(*asked, "--rows", "2000", "--json")[1])
+    run = found["run"]
+    spread = found["seconds_per_step_high"] / found["seconds_per_step_low"]
+    assert run["minutes_high"] / run["minutes_low"] == pytest.approx(spread)
+    assert run["minutes_low"] < run["minutes"] < run["minutes_high"]
+    twice = json.loads(run_cria(*asked, "--rows", "2000", "--set", "steps=2", "--json")[1])["run"]
+    assert twice["minutes"] < run["minutes"]
+    if gpu == "l4":  # the cheapest machine on the list has one of them
+        assert found["prices"][0]["minutes"] == pytest.approx(run["minutes"])
+    else:
+        assert found["prices"] == []
+    assert " to train, " in run_cria(*asked, "--rows", "2000")[1]
+
+
+def test_minutes_are_left_out_where_they_are_not_known(run_cria):
+    asked = ("plan", "smoke", "--rows-full", "--json")
+    assert "run" not in json.loads(run_cria(*asked, "--gpu", "rtx3060")[1])
+    assert json.loads(run_cria(*asked, "--gpu", "12GiB", "--rows", "20")[1])["run"] is None
+    large = json.loads(run_cria(*asked, "--gpu", "rtx3060", "--rows", "20", "--model", "llama-3.1-70b")[1])
+    assert (large["fits"], large["run"]) == (False, None)
+    assert run_cria(*asked, "--gpu", "12GiB", "--rows", "0")[0] == 2
+
+
 def test_a_plan_has_no_price_for_what_does_not_fit(run_cria):
     asked = ("plan", "kwanzaa", "--gpu", "t4", "--rows", "107", "--model", "llama-3.1-70b")
     assert json.loads(run_cria(*asked, "--json")[1])["prices"] == []
@@ -246,8 +272,8 @@ CONFIG = {
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--gpu", "t5"], "unknown card t5: did you mean t4?"),
-        (["--gpu", "abacus"], "unknown card abacus: there are t4, t4x2, p100, l4, a10g, "),
+        (["--gpu", "t5"], "unknown card t5: name it as its maker does, such as rtx3060"),
+        (["--gpu", "abacus"], "unknown card abacus: name it as its maker does, such as rtx3060 or a100-80, or give"),
         (["--set", "data.max_length=-1"], "data.max_length = '-1': must be greater than or equal to 8"),
         (["--set", "train.batch_size=0"], "train.batch_size = '0': must be greater than or equal to 1"),
         (["--set", "tricks.attention=flash_attention_2"], "flash_attention_2"),

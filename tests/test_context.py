@@ -35,6 +35,76 @@ def test_a_context_is_found_in_a_config_of_any_kind(tmp_path):
     assert context_of(str(tmp_path / "nowhere")) == 0
 
 
+QWEN = {"max_position_embeddings": 32_768}
+LLAMA = {"max_position_embeddings": 131_072}
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "tokens"),
+    [
+        ("qwen2.5-7b", QWEN | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 131_072),
+        (
+            "qwen3-8b",  # 40,960 positions, of which 32,768 were for the prompt and are scaled
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}},
+            131_072,
+        ),
+        (
+            "qwen3-8b",
+            LLAMA
+            | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}},
+            131_072,
+        ),
+        (
+            "llama-3.1-8b",
+            LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}},
+            131_072,
+        ),
+        ("llama-2-7b", {"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 2}}, 8192),
+        ("llama-2-7b", {"max_position_embeddings": 4096, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, 8192),
+        (
+            "phi-4-mini",
+            LLAMA
+            | {"original_max_position_embeddings": 4096, "rope_scaling": {"type": "longrope", "short_factor": [1]}},
+            131_072,
+        ),
+        (
+            "phi-4-mini",
+            LLAMA | {"original_max_position_embeddings": 4096, "rope_scaling": {"type": "longrope", "factor": 64.0}},
+            262_144,
+        ),
+        ("gemma-3-4b", LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 131_072),
+        ("llama-2-7b", {"max_position_embeddings": 4096, "rope_scaling": None}, 4096),
+        ("llama-2-7b", {"max_position_embeddings": 4096, "rope_scaling": {"rope_type": "yarn"}}, 4096),
+        (
+            "llama-2-7b",
+            {"max_position_embeddings": 4096, "rope_scaling": {"rope_type": "default", "factor": 2.0}},
+            4096,
+        ),
+        (
+            "llama-2-7b",
+            {
+                "max_position_embeddings": 4096,
+                "rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0}},
+            },
+            8192,
+        ),
+    ],
+)
+def test_a_context_is_that_with_rope_scaling(tmp_path, model, fields, tokens):
+    config = {name: value for name, value in CONFIGS[model].items() if not name.startswith("rope_")} | fields
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert find_shape(str(tmp_path)).context == context_of(str(tmp_path)) == tokens
+
+
+def test_a_plan_of_a_scaled_model_does_not_warn(run_cria, tmp_path):
+    scaling = {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen2.5-7b"] | QWEN | scaling))
+    for tokens, many in ((131_072, 0), (131_073, 1)):
+        options = ("--gpu", "h100", "--model", str(tmp_path), "--rows-full", "--set", f"data.max_length={tokens}")
+        warnings = json.loads(run_cria("plan", "kwanzaa", *options, "--json")[1])["warnings"]
+        assert len([one for one in warnings if "longer than the model's context" in one]) == many
+
+
 @pytest.mark.parametrize(("context", "tokens", "warned"), [(64, 64, 0), (64, 65, 1), (64, 8, 0), (0, 10**6, 0)])
 def test_it_takes_one_token_too_many(context, tokens, warned):
     said = beyond_context(context, tokens)
@@ -45,7 +115,7 @@ def test_it_takes_one_token_too_many(context, tokens, warned):
 def test_a_plan_warns_of_rows_beyond_the_context(run_cria):
     def warnings(*settings) -> list[str]:
         sets = [word for setting in settings for word in ("--set", setting)]
-        _, stdout, _ = run_cria("plan", "kwanzaa", "--gpu", "a100", "--model", "tinyllama-1.1b", *sets, "--json")
+        _, stdout, _ = run_cria("plan", "kwanzaa", "--gpu", "h100", "--model", "tinyllama-1.1b", *sets, "--json")
         return json.loads(stdout)["warnings"]
 
     [said] = warnings("data.max_length=2049")
@@ -53,7 +123,7 @@ def test_a_plan_warns_of_rows_beyond_the_context(run_cria):
     assert "set data.max_length=2048, or take a model with a longer context" in said
     assert warnings("data.max_length=2048") == []
     assert warnings("data.max_length=4096", "tricks.packing=true") == [], "many short rows in one, each from position 0"
-    _, shown, _ = run_cria("plan", "kwanzaa", "--gpu", "a100", "--model", "tinyllama-1.1b", "--longest")
+    _, shown, _ = run_cria("plan", "kwanzaa", "--gpu", "h100", "--model", "tinyllama-1.1b", "--longest")
     assert "; the model's context is 2,048" in shown
 
 

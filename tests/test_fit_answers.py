@@ -11,6 +11,7 @@ from cria_tricks import recipes
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data.lengths import Lengths
 from cria_tricks.hardware import T4
+from cria_tricks.hardware.gpus import GPUS
 from cria_tricks.models.catalogue import CATALOGUE, CONFIGS
 from cria_tricks.models.shape import find_shape, shape_of
 from cria_tricks.predict import plan_data, toggles
@@ -95,11 +96,15 @@ def test_what_a_switch_would_change_is_what_the_commands_say():
     assert asked("answer", choice=choice | {"precision": "bf16"})["refused"] == bf16
 
 
+PASCAL = {name for name, gpu in GPUS.items() if gpu.device.capability < (7, 0)}
+TURING = {name for name, gpu in GPUS.items() if gpu.device.capability < (8, 0)}
+
+
 @pytest.mark.parametrize(
     ("change", "field", "some"),
     [
-        ({"card": "l4", "precision": "bf16"}, "card", {"t4", "t4x2", "p100"}),
-        ({"compile": "true"}, "card", {"p100"}),
+        ({"card": "l4", "precision": "bf16"}, "card", TURING),
+        ({"compile": "true"}, "card", PASCAL),
         ({"tiled_mlp": "true"}, "model", {"mixtral-8x7b"}),
         ({"model": "phi-4-mini"}, "targets", {"qv"}),
     ],

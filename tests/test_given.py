@@ -71,7 +71,7 @@ CASES = {
     "train smoke --out {folder}/wrong.toml": "--out {folder}/wrong.toml: is a file; name a folder",
     "train smoke --out {folder}/run": "--out {folder}/run: holds another run (adapter); name a new folder, or go on",
     # cards, machines and numbers
-    "plan --gpu t5": "unknown card t5: did you mean t4?",
+    "plan --gpu t5": "unknown card t5: name it as its maker does, such as rtx3060",
     "plan --model smolm2": NO_MODEL,
     "plan --model nobody/nothing": NOT_HERE,
     "plan --model {folder}/wrong.toml": "model {folder}/wrong.toml: cannot be read as JSON",

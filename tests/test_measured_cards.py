@@ -97,7 +97,7 @@ def test_few_steps_other_cards_and_processors_change_nothing():
     card = made_up()
     few = card.model_copy(update={"cases": card.cases[: measured_cards.LEAST_CASES - 1]})
     assert measured_cards.efficiencies([few]) == {}
-    other = card.model_copy(update={"device": card.device.model_copy(update={"name": "NVIDIA H200"})})
+    other = card.model_copy(update={"device": card.device.model_copy(update={"name": "NVIDIA X900"})})
     assert measured_cards.efficiencies([other]) == {}
     cpu = card.model_copy(update={"device": card.device.model_copy(update={"name": "Xeon", "kind": "cpu"})})
     assert measured_cards.efficiencies([cpu]) == {}

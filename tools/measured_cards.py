@@ -20,13 +20,14 @@ from cria_tricks import recipes
 from cria_tricks.bench import card_tables, measured_card
 from cria_tricks.bench.accept import accept
 from cria_tricks.bench.measured_card import CardCase, MeasuredCard
-from cria_tricks.bench.of_step import work_of
+from cria_tricks.bench.of_step import device_of, work_of
 from cria_tricks.bill import step_time
 from cria_tricks.common.markdown_table import markdown_table
 from cria_tricks.common.units import between, human
 from cria_tricks.hardware import reached
 from cria_tricks.hardware.cards import Card
-from cria_tricks.hardware.gpus import GPUS, Gpu
+from cria_tricks.hardware.datasheets import DATASHEETS
+from cria_tricks.hardware.gpus import GPUS, Gpu, by_datasheet
 from cria_tricks.hardware.reached import Reached
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import plan_data
@@ -52,10 +53,10 @@ HEAD = """# Measured cards
 
 `cria bench` measures one card into one file: the switches of the course, and steps of the Kwanzaa run's shape with
 random weights. On a GPU without `--short` it adds the GPU tests, the longest row and a table of prediction errors. The
-first table has every card that plans know. What is not measured there is *predicted*; predicted times have a range,
-where the card's rates are known ("by public runs": runs of others back it; "no run backs it": only the datasheet does).
-The second table has the measured cards. The page is made from the files in `benchmarks/results/`, by
-`python -m tools.measured_cards`.
+first table has the cards that are measured, rented, or common; [more cards](reference/models.md#cards) can be planned.
+What is not measured there is *predicted*; predicted times have a range ("by public runs": runs of others back it; "by
+its datasheet": nothing else does). The second table has the measured cards. The page
+is made from the files in `benchmarks/results/`, by `python -m tools.measured_cards`.
 
 ## Your card
 
@@ -115,7 +116,7 @@ def efficiencies(cards: Iterable[MeasuredCard]) -> dict[str, dict[str, Any]]:
         by_name.setdefault(card.device.name, []).append(card)
     found = {}
     for name, some in by_name.items():
-        known = next((gpu.card for gpu in GPUS.values() if gpu.card and gpu.device.name == name), None)
+        known = by_datasheet(device_of(some[0].device))
         cases = [case for card in some for case in card.cases if known and _counts(case, known)]
         if known and len(cases) >= LEAST_CASES:
             found[name] = asdict(_reached(some, cases, known))
@@ -168,6 +169,8 @@ def rows(cards: Sequence[MeasuredCard]) -> list[tuple[str, ...]]:
     for name, gpu in GPUS.items():
         if gpu.count == 1:
             mine = [card for card in cards if card.device.name == gpu.device.name]
+            if name in DATASHEETS and not mine:  # most of these will never be measured; docs/reference has all of them
+                continue
             found.append((f"`{name}`", gpu.device.name, *_predicted(gpu), *_measured(mine)))
     return found
 

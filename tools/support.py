@@ -55,10 +55,14 @@ CARDS = """
 `8GiB:7.5` with the compute capability. Without one {assumed} is assumed. Without `--gpu` this machine's own card is
 taken.
 
-Rates are peak rates of dense products, with sums in fp32. Where no source was found, they are left out, and no time is
+Any spelling is understood: `RTX 3060`, `3060`, `NVIDIA GeForce RTX 3060 Laptop GPU`, `rtx3060 8GB`. Where a card is
+sold with several sizes of memory, the plan says which one was taken. Another card is never taken for the one that was
+named.
+
+Rates are peak rates of dense products, with sums in fp32. For an amount of memory there are none, so no time is
 predicted: the bytes are. The memory is what the driver reports to programs; most of these lines of `deviceQuery`, a
-sample program of CUDA, were found in public repositories by the card's name, and drivers differ by some MiB. The
-sources were read on {read}; the prices are from {prices}.
+sample program of CUDA, and logs of torch were found in public repositories by the card's name, and drivers differ by
+some MiB. The sources were read on {read}; the prices are from {prices}.
 
 """
 

@@ -66,8 +66,8 @@ class Card:
 
         Returns:
             ``measured here``, by ``cria doctor --calibrate``; ``measured cards``, by files of ``cria bench`` that were
-            accepted; ``public runs``; or ``no run``. No public run on a GPU has fp32 products, and of a measured card
-            only the steps with 16-bit products count.
+            accepted; ``public runs``; or ``no run``, by the datasheet alone. No public run on a GPU has fp32 products,
+            and of a measured card only the steps with 16-bit products count.
         """
         if self.measured:
             return "measured here"
@@ -79,7 +79,7 @@ class Card:
 
     def spread(self, precision: str) -> float:
         """Return the high end of the range around an estimate divided by its low end [ratio]."""
-        return WIDE if self.basis(precision) == "no run" else self.reached.spread
+        return max(WIDE, self.reached.spread) if self.basis(precision) == "no run" else self.reached.spread
 
 
 def as_measured(card: Card) -> Card:

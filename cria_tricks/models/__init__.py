@@ -20,6 +20,7 @@ from pathlib import Path
 from cria_tricks.common.cache import cache_folder
 from cria_tricks.common.errors import BadInput, usable_path
 from cria_tricks.common.names import hint, nearest
+from cria_tricks.models import quantised
 from cria_tricks.models.catalogue import ALIASES, CONFIGS, SMOLLM2, short_name
 
 
@@ -246,8 +247,9 @@ def refuse_out_of_reach(name: str) -> None:
     refuse_unknown(name)
     name = ALIASES.get(short_name(name), short_name(name))
     made_here = name.startswith("random:") or (name == SMOLLM2 and _wheel_folder())
-    if not made_here and not Path(name).exists():
-        network.config_of(name)
+    if not made_here:
+        folder = Path(name).expanduser()
+        quantised.refuse_file(folder / "config.json" if folder.is_dir() else network.config_of(name), name)
 
 
 def _beside(path: Path) -> str:

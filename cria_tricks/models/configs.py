@@ -1,6 +1,8 @@
 """Find the ``config.json`` of a model without reading its weights, and the defaults of each model type."""
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,15 @@ from cria_tricks.models import network
 from cria_tricks.models.catalogue import ALIASES, CONFIGS
 
 LONGER_THAN_CONTEXT = (
-    "rows of up to {tokens} tokens are longer than the model's context of {context} (max_position_embeddings in its "
-    "config), and a model does badly on positions that it was not trained for: set data.max_length={context}, or take "
-    "a model with a longer context"
+    "rows of up to {tokens} tokens are longer than the model's context of {context} (max_position_embeddings and rope "
+    "scaling in its config), and a model does badly on positions that it was not trained for: set "
+    "data.max_length={context}, or take a model with a longer context"
 )
 """The warning about a row length that exceeds the model's context, for when the lengths of the rows are not known."""
+SCALINGS = ("linear", "dynamic", "yarn", "longrope", "llama3")
+"""The kinds of RoPE scaling in transformers that lengthen the context by a factor."""
+SCALED_ALREADY = ("gemma3_text",)
+"""Model types whose factor is in ``max_position_embeddings`` already, and whose original length is not written."""
 _QWEN = {
     "num_key_value_heads": 32,
     "sliding_window": 4096,
@@ -114,7 +120,33 @@ def context_of(model: str) -> int:
     found = config.get("max_position_embeddings")
     if found is None:
         found = KINDS.get(str(config.get("model_type")), {}).get("max_position_embeddings")
-    return found if type(found) is int and found > 0 else 0
+    return scaled_context(config, found) if type(found) is int and found > 0 else 0
+
+
+def scaled_context(config: Mapping[str, Any], context: int) -> int:
+    """Return the context length with the scaling of the rotary positions (RoPE) that a config asks for [tokens].
+
+    Families write it in two ways. Llama 3.1, Phi-3 and Gemma 3 have the scaled length in ``max_position_embeddings``.
+    Qwen's has the length before scaling there, and so has any config to which ``rope_scaling`` was added by hand: the
+    factor then counts from ``original_max_position_embeddings``, or from this length. The longer one is meant.
+
+    Args:
+        config: the content of ``config.json``; of a model that also takes images the text part.
+        context: its ``max_position_embeddings``, or the default of its type.
+    """
+    # transformers 5 writes rope_parameters, for each kind of attention where these differ; before, it was rope_scaling,
+    # which still wins where a config has both.
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    if isinstance(rope, Mapping) and isinstance(rope.get("full_attention"), Mapping):
+        rope = rope["full_attention"]
+    if not isinstance(rope, Mapping) or config.get("model_type") in SCALED_ALREADY:
+        return context
+    factor = rope.get("factor")
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind not in SCALINGS or not isinstance(factor, int | float) or not 1 < factor < math.inf:
+        return context
+    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    return max(context, int(factor * (original if type(original) is int and original > 0 else context)))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cria_tricks.common.errors import BadInput
+from cria_tricks.models import quantised
 from cria_tricks.models.catalogue import short_name
-from cria_tricks.models.configs import KINDS, find_config
+from cria_tricks.models.configs import KINDS, find_config, scaled_context
 
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
@@ -46,6 +47,7 @@ class Shape:
         scales_hidden: whether constants scale the embedding's result and what blocks add to hidden states (Granite).
         joined: whether one matrix makes queries, keys and values together, and another one gate and up.
         context: the context length, the longest row that the model was made for [tokens]; 0 if it is not known.
+        stored_by: the settings that its weights are stored by already; none if they are not quantised.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Shape:
     scales_hidden: bool = False
     joined: bool = False
     context: int = 0
+    stored_by: tuple[str, ...] = ()
 
     @property
     def query_width(self) -> int:
@@ -212,6 +215,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
     if not isinstance(kind, str) or kind not in KINDS:
         raise BadInput(f"model {name}: we cannot estimate model_type {kind!r}; supported: {', '.join(KINDS)}")
     _refuse_other_heads(whole, name)
+    stored_by = quantised.settings_of(whole, name)
     config = {**KINDS[kind], **config}  # transformers' defaults stand for missing fields
     number = functools.partial(_number, config, name)
     for field in REQUIRED:  # all of them first, so that a missing field is named before any other error
@@ -251,7 +255,8 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
         beside_head=_beside_head(kind, config),
         window=number("sliding_window") if _is_windowed(kind, config, layers) else 0,
         # The default once more, because a null in config.json has replaced it above.
-        context=number("max_position_embeddings", KINDS[kind]["max_position_embeddings"]),
+        context=scaled_context(config, number("max_position_embeddings", KINDS[kind]["max_position_embeddings"])),
+        stored_by=stored_by,
     )
 
 
@@ -302,10 +307,6 @@ def _beside_head(kind: str, config: Mapping[str, Any]) -> str:
     return next((field for field in BESIDE_HEAD if config.get(field, field == default)), "")
 
 
-BIASED_MLP = ("llama", "smollm3", "granite")
-"""Model types whose code in transformers reads ``mlp_bias``."""
-
-
 def _biased(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Name the matrices with a bias: Qwen2 always q, k, v; Mistral, Mixtral and Phi-3 none; others by the config."""
     if kind == "qwen2":
@@ -313,7 +314,7 @@ def _biased(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
     biased: tuple[str, ...] = ()
     if config.get("attention_bias") and kind not in ("mistral", "mixtral", "phi3"):
         biased += ("q_proj", "k_proj", "v_proj", "o_proj")
-    if config.get("mlp_bias") and kind in BIASED_MLP:
+    if config.get("mlp_bias") and kind in ("llama", "smollm3", "granite"):  # others ignore it
         biased += ("gate_proj", "up_proj", "down_proj")
     return biased
 

@@ -80,6 +80,14 @@ class Price(_Frozen):
     cost_high: float
 
 
+class RunTime(_Frozen):
+    """The time of the whole run on the card that was asked for: the middle of its range, and its ends [minutes]."""
+
+    minutes: float
+    minutes_low: float
+    minutes_high: float
+
+
 class AnswerTimes(_Frozen):
     """The time of generated answers, at most [s]: the high end of the range, for answers as long as they may be.
 
@@ -183,6 +191,8 @@ class PlanAnswer(_Frozen):
         host: the memory on the host; ``None`` on a CPU.
         fit: which set of switches a search has found; ``None`` if the recipe's own was asked for. All the rest is about
             the chosen set.
+        run: the time of the whole run on this card; ``None`` if the number of rows or the card's rates are not known,
+            or the run does not fit.
         prices: time and price on the rented machines that have this card and room for the run; ``None`` if
             the number of rows is not known.
     """
@@ -220,6 +230,7 @@ class PlanAnswer(_Frozen):
     front: list[LadderStep] | None = None
     longest: int | None = None
     longest_on_host: int | None = None
+    run: RunTime | None = None
     prices: list[Price] | None = None
     host: HostMemory | None = None
     fit: Fit | None = None

@@ -16,17 +16,33 @@ import torch
 from accelerate.utils.operations import convert_outputs_to_fp32
 from bitsandbytes.optim import AdamW, GlobalOptimManager
 from torch._subclasses import FakeTensorMode
-from transformers import Trainer
+from transformers import AutoConfig, Trainer
 
+from cria_tricks.bill.lines import Line
 from cria_tricks.load import losses
 from cria_tricks.load.model import blocks_of, quiet_libraries
 from cria_tricks.measure.memory import LiveBytes, every_tensor
+from cria_tricks.models.configs import find_config
 from cria_tricks.predict.cuda_on_cpu import kernels_of
 from cria_tricks.predict.fake_model import fake_model, flash_attention_2, known_values, refuse_data_dependent_shapes
+from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.trainer.shared import CONTEXTS
 from cria_tricks.tricks.layer_by_layer import one_pass
 from cria_tricks.tricks.optimizer_in_backward import StepInBackward
+
+
+def dry_lines(recipe: Recipe, plan: Plan) -> tuple[tuple[Line, ...], str]:
+    """Return the two lines of a dry run's bill, weights and all other bytes at the peak, and the moment of the peak."""
+    config = find_config(recipe.model)
+    config = config.get("text_config") or config  # of a model that also takes images, the part for text
+    run = dry_run(plan, AutoConfig.for_model(**config), recipe.train.batch_size, recipe.data.max_length)
+    moment = max(run.moments, key=lambda name: run.moments[name])  # the one with the highest peak
+    lines = (
+        Line("weights", run.weights_bytes, "the loaded model, with its adapter"),
+        Line("everything else", run.peak_bytes - run.weights_bytes, f"counted in the {moment}"),
+    )
+    return lines, moment
 
 
 @dataclass(frozen=True)

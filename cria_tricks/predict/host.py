@@ -4,7 +4,8 @@ A notebook's machine may have less memory than its card, and Linux kills a proce
 word. So the host has a bill and a verdict of its own. It is an upper estimate, and none of it was tried with a GPU.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from cria_tricks.bill.lines import Line, Moment
 from cria_tricks.bill.waiting import block_input
@@ -57,6 +58,18 @@ class HostBill:
     def verdict(self) -> str:
         """``fits``, ``tight`` or ``does not fit``; empty if the machine is not known."""
         return verdict(self.peak.bytes, self.host.memory_bytes) if self.host else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields of :class:`cria_tricks.predict.answer.HostMemory`."""
+        return {
+            "name": self.host.name if self.host else "",
+            "capacity_bytes": self.host.memory_bytes if self.host else 0,
+            "needed_bytes": self.peak.bytes,
+            "needed_at": self.peak.name,
+            "verdict": self.verdict,
+            "lines": [asdict(line) for line in self.peak.lines if line.bytes],
+            "merge_bytes": self.merge_bytes,
+        }
 
 
 def host_bill(target: Target, recipe: Recipe, rows: int = 0) -> HostBill | None:

@@ -7,8 +7,9 @@ has no fused kernel.
 
 from collections.abc import Iterable
 
+from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
-from cria_tricks.recipe import Recipe
+from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.settings import Lora
 
 
@@ -37,6 +38,17 @@ def needed(recipe: Recipe, shape: Shape, given: Iterable[str] = ()) -> list[str]
         on = [name for name in ("expand_kv", "keep_attention") if getattr(recipe.tricks, name)]
         found += [f"tricks.{name}=false" for name in on]  # both act on the fused kernel
     return [setting for setting in found if not any(_same(setting.partition("=")[0], name) for name in chosen)]
+
+
+def refuse_other_storage(shape: Shape, recipe: Recipe) -> None:
+    """Refuse to plan weights that are quantised already as if they were stored otherwise.
+
+    Raises:
+        BadInput: with the settings that say how they are stored.
+    """
+    if with_settings(recipe, shape.stored_by) != recipe:
+        options = " ".join(f"--set {setting}" for setting in shape.stored_by)
+        raise BadInput(f"model {shape.name}: its weights are quantised already; plan it with {options}")
 
 
 def warning(model: str, settings: Iterable[str]) -> list[str]:

@@ -10,10 +10,11 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
 from cria_tricks.data.lengths import Lengths, full
 from cria_tricks.hardware import calibration, this_device, trust
-from cria_tricks.hardware.cards import CARDS, FLAVORS, Flavor
-from cria_tricks.models.configs import beyond_context, find_config
+from cria_tricks.hardware.cards import CARDS, FLAVORS, Card, Flavor
+from cria_tricks.hardware.gpus import other_versions
+from cria_tricks.models.configs import beyond_context
 from cria_tricks.models.shape import Shape
-from cria_tricks.predict import answer_time, toggles
+from cria_tricks.predict import answer_time, model_settings, toggles
 from cria_tricks.predict.host import HostBill, host_bill, loading_doubts, longest_on_host
 from cria_tricks.predict.toggles import Change, Setting, Target
 from cria_tricks.recipe import Recipe, with_settings
@@ -40,6 +41,9 @@ def answer(
         advise: add ``front``, the best switch sets.
         longest: add ``longest``, the length of the longest row that fits [tokens], and ``longest_on_host``.
         rows: the number of training rows, for ``prices``; ``None`` for no prices.
+
+    Raises:
+        BadInput: for what :func:`bill` refuses, and a number of rows below 1.
     """
     found = run_bill(target, recipe, lengths, dry=dry, rows=rows)
     found |= comparisons(target, recipe)
@@ -68,9 +72,11 @@ def run_bill(
     """
     found: dict[str, Any] = bill(target, recipe, dry=dry, lengths=lengths)
     found["answers"] = _answers(target, recipe, lengths, rows)
+    if rows is not None:
+        found["run"] = run_minutes(target, recipe, rows, lengths)
     on_host = host_bill(target, recipe, rows or 0)
     if on_host:
-        found["host"] = _host(on_host)
+        found["host"] = on_host.to_dict()
         found["warnings"] += _host_doubts(on_host)
         found["fits"] = found["fits"] and on_host.verdict != "does not fit"
     return found
@@ -97,6 +103,7 @@ def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths 
         BadInput: for a switch that cannot work on the card or with the model, or a dry run of several processes.
     """
     plan = target.resolve(recipe)
+    model_settings.refuse_other_storage(target.shape, recipe)
     if dry and target.processes > 1:
         raise BadInput(f"--dry-run with --nproc {target.processes}: it runs one process; leave one of them out")
     setting = target.bill(recipe)
@@ -222,7 +229,8 @@ def doubts(target: Target, recipe: Recipe, verdict: str) -> list[str]:
     """Warn of what may go wrong although no switch is refused.
 
     There are three such risks: rows longer than the model's context, a narrow fit, and a model that fits the cards only
-    after it was cut. A calibration of this machine that is stale is said, too.
+    after it was cut. A calibration of this machine that is stale is said, too, and which version of a card was taken if
+    there are several.
     """
     found: list[str] = []
     # A packed row holds several documents, and positions start at 0 in each. Only the data show how long they are.
@@ -232,21 +240,9 @@ def doubts(target: Target, recipe: Recipe, verdict: str) -> list[str]:
     if verdict == "tight":
         found.append(trust.TIGHT)
     found += loading_doubts(target, recipe)
-    if target.device == this_device():
-        found += filter(None, [calibration.stale(target.device)])
+    here = target.device == this_device()
+    found += filter(None, [calibration.stale(target.device) if here else other_versions(target.device)])
     return found
-
-
-def _host(memory: HostBill) -> dict[str, Any]:
-    return {
-        "name": memory.host.name if memory.host else "",
-        "capacity_bytes": memory.host.memory_bytes if memory.host else 0,
-        "needed_bytes": memory.peak.bytes,
-        "needed_at": memory.peak.name,
-        "verdict": memory.verdict,
-        "lines": [asdict(line) for line in memory.peak.lines if line.bytes],
-        "merge_bytes": memory.merge_bytes,
-    }
 
 
 def _host_doubts(memory: HostBill) -> list[str]:
@@ -255,6 +251,40 @@ def _host_doubts(memory: HostBill) -> list[str]:
         return []
     needs = f"{human(memory.peak.bytes)} on the host while {memory.peak.name}"
     return [f"{memory.verdict} {memory.host.name}: the run needs {needs}, of {human(memory.host.memory_bytes)}"]
+
+
+def run_minutes(target: Target, recipe: Recipe, rows: int, lengths: Lengths | None = None) -> dict[str, float] | None:
+    """Estimate the minutes of the whole run on the card that was asked for, whether or not it can be rented.
+
+    The arguments are those of :func:`prices`. It is ``None`` if the card's rates are not known, or if the run does not
+    fit.
+
+    Raises:
+        BadInput: if the number of rows is below 1.
+    """
+    if rows < 1:
+        raise BadInput(f"--rows {rows}: must be a whole number above 0")
+    setting = target.bill(recipe)
+    card = target.card
+    if card is None or setting.seconds is None or not setting.memory.fits:
+        return None
+    seconds = _run_seconds(recipe, target.shape, card, setting.seconds, rows, lengths)
+    low, high = ends(seconds / 60, setting.spread)
+    return {"minutes": seconds / 60, "minutes_low": low, "minutes_high": high}
+
+
+def _run_seconds(
+    recipe: Recipe, shape: Shape, card: Card, of_token: float, rows: int, lengths: Lengths | None
+) -> float:
+    """Estimate the time of training on so many rows, with the answers of ``eval.samples``; of one token it is given."""
+    # If the run's length is given in steps, packed rows count, which are full; if in epochs, the rows of the data.
+    packed_steps = recipe.tricks.packing and recipe.train.max_steps
+    mean: float = recipe.data.max_length
+    if lengths and not packed_steps:
+        mean = lengths.mean
+    prompt = _longest_prompt(recipe, lengths or full(recipe, ""))
+    answers = answer_time.of_run(recipe, shape, card, prompt, rows)
+    return of_token * run_tokens(recipe, rows, mean) + answers
 
 
 def prices(target: Target, recipe: Recipe, rows: int, lengths: Lengths | None = None) -> list[dict[str, Any]]:
@@ -267,19 +297,7 @@ def prices(target: Target, recipe: Recipe, rows: int, lengths: Lengths | None = 
         recipe: the recipe that would run.
         rows: the number of training rows.
         lengths: the lengths of the rows; when left out, each has ``data.max_length`` tokens.
-
-    Raises:
-        BadInput: if the number of rows is below 1.
     """
-    if rows < 1:
-        raise BadInput(f"--rows {rows}: must be a whole number above 0")
-    # If the run's length is given in steps, packed rows count, which are full; if in epochs, the rows of the data.
-    packed_steps = recipe.tricks.packing and recipe.train.max_steps
-    mean: float = recipe.data.max_length
-    if lengths and not packed_steps:
-        mean = lengths.mean
-    tokens = run_tokens(recipe, rows, mean)
-    prompt = _longest_prompt(recipe, lengths or full(recipe, ""))
     found = []
     for flavor in FLAVORS.values():
         if target.card is None or CARDS[flavor.card].device.name != target.card.device.name:
@@ -289,8 +307,9 @@ def prices(target: Target, recipe: Recipe, rows: int, lengths: Lengths | None = 
         except BadInput:  # the cards of this machine cannot share this run
             continue
         if setting.memory.fits and setting.seconds is not None:
-            answers = answer_time.of_run(recipe, target.shape, CARDS[flavor.card], prompt, rows)
-            run = RunPrice(flavor, (setting.seconds * tokens + answers) / 60, setting.spread)
+            card = CARDS[flavor.card]
+            seconds = _run_seconds(recipe, target.shape, card, setting.seconds, rows, lengths)
+            run = RunPrice(flavor, seconds / 60, setting.spread)
             found.append({"flavor": flavor.name, "minutes": run.minutes, "cost": run.cost, **run.range})
     return found
 
@@ -332,19 +351,8 @@ def _setting(target: Target, setting: Setting) -> dict[str, Any]:
     }
 
 
-def _dry_lines(recipe: Recipe, plan: Any) -> tuple[tuple[Line, ...], str]:
-    """Return the two lines of a dry run's bill, weights and all other bytes at the peak, and the moment of the peak."""
-    # transformers takes seconds to import, and only a dry run needs it.
-    from transformers import AutoConfig
+def _dry_lines(recipe: Recipe, plan: Plan) -> tuple[tuple[Line, ...], str]:
+    # It imports transformers, which takes seconds, and only a dry run needs it.
+    from cria_tricks.predict.dry_run import dry_lines
 
-    from cria_tricks.predict.dry_run import dry_run
-
-    config = find_config(recipe.model)
-    config = config.get("text_config") or config  # of a model that also takes images, the part for text
-    run = dry_run(plan, AutoConfig.for_model(**config), recipe.train.batch_size, recipe.data.max_length)
-    moment = max(run.moments, key=lambda name: run.moments[name])  # the one with the highest peak
-    lines = (
-        Line("weights", run.weights_bytes, "the loaded model, with its adapter"),
-        Line("everything else", run.peak_bytes - run.weights_bytes, f"counted in the {moment}"),
-    )
-    return lines, moment
+    return dry_lines(recipe, plan)

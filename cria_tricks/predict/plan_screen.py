@@ -19,7 +19,7 @@ BACKED = {
     "measured here": "as measured here",
     "measured cards": "by measured cards",
     "public runs": "by public runs",
-    "no run": "no run backs it",
+    "no run": "by its datasheet, no run backs it",
 }
 """What is printed behind a range of times, by what backs it."""
 
@@ -135,11 +135,12 @@ def _largest(found: dict[str, Any]) -> str:
 
 def _time(found: dict[str, Any]) -> str:
     if found["seconds_per_step"] is None:
-        return "not known: no rates of this card; cria doctor --calibrate measures this machine"
+        return "not known: how fast this card is; name it, or measure this machine with cria doctor --calibrate"
     a_step = f"{between(found['seconds_per_step_low'], found['seconds_per_step_high'])} an optimizer step"
-    prices = found.get("prices")
-    if prices:
-        a_step = f"{_minutes(_cheapest(prices))} to train, {a_step}"
+    # A machine on the list may have several of these cards, and then it is faster than the one that was asked for.
+    run = _cheapest(found["prices"]) if found.get("prices") else found.get("run")
+    if run:
+        a_step = f"{_minutes(run)} to train, {a_step}"
     return f"{a_step}, {BACKED[found['seconds_by']]}"
 
 

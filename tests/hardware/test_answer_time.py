@@ -228,7 +228,7 @@ def test_a_plan_says_what_the_answers_of_a_run_take_at_most():
     unknown = plan("smoke", settings=samples, **SMOKE)
     assert unknown.answers.evaluations is None
     assert "eval.samples: at each evaluation at most " in str(unknown)
-    assert plan("smoke", gpu="rtx3060", rows_full=True, settings=samples).answers is None, "its rates are not known"
+    assert plan("smoke", gpu="12GiB", rows_full=True, settings=samples).answers is None, "its rates are not known"
 
 
 def test_a_plan_says_what_cria_eval_takes_at_most():

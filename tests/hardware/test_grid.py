@@ -21,7 +21,7 @@ CARDS = (*GPUS, "8GiB", "8GiB:7.5", "24GiB:12.0")
 @pytest.mark.parametrize("model", sample(CATALOGUE, 8))
 def test_every_model_is_planned_on_every_card(model, recipe):
     shape = find_shape(model)
-    for name in CARDS:
+    for name in sample(CARDS, 20):
         gpu = find_gpu(name)
         wanted = with_settings(recipes.get(recipe, gpu.device), [f"model={model}"])
         wanted = with_settings(wanted, needed(wanted, shape))
@@ -59,7 +59,7 @@ def test_the_whole_answer_says_which_settings_a_model_needs(model, gpu, added):
     assert added in said
     assert bool(said) is bool(added)
     assert str(found)
-    assert (found.seconds_per_step is None) is (gpu in ("8GiB", "rtx3060"))
+    assert (found.seconds_per_step is None) is (gpu == "8GiB")
 
 
 def test_settings_of_the_user_are_not_changed():

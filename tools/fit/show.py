@@ -188,14 +188,21 @@ def facts(found: Found) -> str:
 def _times(found: Found) -> list[str]:
     """Say how long a step and the run take, and what the run costs."""
     if found["seconds_per_step"] is None:
-        return ["How long a step takes is not predicted: we know no rates of this card."]
+        return ["How long a step takes is not predicted: an amount of memory does not say how fast the card is."]
     step = between(found["seconds_per_step_low"], found["seconds_per_step_high"])
-    return [f"An optimizer step takes {step}.", *(_run(price) for price in found["prices"])]
+    said = [f"An optimizer step takes {step}.", *(_run(price) for price in found["prices"])]
+    if found["run"] and not found["prices"]:
+        said.append(f"The whole run: {_minutes(found['run'])}.")
+    return said
+
+
+def _minutes(run: Found) -> str:
+    return between(60 * run["minutes_low"], 60 * run["minutes_high"])
 
 
 def _run(price: Found) -> str:
     """Say how long the run takes on a rented machine, and what it costs."""
-    time = between(60 * price["minutes_low"], 60 * price["minutes_high"])
+    time = _minutes(price)
     cost = money_between(price["cost_low"], price["cost_high"])
     return f"The whole run on Hugging Face Jobs ({price['flavor']}): {time}, {cost}."
 
