@@ -1,8 +1,9 @@
-"""The parts of README and home that are made of something: the lessons and the addresses: ``python -m tools.front``.
+"""The parts of README and home that are made of lessons, addresses and results: ``python -m tools.front``.
 
 A part stands between ``<!-- made: NAME -->`` and ``<!-- end of NAME -->``. Addresses come from ``pyproject.toml``.
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -15,57 +16,64 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
 CAPSTONE = "kwanzaa"
 
 LEARNT = {
-    "the_bill": "on long rows, gradients do not raise the peak",
-    "lora": "frozen weights save 9.6 GiB; the rank hardly matters",
-    "flash_attention": "on a T4 the usual flag alone saves nothing",
-    "gradient_checkpointing": "a block computed twice needs the same dropout mask",
-    "chunked_loss": "a token's logits take 12 times its 16 block inputs",
-    "mixed_precision": "a usual line of code costs 1.1 GiB",
-    "nf4": "4-bit weights save 1.3 GiB if nothing else is in the way",
-    "optimizers": "8 bits save 5.4 GiB in full fine-tuning, 64 MiB here",
-    "gradient_accumulation": "one row at a time, it only costs memory",
-    "packing": "documents that see each other lower the loss, wrongly",
-    "fused_lora": "two of an MLP's four saved tensors are enough",
-    "a_full_card": "savings do not add up; 7.3 GiB of tensors reserve 9.3",
-    "when_libraries_lie": "a dead run logs a falling loss, then 0.0",
-    "checkpoint_and_resume": "without the random state it is another run",
-    "kwanzaa": "plan, train, resume, evaluate",
-    "int8": "half the weights' bytes, and almost the same bill",
-    "flash_decoding": "each new token moves the whole KV cache 3 times",
-    "long_rows": "one open block is as large as all saved inputs",
-    "weights_elsewhere": "4.6 GiB of freed gradients lower the peak by 3.6",
-    "choose_your_hardware": "of ten rules of thumb, two hold",
-    "data_parallel": "two cards wait for the longest row",
-    "sharding": "on two cards the job's peak grows",
-    "tensor_parallel": "the loss can be right and the gradients wrong",
-    "pipeline_parallel": "a device map makes two cards as fast as one",
-    "context_parallel": "on long rows the ring costs little",
-    "hybrid": "the order of the axes decides what the slow link carries",
-    "interconnect": "where one more card stops helping",
-    "many_cards": "zero bubble does not help LoRA",
-    "data_at_scale": "a character takes 12 bytes in lists, 0.6 in an array",
-    "monitoring": "a card that is 100 % busy can reach 11 % of its peak",
-    "jobs_and_elasticity": "start-up makes a short A100 job cost 4 times a T4's",
+    "the_bill": "say what fills a GPU's memory, and predict the peak before a run",
+    "lora": "train 11 million numbers in place of 1.2 billion",
+    "flash_attention": "make attention save memory where the default saves nothing",
+    "gradient_checkpointing": "save memory by computing some results twice",
+    "chunked_loss": "stop the loss from taking 3 GiB, so that rows can be longer",
+    "mixed_precision": "nearly halve the memory with 16-bit numbers, and explain a `nan`",
+    "nf4": "store weights in 4 bits, so that an 8B model fits a T4",
+    "optimizers": "tell when an 8-bit optimizer saves 5.4 GiB, and when hardly any",
+    "gradient_accumulation": "learn from eight rows at a time in nearly the memory of one",
+    "packing": "train on short texts without paying for padding",
+    "fused_lora": "write a backward pass by hand, as the fast trainers do",
+    "a_full_card": "tell beforehand how much one more technique can save",
+    "when_libraries_lie": "catch seven failures that raise no error, by one line each",
+    "checkpoint_and_resume": "continue a killed run without losing its work",
+    "kwanzaa": "do a whole run: plan, train, compare with the base, publish",
+    "int8": "choose between 8-bit and 4-bit weights",
+    "flash_decoding": "explain why long chats get slow, and read each past token once",
+    "long_rows": "train on rows three times as long (predicted)",
+    "weights_elsewhere": "train all weights of a 1B model on a T4 (predicted)",
+    "choose_your_hardware": "predict fit, minutes and price before you rent a card",
+    "data_parallel": "train on two cards, and predict how much faster that is",
+    "sharding": "divide a model among cards, and know when that saves memory",
+    "tensor_parallel": "cut every matrix in two, and still get the right gradients",
+    "pipeline_parallel": "keep two cards busy that would otherwise take turns",
+    "context_parallel": "divide one long row among several cards",
+    "hybrid": "find the fastest of ten ways to use eight cards",
+    "interconnect": "predict when one more card stops helping",
+    "many_cards": "understand the terms in reports of very large runs",
+    "data_at_scale": "train on more text than fits into memory, each row once",
+    "monitoring": "find out why a run is slow although its GPU is 100 % busy",
+    "jobs_and_elasticity": "rent by the price of the whole job, and survive a crash",
 }
-"""What a reader learns in each lesson, in one line."""
+"""What a reader can do after each lesson, in one line that goes on from :data:`CAN`."""
+CAN = "after it you can"
+
+MEASURED = {
+    "off": "all weights train, in plain fp32",
+    "ladder_attention": "LoRA, and PyTorch's fused attention",
+    "ladder_gradient_checkpointing": "and gradient checkpointing",
+    "ladder_chunked_loss": "and a chunked loss",
+    "ladder_paged_optimizer": "and 16 bits, 4-bit weights, 8-bit optimizer",
+}
+"""The measured runs that README shows, by their names in the results: the job as it shrinks, and our worst error."""
 
 
 def lessons(page: Path) -> str:
-    """The table of all lessons: what a reader learns, the page, the notebook; on the site, a table for each part."""
+    """The table of all lessons and what each is good for; on the site, a table for each part, and how to run them."""
     if page.name == "README.md":  # a repository has notebooks, and the site has pages; README has little room
-        rows = []
-        for path in notebooks.lessons():
-            number, _, title = _heading(path).partition(". ")
-            read, run = f"{notebooks.SITE}lessons/{path.stem}.html", f"notebooks/{path.stem}.ipynb"
-            rows.append((f"[{number}]({run})", f"[{title}]({read})", LEARNT[path.stem]))
-        return table(("run", "lesson", "what you learn"), rows)
+        of_all = notebooks.lessons()
+        told = [(f"[{_heading(path)}](notebooks/{path.stem}.ipynb)", LEARNT[path.stem]) for path in of_all]
+        return table(("lesson", CAN), told)
     parts = []
     for part, names in PARTS.items():
         rows = []
         for name in names:
             read, run = f"lessons/{name}.md", notebooks.colab_address(name)
             rows.append((f"[{_heading(notebooks.LESSONS / f'{name}.py')}]({read})", LEARNT[name], f"[run]({run})"))
-        parts.append(f"### {part}\n\n{table(('lesson', 'what you learn', ''), rows)}")
+        parts.append(f"### {part}\n\n{table(('lesson', CAN, ''), rows)}")
     return "\n\n".join(parts)
 
 
@@ -100,19 +108,31 @@ def picture(page: Path) -> str:
     )
 
 
+def measured(_: Path) -> str:
+    """Five runs on a real GPU, beside what we had predicted."""
+    results = ROOT / "benchmarks" / "results" / "h200" / "second_sitting.json"
+    cases = {case["name"]: case for case in json.loads(results.read_text(encoding="utf-8"))["cases"]}
+    rows = []
+    for name, text in MEASURED.items():
+        predicted, peak = cases[name]["estimated_bytes"], cases[name]["peak_allocated_bytes"]
+        mib = [f"{size / 2**20:,.0f}" for size in (predicted, peak)]
+        rows.append((text, *mib, f"{100 * (peak / predicted - 1):+.1f} %"))
+    return table(("Llama-3.2-1B, one row", "predicted MiB", "measured MiB", "error"), rows)
+
+
 def clone(_: Path) -> str:
     """How the repository comes to a machine."""
     folder = notebooks.REPOSITORY.rpartition("/")[2]
     return (
         f"```\ngit clone {notebooks.REPOSITORY} && cd {folder}\n"
-        "make train                    # trains a real adapter, without a GPU or a model hub\n"
-        "source .venv/bin/activate     # from here on: cria, python\n"
-        "cria plan kwanzaa --gpu t4    # the bill of the real job\n"
-        "python lessons/the_bill.py # a lesson, without its figures\n```"
+        "make train                  # installs, then trains a 135M model: 3 minutes on two CPU cores\n"
+        "source .venv/bin/activate   # from here on: cria, python\n"
+        "python lessons/the_bill.py  # the first lesson, without its figures\n"
+        "make test                   # tests it: 24 minutes\n```"
     )
 
 
-MADE = {"lessons": lessons, "links": links, "picture": picture, "clone": clone}
+MADE = {"lessons": lessons, "links": links, "picture": picture, "clone": clone, "measured": measured}
 
 
 def filled(page: Path) -> str:
