@@ -238,8 +238,10 @@ def changed(model: Path, copy: Path, change) -> Weights:
 
 def test_the_originals_are_found_under_shorter_and_longer_names(tiny_model, tmp_path):
     """A backbone saved alone, and a language model inside a larger one."""
-    model = prepare(tiny_model, *NF4)[2].model
-    names = [key for _, key, _ in loftq.originals(model, tiny_model)]
+    base = prepare(tiny_model, *NF4)[2].model.get_base_model()
+    linears = {path: layer.get_base_layer() for path, layer in adapted(base).items()}
+    head = base.get_output_embeddings()
+    names = [key for _, key, _ in loftq.originals(linears, head, tiny_model)]
     assert len(names) == 2 * 7
     for number, rename in enumerate((lambda name: name.removeprefix("model."), lambda name: f"language_model.{name}")):
 
@@ -247,7 +249,8 @@ def test_the_originals_are_found_under_shorter_and_longer_names(tiny_model, tmp_
             return {rename(name): tensor for name, tensor in tensors.items()}
 
         place = changed(tiny_model, tmp_path / str(number), all_renamed)
-        assert [key for _, key, _ in loftq.originals(model, Path(place.path))] == list(map(rename, names))
+        found = [key for _, key, _ in loftq.originals(linears, head, Path(place.path))]
+        assert found == list(map(rename, names))
 
 
 def test_a_file_without_the_matrix_is_refused_before_weights_are_loaded(tiny_model, monkeypatch):

@@ -19,8 +19,9 @@ from cria_tricks.adapter.folder import (
     refuse_unsafe,
     trained_over,
 )
+from cria_tricks.common import packages
 from cria_tricks.common.atomic_files import MANIFEST
-from cria_tricks.common.errors import BadInput, first_line, is_out_of_memory, usable_path
+from cria_tricks.common.errors import BadInput, first_line, usable_path
 from cria_tricks.common.units import DTYPE
 from cria_tricks.hardware import Device, this_device
 from cria_tricks.load.adapter_files import SIDE_NETWORK, load_side_network
@@ -78,8 +79,7 @@ def open_folder(
     except BadInput:
         raise
     except Exception as error:  # a damaged file raises whatever its reader raises: tokenizers a bare Exception
-        if is_out_of_memory(error):
-            raise
+        packages.pass_on(error)
         raise BadInput(
             f"{folder}: cannot be loaded: {first_line(error)}; is it whole? cria verify {folder} tells"
         ) from None

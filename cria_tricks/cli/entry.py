@@ -11,11 +11,20 @@ def main() -> None:
     from cria_tricks.common import waiting
 
     waiting.start(f"running {' '.join(['cria', *sys.argv[1:2]])}", (sys.stdout, sys.stderr))
-    from cria_tricks.cli import main as cli  # this imports typer and rich
-
     try:
-        cli.main()
+        _run()
         code = 0
     except SystemExit as left:
         code = int(left.code or 0)
     interrupts.end(code)
+
+
+def _run() -> None:
+    try:
+        from cria_tricks.cli import main as cli  # this imports typer and rich
+    except Exception as error:
+        from cria_tricks.processes import exit
+
+        exit.leave_for_a_package(error)
+        raise
+    cli.main()

@@ -1,6 +1,7 @@
 """The whole command line, and how each foreseen error ends it."""
 
 import sys
+from typing import NoReturn
 
 import typer
 
@@ -20,7 +21,7 @@ from cria_tricks.common.errors import (
 from cria_tricks.common.startup import end_at_once
 from cria_tricks.load import quiet
 from cria_tricks.processes import numbers
-from cria_tricks.processes.exit import leave, unforeseen
+from cria_tricks.processes.exit import leave, leave_for_a_package, unforeseen
 
 # Each registers its commands, in the order of ``cria --help``.
 # isort: off
@@ -45,9 +46,7 @@ def main() -> None:
         code = _run()
     except UsageError as error:
         leave(f"error: {error.format_message().rstrip('.')}; see cria --help", 2)
-    except BadInput as error:
-        leave(f"error: {error}", 2)
-    except (Diverged, JobFailed, Unfinished) as error:
+    except Diverged as error:
         leave(f"error: {error}", 1)
     except OutOfMemory as error:
         leave(f"error: {error}", 3)
@@ -57,15 +56,23 @@ def main() -> None:
         leave(f"{error}; go on with {resumed()}", 130)
     except (KeyboardInterrupt, typer.Abort):
         leave(interrupts.words(), interrupts.CODE)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            unforeseen()
-        leave("error: out of memory", 3)
-    except Exception:
-        unforeseen()
+    except Exception as error:
+        _end(error)
     else:
         if code:
             sys.exit(code)
+
+
+def _end(error: Exception) -> NoReturn:
+    """End the command with one line about the package that an error is about, else about the error itself."""
+    leave_for_a_package(error)
+    if isinstance(error, BadInput):
+        leave(f"error: {error}", 2)
+    if isinstance(error, JobFailed | Unfinished):
+        leave(f"error: {error}", 1)
+    if is_out_of_memory(error):
+        leave("error: out of memory", 3)
+    unforeseen()
 
 
 def _run() -> int | None:

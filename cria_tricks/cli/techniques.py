@@ -137,9 +137,9 @@ def doctor(
         return
     if nproc is not None:
         raise BadInput(f"--nproc {nproc}: belongs to --collectives")
-    from cria_tricks.doctor import machine
+    from cria_tricks.doctor import machine, packages
 
-    found = machine.examine()
+    found = {**machine.examine(), "packages": packages.unusable()}
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -153,6 +153,9 @@ def doctor(
         if entry["status"] != "works":
             problems.add_row(entry["set"].removeprefix("tricks."), _coloured(entry["status"]), Text(entry["why"]))
     screen.wrapped(_how_many_work(found["toggles"], found["device"]["name"]), "", about, "")
+    for package in found["packages"]:
+        line = f"package {package['name']}: {package['why']}; {package['means']}; {package['do']}"
+        screen.print(line, highlight=False, markup=False)
     if problems.row_count:
         screen.wrapped(problems)
 

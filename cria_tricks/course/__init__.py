@@ -6,6 +6,7 @@ from cria_tricks.course.job import CAPSTONE, LESSON_OF, bill, show_bill, show_wo
 from cria_tricks.course.measured import on_a_gpu
 from cria_tricks.course.notebook import show_table
 from cria_tricks.course.predictions import NO_GUESS, PREDICTION, reveal, trend
+from cria_tricks.models import peft_probes
 
 __all__ = [
     "CAPSTONE",
@@ -33,3 +34,5 @@ __all__ = [
     "so_far",
     "trend",
 ]
+
+peft_probes.ignore_unusable()  # because lessons call peft themselves

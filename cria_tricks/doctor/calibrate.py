@@ -316,8 +316,9 @@ def _optimizers(device: Device, precision: str) -> Iterator[Piece]:
 def _launch(device: Device) -> float:
     """Time a narrow Llama with LoRA, whose tensors are too small to take time, and divide by its operations [s]."""
     # imported late for the same reason
-    from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from cria_tricks.load.adapters import add_lora
 
     widths = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     recipe = with_settings(Recipe(), ["tricks.peft=lora", "tricks.attention=sdpa", "lora.r=2"])
@@ -325,7 +326,7 @@ def _launch(device: Device) -> float:
     for layers in (2, 10):
         config = LlamaConfig(**widths, vocab_size=64, num_hidden_layers=layers, use_cache=False)
         model = LlamaForCausalLM(config).to(device.kind)
-        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=list(recipe.lora.target_modules)))
+        adapted = add_lora(model, r=2, target_modules=list(recipe.lora.target_modules))
         ids = torch.zeros(1, 4, dtype=torch.long, device=device.kind)
 
         def run(adapted: Any = adapted, ids: torch.Tensor = ids) -> None:

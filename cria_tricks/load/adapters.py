@@ -11,11 +11,12 @@ from typing import Any
 
 import bitsandbytes as bnb
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PeftConfig, PromptTuningConfig, get_peft_model
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.integrations import dequantize_module_weight
 
 from cria_tricks.common.errors import BadInput, first_line
+from cria_tricks.models import peft_probes
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import side_network
 from cria_tricks.tricks.lora import ALL_LINEAR
@@ -41,13 +42,23 @@ def add_lora(model: Any, **arguments: Any) -> Any:
     Raises:
         BadInput: if the model has no module with the name of a target, or none that LoRA can adapt.
     """
-    if arguments["target_modules"] == [ALL_LINEAR]:
-        arguments["target_modules"] = ALL_LINEAR  # peft takes this word only as a string, not in a list
     try:
-        adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **arguments))
+        adapted = _adapted(model, lora_config(**arguments))
     except ValueError as error:
         raise BadInput(f"lora.target_modules: {first_line(error)}") from None
     return _trained_in_fp32(adapted)
+
+
+def _adapted(model: Any, config: PeftConfig) -> Any:
+    peft_probes.ignore_unusable()
+    return get_peft_model(model, config)
+
+
+def lora_config(**arguments: Any) -> LoraConfig:
+    """Make peft's config of LoRA; the arguments are those of ``LoraConfig``."""
+    if arguments["target_modules"] == [ALL_LINEAR]:
+        arguments["target_modules"] = ALL_LINEAR  # peft takes this word only as a string, not in a list
+    return LoraConfig(task_type="CAUSAL_LM", **arguments)
 
 
 def add_trained_head(model: Any) -> Any:
@@ -61,7 +72,7 @@ def add_trained_head(model: Any) -> Any:
 
 def add_prompt(model: Any, **arguments: Any) -> Any:
     """Freeze a model, and put learnt vectors before each row; the arguments are those of ``PromptTuningConfig``."""
-    return _trained_in_fp32(get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", **arguments)))
+    return _trained_in_fp32(_adapted(model, PromptTuningConfig(task_type="CAUSAL_LM", **arguments)))
 
 
 def add_side_network(model: Any, blocks: int) -> Any:

@@ -15,7 +15,7 @@ changes the base: ``pissa_init`` (peft 0.21, ``peft.tuners.lora.layer``) subtrac
 - Over a quantised base ``pissa_init`` raises a ``TypeError``: it would have to quantise the difference again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 
 from cria_tricks.common.errors import BadInput
+from cria_tricks.load import trained_numbers
 from cria_tricks.models import weight_files
+from cria_tricks.step_plan import Plan
 from cria_tricks.tricks.lora import start_of
 
 
@@ -42,8 +44,13 @@ def start_at_rounding_error(model: Any) -> None:
     Raises:
         BadInput: if a weight is not in the files, or another one is.
     """
-    folder = Path(model.get_base_model().name_or_path)
-    for layer, key, file in originals(model, folder):
+    base = model.get_base_model()
+    layers = {path: layer for path, layer in base.named_modules() if isinstance(layer, LoraLayer)}
+    adapted = {path: layer.get_base_layer() for path, layer in layers.items()}
+    head = base.get_output_embeddings()
+    head = getattr(head, "base_layer", head)  # if it is adapted itself
+    for path, key, file in originals(adapted, head, Path(base.name_or_path)):
+        layer = layers[path]
         weight = layer.get_base_layer().weight
         with safe_open(file, framework="pt") as opened:
             error = opened.get_tensor(key).to(weight.device).float()
@@ -58,33 +65,49 @@ def start_at_rounding_error(model: Any) -> None:
             layer.lora_B[name].weight[:, : len(A)] = B
 
 
-def originals(model: Any, folder: Path) -> Iterator[tuple[LoraLayer, str, Path]]:
+def refuse_unreadable(model: Any, plan: Plan, folder: Path) -> None:
+    """Refuse a model whose files do not hold the matrices to start from, before its weights are loaded.
+
+    Args:
+        model: the model, built without weights; it is frozen here.
+        plan: what would run.
+        folder: the model's folder.
+
+    Raises:
+        BadInput: as :func:`originals` does.
+    """
+    adapted = {target.path: target.module for target in trained_numbers.targets(model, plan)}
+    for _ in originals(adapted, model.get_output_embeddings(), folder):
+        pass
+
+
+def originals(
+    adapted: Mapping[str, torch.nn.Module], head: torch.nn.Module, folder: Path
+) -> Iterator[tuple[str, str, Path]]:
     """Find the weight of every adapted linear layer except the head, which is not quantised, in a model's files.
 
     Args:
-        model: a ``PeftModel`` with LoRA; its base may be without weights.
-        folder: the base's folder.
+        adapted: the layers that LoRA adapts, without their adapters, by their paths in the model.
+        head: the model's output head.
+        folder: the model's folder.
 
     Yields:
-        The layer with the adapter, and its weight's name and file.
+        The layer's path, and its weight's name and file.
 
     Raises:
         BadInput: if the files do not hold exactly one such weight under the layer's name.
     """
-    base = model.get_base_model()
     stored = weight_files.tensors(folder, str(folder))
-    for path, layer in base.named_modules():
-        if not isinstance(layer, LoraLayer) or layer is base.get_output_embeddings():
-            continue
-        linear = layer.get_base_layer()
-        if not isinstance(linear, torch.nn.Linear):  # the experts of a mixture, in one tensor, are not quantised either
+    for path, linear in adapted.items():
+        # The experts of a mixture, in one tensor, are not quantised either.
+        if linear is head or not isinstance(linear, torch.nn.Linear):
             continue
         key = f"{path}.weight"
         # A file may hold the backbone alone, whose names are shorter, or a larger model, whose names are longer.
         found = [name for name in stored if f".{name}".endswith(f".{key}") or f".{key}".endswith(f".{name}")]
         if [stored[name].shape for name in found] != [(linear.out_features, linear.in_features)]:
             raise BadInput(f"lora.init=loftq: {folder} does not hold {key} as one matrix under this name; {WITHOUT}")
-        yield layer, found[0], stored[found[0]].file
+        yield path, found[0], stored[found[0]].file
 
 
 def unpacked(weight: Any) -> torch.Tensor:

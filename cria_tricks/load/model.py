@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import cria_tricks.load.attention  # noqa: F401 (names our attention functions to transformers)
 from cria_tricks import models
 from cria_tricks.common.errors import BadInput, first_line
-from cria_tricks.load import loftq, quiet, streaming
+from cria_tricks.load import loftq, quiet, streaming, trained_numbers
 from cria_tricks.load.adapters import add_adapter, modules_named
 from cria_tricks.load.device_map import device_map
 from cria_tricks.load.fused import PLAIN, by_triton, fuse, fuse_blocks, tile_mlps
@@ -107,12 +107,11 @@ def count_trainable(plan: Plan, weights: Weights, highest_id: int = 0) -> int:
     weights = models.fetch(weights)
     model = _refuse_unfit(plan, weights)
     pretrained.refuse_unknown_tokens(model, highest_id, f"model {weights.name}")
-    if "add_adapter" in plan.after_load:
-        with torch.device("meta"):
-            model = add_adapter(model, plan)
     if STARTS in plan.after_load:
-        list(loftq.originals(model, Path(weights.path)))  # refused here, before weights are loaded
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+        loftq.refuse_unreadable(model, plan, Path(weights.path))
+    if "add_adapter" in plan.after_load:
+        return trained_numbers.count(model, plan)
+    return sum(p.numel() for p in model.parameters())
 
 
 def quiet_libraries() -> None:
@@ -164,7 +163,7 @@ def built_empty(plan: Plan, config: Any, name: str) -> Any:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, plan.model["dtype"]))
-    except (ValueError, KeyError, ImportError) as error:
+    except (ValueError, KeyError) as error:
         raise BadInput(f"model {name}: is no causal language model: {first_line(error)}") from None
     built = type(model).__name__
     meant = config.architectures or []

