@@ -41,7 +41,7 @@ def test_the_answer_about_8_gib_is_that_of_its_command(run_cria):
 def test_what_readme_quotes_of_the_trained_model_is_on_the_home_page():
     """The home page takes it from the stored answers; README leaves out what it marks with [...]."""
     (quoted,) = re.findall(r"^## Before and after$(.+?)^## ", README, re.M | re.S)
-    said = re.sub(r"\s+", " ", " ".join(re.findall(r"^(?:> |\| (?!before|-))(.+)", quoted, re.M)))
+    said = re.sub(r"\s+", " ", " | ".join(re.findall(r"^(?:> |\| (?!before|-))(.+)", quoted, re.M)))
     pieces = [piece.strip(" |") for piece in re.split(r"\[\.\.\.\]|\*\*|\[\d\] (?=\w)| \| ", said)]
     assert len([piece for piece in pieces if piece]) == 6
     assert [piece for piece in pieces if piece not in HOME] == []

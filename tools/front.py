@@ -16,7 +16,7 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
 CAPSTONE = "kwanzaa"
 
 LEARNT = {
-    "the_bill": "say what fills a GPU's memory, and predict the peak before a run",
+    "the_bill": "say what fills a GPU's memory, and predict the peak",
     "lora": "train 11 million numbers in place of 1.2 billion",
     "flash_attention": "make attention save memory where the default saves nothing",
     "gradient_checkpointing": "save memory by computing some results twice",
@@ -28,9 +28,9 @@ LEARNT = {
     "packing": "train on short texts without paying for padding",
     "fused_lora": "write a backward pass by hand, as the fast trainers do",
     "a_full_card": "tell beforehand how much one more technique can save",
-    "when_libraries_lie": "catch seven failures that raise no error, by one line each",
+    "when_libraries_lie": "catch seven failures that raise no error",
     "checkpoint_and_resume": "continue a killed run without losing its work",
-    "kwanzaa": "do a whole run: plan, train, compare with the base, publish",
+    "kwanzaa": "do a whole run: plan, train, compare, publish",
     "int8": "choose between 8-bit and 4-bit weights",
     "flash_decoding": "explain why long chats get slow, and read each past token once",
     "long_rows": "train on rows three times as long (predicted)",
@@ -52,7 +52,7 @@ LEARNT = {
 CAN = "after it you can"
 
 MEASURED = {
-    "off": "all weights train, in plain fp32",
+    "off": "all weights train, 4 bytes a number",
     "ladder_attention": "LoRA, and PyTorch's fused attention",
     "ladder_gradient_checkpointing": "and gradient checkpointing",
     "ladder_chunked_loss": "and a chunked loss",
@@ -117,7 +117,7 @@ def measured(_: Path) -> str:
         predicted, peak = cases[name]["estimated_bytes"], cases[name]["peak_allocated_bytes"]
         mib = [f"{size / 2**20:,.0f}" for size in (predicted, peak)]
         rows.append((text, *mib, f"{100 * (peak / predicted - 1):+.1f} %"))
-    return table(("Llama-3.2-1B, one row", "predicted MiB", "measured MiB", "error"), rows)
+    return table(("peak of Llama-3.2-1B", "predicted MiB", "measured MiB", "error"), rows)
 
 
 def clone(_: Path) -> str:
@@ -125,7 +125,7 @@ def clone(_: Path) -> str:
     folder = notebooks.REPOSITORY.rpartition("/")[2]
     return (
         f"```\ngit clone {notebooks.REPOSITORY} && cd {folder}\n"
-        "make train                  # installs, then trains a 135M model: 3 minutes on two CPU cores\n"
+        "make train                  # installs, and trains a 135M model in 3 minutes on two CPU cores\n"
         "source .venv/bin/activate   # from here on: cria, python\n"
         "python lessons/the_bill.py  # the first lesson, without its figures\n"
         "make test                   # tests it: 24 minutes\n```"
