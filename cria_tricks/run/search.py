@@ -9,6 +9,7 @@ Nothing is trained: each of the thousand sets that are compared is an estimate o
 for the same card, so they share the error of its rates: which of two sets is faster is known better than their times.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Generator, Iterable
 from dataclasses import dataclass, replace
@@ -140,6 +141,12 @@ def best_in_steps(target: Target, recipe: Recipe, lengths: Lengths, keep: Collec
         keep: fields of the recipe that stay as they are, because the user has set them.
     """
     aim = "fastest" if target.card else NEAREST
+    # Whether an unknown host has room for offloaded activations cannot be said, so they come second there.
+    tries = [keep] if target.host else [{*keep, "tricks.activation_offload"}, keep]
+    for stays in tries[:-1]:
+        with contextlib.suppress(NothingFits):
+            found, sets = yield from in_steps(target, recipe, aim, lengths, (), stays)
+            return Found(aim, found[0], None, None, len(sets))
     try:
         found, sets = yield from in_steps(target, recipe, aim, lengths, (), keep)
     except NothingFits as error:
