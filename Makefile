@@ -210,7 +210,8 @@ dist:
 release-check: $(READY)
 	$(VENV)/bin/python -m tools.release $(TAG)
 
-# Install the wheel as a notebook does, beside Colab's torch and transformers: none of them may be replaced.
+# Install the wheel as a notebook does, beside all of Colab's packages that libraries look for (some 10 GB): none of them
+# may be replaced. Then use it there: commands and notebooks, half an hour on two cores. Needs Python 3.13.
 colab: dist
 	.ci/colab dist/*.whl
 

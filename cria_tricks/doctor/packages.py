@@ -41,7 +41,7 @@ def looked_for() -> list[str]:
         for node in ast.walk(ast.parse((Path(spec.origin).parent / file).read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and _function(node) in ASKING and node.args:
                 name = getattr(node.args[0], "value", None)
-                if isinstance(name, str) and not name.startswith("."):
+                if isinstance(name, str) and name.split(".")[0].isidentifier():  # else a name that only pip knows
                     found.add(name.split(".")[0])
     return sorted(found)
 
