@@ -40,6 +40,7 @@ class StepFacts:
         loss_moments: rule: facts -> lines of the bill at the moments around the loss, by the names of these moments.
         state_bytes: rule: elements of a tensor -> bytes of its two optimizer states.
         embedding_state_bytes: the same rule for the embedding.
+        paged_from: elements from which a tensor's states are paged, where the allocator does not see them; 0: none.
         other_weight_itemsize: item size of the other loaded weights: embedding, head, norms, biases, experts.
         compute_itemsize: item size of the compute dtype, in which products multiply.
         bf16: whether a compute dtype of 2 bytes is bf16; else it is fp16.
@@ -126,6 +127,7 @@ class StepFacts:
     window: int = 1
     steps_in_backward: bool = False
     optimizer_state_bits: int = 32
+    paged_from: int = 0
     expandable_segments: bool = False
     stream_pieces: int = 1
 

@@ -26,6 +26,7 @@ from cria_tricks.bill.fused_operations import tiled
 from cria_tricks.bill.lines import Line, Moment
 from cria_tricks.bill.loss import cast_copies, head_gradient
 from cria_tricks.bill.waiting import Waiting, block_input, last_blocks, waiting_at
+from cria_tricks.common.units import human
 
 IDS = 8
 """Bytes of one token id, one label or one position: each is a 64-bit integer."""
@@ -287,7 +288,7 @@ def _fixed(memory: StepFacts, *, masked: bool) -> tuple[Line, ...]:
         blocks,
         Line("weights: all others", leftovers * memory.other_weight_itemsize, others),
         Line("weights: adapter", added * FP32, "trained in fp32, beside the loaded ones"),
-        Line("optimizer states", _states(memory), f"2 of {memory.optimizer_state_bits} bits for each trained weight"),
+        _states(memory),
         Line("batch", 3 * n * IDS * memory.window + positions + mask, "token ids, labels, positions, mask"),
     )
 
@@ -324,10 +325,19 @@ def _embedding_gradient(memory: StepFacts) -> Line:
     )
 
 
-def _states(memory: StepFacts) -> int:
-    """Return the bytes of all optimizer states; the embedding has a rule of its own."""
-    every = sum(many * memory.state_bytes(elements) for many, elements in memory.trained)
-    if memory.trains_all:
+def _states(memory: StepFacts) -> Line:
+    """Return the line of the optimizer states that the allocator sees, which also says what is paged besides."""
+    rules = [(many, elements, memory.state_bytes) for many, elements in memory.trained]
+    if memory.trains_all:  # the embedding has a rule of its own
         of_embedding = memory.shape.embedding_weights
-        every += memory.embedding_state_bytes(of_embedding) - memory.state_bytes(of_embedding)
-    return every
+        rules += [(1, of_embedding, memory.embedding_state_bytes), (-1, of_embedding, memory.state_bytes)]
+    seen, paged = 0, 0
+    for many, elements, rule in rules:
+        if 0 < memory.paged_from <= elements:
+            paged += many * rule(elements)
+        else:
+            seen += many * rule(elements)
+    why = f"2 of {memory.optimizer_state_bits} bits for each trained weight"
+    if paged:
+        why += f"; {human(paged)} more are paged (card or host)"
+    return Line("optimizer states", seen, why)

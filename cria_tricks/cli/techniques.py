@@ -37,7 +37,8 @@ def tricks(as_json: Json = False) -> None:
     rows: list[dict[str, Any]] = [dict(row) for row in explain.table()]
     for row in rows:
         settings = row["set"].split(", ")
-        row["here"] = {one: status.get(one, "works") for one in settings}  # what has no switch works everywhere
+        # What has no switch works everywhere, and is not counted among the switches.
+        row["here"] = {one: status.get(one, "always") for one in settings}
         row["off_the_capstone_bytes"] = {one: saved[one] for one in settings if one in saved}
     if as_json:
         print(json.dumps(rows, indent=2))
@@ -295,5 +296,5 @@ def _collectives(nproc: int | None, as_json: bool) -> None:
 
 
 def _coloured(status: str) -> str:
-    colour = {"works": "green", "warning": "yellow", "refused": "red"}[status]
+    colour = {"works": "green", "always": "green", "warning": "yellow", "refused": "red"}[status]
     return f"[{colour}]{status}[/]"

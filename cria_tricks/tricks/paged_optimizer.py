@@ -17,9 +17,8 @@ Shapes: F frames on the device hold one page each, E elements long; a weight of 
 each of its two moments.
 """
 
-import functools
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 
 import torch
@@ -165,21 +164,7 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """Leave large states out of the allocator's bytes: they live in CUDA's unified memory, which it does not see."""
     if not recipe.tricks.paged_optimizer or memory.device.kind != "cuda":
         return memory
-    return replace(
-        memory,
-        state_bytes=functools.partial(on_the_card, memory.state_bytes),
-        embedding_state_bytes=functools.partial(on_the_card, memory.embedding_state_bytes),
-    )
-
-
-def on_the_card(state_bytes: Callable[[int], int], elements: int) -> int:
-    """Count the bytes of a tensor's two states that the card's allocator sees: none for a large, paged tensor.
-
-    Args:
-        state_bytes: elements -> bytes of the two states, without paging.
-        elements: of the tensor.
-    """
-    return 0 if elements >= PAGED_FROM else state_bytes(elements)
+    return replace(memory, paged_from=PAGED_FROM)
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:

@@ -31,6 +31,21 @@ def test_each_input_that_waits_is_a_pinned_block_of_a_power_of_two():
     assert bytes_on_the_host(LONG) == 0
 
 
+@pytest.mark.parametrize("optimizer", ["", "8bit"])
+@pytest.mark.parametrize("method", ["lora nf4", ""])
+def test_the_line_of_the_optimizer_says_how_much_is_paged_and_where(optimizer, method):
+    """The same bytes as on the host, and all of them: without paging the line has both parts."""
+    whole, paged = (
+        next(line for line in TARGET.memory(recipe(words)).lines if line.name == "optimizer states")
+        for words in (f"{method} fp16 {optimizer}", f"{method} fp16 {optimizer} paged")
+    )
+    moments = host_bill(TARGET, recipe(f"{method} fp16 {optimizer} paged"), COLAB).moments
+    [on_host] = [line.bytes for line in moments[1].lines if line.name == "paged optimizer states"]
+    assert on_host == whole.bytes - paged.bytes > 0.4 * whole.bytes
+    assert "paged" not in whole.why
+    assert paged.why.startswith(f"{whole.why}; {human(on_host)} more are paged (card or host)")
+
+
 @pytest.mark.parametrize("way", ["offload", "overlap"])
 def test_too_small_a_host_is_refused_with_the_number(way):
     wanted = recipe(f"{LONG} {way}", tokens=60_000)
