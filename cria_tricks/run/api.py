@@ -5,6 +5,7 @@ Each function takes a recipe in any of three forms: a ``Recipe``, the name of on
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,7 +144,7 @@ def plan(
 
     target = Target(shape, device, nproc)
     target.resolve(wanted)  # raises for a setting that cannot work, before the data is read
-    wanted, found_lengths, fitted = _searched(target, wanted, rows_full, fit, _several(may_change))
+    target, wanted, found_lengths, fitted = _searched(target, wanted, rows_full, fit, _several(may_change))
     rows = (found_lengths.rows or None) if rows is None else rows
     asked = {"dry": dry_run, "advise": advise, "longest": longest, "host": host, "rows": rows}
     return _answered(target, wanted, found_lengths, asked, fitted, model_settings.warning(shape.name, needed))
@@ -193,18 +194,24 @@ def film(
 
 def _searched(
     target: "Target", recipe: Recipe, rows_full: bool, aim: str, may_change: list[str]
-) -> tuple[Recipe, "Lengths", dict[str, Any] | None]:
-    """Read the lengths of the rows, and search the best switches if that is wanted: recipe, lengths, what was found."""
+) -> tuple["Target", Recipe, "Lengths", dict[str, Any] | None]:
+    """Read the lengths of the rows, and search the best switches if that is wanted.
+
+    Returns:
+        The target with the evaluation rows, the recipe, the lengths, and what was found.
+    """
     from cria_tricks.data import lengths
+    from cria_tricks.predict.evaluation import rows_of
 
     found = lengths.full(recipe, "--rows-full") if rows_full else _read_lengths(recipe)
+    target = replace(target, evaluated=rows_of(found, recipe))
     recipe = lengths.as_long_as(found.longest, recipe)
     if not aim:
-        return recipe, found, None
+        return target, recipe, found, None
     from cria_tricks.run import search
 
     fitted = search.search(target, recipe, aim, found, may_change)
-    return fitted.chosen.recipe, search.lengths_of(fitted, found), search.as_data(fitted)
+    return target, fitted.chosen.recipe, search.lengths_of(fitted, found), search.as_data(fitted)
 
 
 def _answered(
@@ -226,12 +233,13 @@ def _fitted_here(recipe: Recipe, aim: str, may_change: Iterable[str], console: "
     """Return the recipe with the switches that a search finds for this machine, and say which."""
     from cria_tricks.common.console import Aside
     from cria_tricks.data import lengths
+    from cria_tricks.predict.evaluation import rows_of
     from cria_tricks.predict.toggles import Target
     from cria_tricks.processes import numbers
     from cria_tricks.run import search
 
-    target = Target(find_shape(recipe.model), this_device(), numbers.processes())
     found_lengths = _read_lengths(recipe)
+    target = Target(find_shape(recipe.model), this_device(), numbers.processes(), rows_of(found_lengths, recipe))
     # Rows are trained as long as they are, so a shorter data.max_length is for the estimate only.
     found = search.search(
         target, lengths.as_long_as(found_lengths.longest, recipe), aim, found_lengths, _several(may_change)
@@ -254,7 +262,7 @@ def estimate(
     gpu: str | Device | None = None,
     settings: Iterable[str] = (),
 ) -> "Bill":
-    """Estimate the memory of one training step in one process, with formulas, for rows of ``data.max_length`` tokens.
+    """Estimate the memory of a run in one process, with formulas, for rows of ``data.max_length`` tokens.
 
     With ``rows_full=True``, :func:`plan` gives the same bytes with an explanation, comparisons and times. This function
     returns the object that :func:`plan` counts with; each trick fills in its part.
@@ -275,10 +283,10 @@ def estimate(
     wanted, shape, device = _wanted(recipe, _several(settings), _device(gpu, 1)[0])
     # They import torch, which takes seconds; errors in names were raised above.
     from cria_tricks.predict.toggles import Target
-    from cria_tricks.tricks.folds import estimate as by_hand
 
-    Target(shape, device).resolve(wanted)  # raises for a setting that cannot work there
-    return by_hand(wanted, shape, device)
+    target = Target(shape, device)
+    target.resolve(wanted)  # raises for a setting that cannot work there
+    return target.memory(wanted)
 
 
 def _host(gpu: str | Device | None) -> Host | None:
