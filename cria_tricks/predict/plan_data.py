@@ -3,7 +3,6 @@
 from dataclasses import asdict
 from typing import Any
 
-from cria_tricks.bill.lines import Line
 from cria_tricks.bill.step_time import RunPrice, ends, run_tokens
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
@@ -11,9 +10,11 @@ from cria_tricks.data.lengths import Lengths, full
 from cria_tricks.hardware import calibration, this_device, trust
 from cria_tricks.hardware.cards import CARDS, FLAVORS, Flavor
 from cria_tricks.hardware.gpus import Host
-from cria_tricks.models.configs import beyond_context, find_config
+from cria_tricks.load import answering_memory
+from cria_tricks.load.answering_memory import Way
+from cria_tricks.models.configs import beyond_context
 from cria_tricks.models.shape import Shape
-from cria_tricks.predict import answer_time, toggles
+from cria_tricks.predict import answer_time, evaluation, toggles
 from cria_tricks.predict.host import HostBill, host_bill, loading_doubts, longest_on_host
 from cria_tricks.predict.toggles import Change, Setting, Target
 from cria_tricks.recipe import Recipe, with_settings
@@ -70,7 +71,11 @@ def run_bill(
     The arguments are those of :func:`answer`, whose comparisons and prices are left out here.
     """
     found: dict[str, Any] = bill(target, recipe, dry=dry, lengths=lengths)
-    found["answers"] = _answers(target, recipe, lengths, rows)
+    of_result = answering_memory.of_result(recipe, target.shape, target.device, lengths)
+    found["answering"] = [one.as_data() for one in of_result]
+    if found["verdict"] != "does not fit":  # else there will be no result
+        found["warnings"] += [sentence for one in of_result for sentence in one.in_words]
+    found["answers"] = _answers(target, recipe, lengths, rows, of_result[0].fitting)
     on_host = host_bill(target, recipe, host, rows or 0)
     if on_host:
         found["host"] = _host(on_host)
@@ -105,10 +110,11 @@ def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths 
     setting = target.bill(recipe)
     lines, moment = setting.memory.lines, setting.memory.peak.name
     if dry:
-        lines, moment = _dry_lines(recipe, plan)
-    around = setting.memory.around
+        from cria_tricks.predict.dry_run import lines_of_peak  # it imports transformers, which takes seconds
+
+        lines, moment = lines_of_peak(recipe, plan, setting.memory, target.evaluated.tokens)
     peak = sum(line.bytes for line in lines)
-    needed = peak + sum(line.bytes for line in around)
+    needed = peak + sum(line.bytes for line in setting.memory.around)
     capacity = target.device.memory_bytes
     verdict = trust.verdict(needed, capacity, needed - setting.memory.unused.bytes)
     lengths = lengths or full(recipe, "all that data.max_length allows")
@@ -132,7 +138,7 @@ def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths 
         "context": target.shape.context,
         "method": "dry_run" if dry else "closed_form",
         "lines": [asdict(line) for line in lines],
-        "around": [asdict(line) for line in around],
+        "around": [asdict(line) for line in setting.memory.around],
         **_times(setting, plan, lengths),
         "warnings": [*plan.warnings, *doubts(target, recipe, verdict)],
         "suggestions": [_suggestion(change) for change in toggles.suggestions(target, recipe)],
@@ -155,28 +161,38 @@ def _times(setting: Setting, plan: Plan, lengths: Lengths) -> dict[str, Any]:
     }
 
 
-def _answers(target: Target, recipe: Recipe, lengths: Lengths, rows: int | None) -> dict[str, Any] | None:
-    """Return the time of answers, during training and of ``cria eval``, at most; ``None`` if no rates are known."""
+def _answers(
+    target: Target, recipe: Recipe, lengths: Lengths, rows: int | None, way: Way | None
+) -> dict[str, Any] | None:
+    """Return the time of answers, during training and of ``cria eval``, at most; ``None`` if no rates are known.
+
+    ``way`` is how ``cria eval`` fits the card, if it does.
+    """
     card = target.card
     if card is None:
         return None
+    together = way.rows if way else answering_memory.BATCH
     asked = answer_time.Asked(
-        rows=len(lengths.prompts) or answer_time.BATCH,
+        rows=len(lengths.prompts) or answering_memory.BATCH,
         prompt=max(lengths.prompts, default=recipe.data.max_length),
-        new=answer_time.NEW_TOKENS,
-        together=answer_time.BATCH,
+        new=way.new if way else answering_memory.NEW_TOKENS,
+        together=together,
     )
-    of_adapter, of_base = (
-        answer_time.of_eval(recipe, target.shape, card, asked, with_adapter=with_adapter)
-        for with_adapter in (True, False)
-    )
+    seconds = 0.0
+    known = way is not None
+    for with_adapter in (True, False):
+        one = answer_time.of_eval(
+            recipe, target.shape, card, asked, with_adapter=with_adapter, packed=way is not None and way.packed
+        )
+        known = known and one is not None
+        seconds += one or 0.0
     return {
         "evaluation_seconds": answer_time.of_samples(recipe, target.shape, card, _longest_prompt(recipe, lengths)),
         "evaluations": answer_time.evaluations(recipe, rows),
         "eval_rows": asked.rows,
         "eval_rows_read": bool(lengths.prompts),
         "eval_new_tokens": asked.new,
-        "eval_seconds": None if of_adapter is None or of_base is None else of_adapter + of_base,
+        "eval_seconds": seconds if known else None,
     }
 
 
@@ -212,8 +228,9 @@ def front(target: Target, recipe: Recipe) -> list[dict[str, Any]]:
 def doubts(target: Target, recipe: Recipe, verdict: str) -> list[str]:
     """Warn of what may go wrong although no switch is refused.
 
-    There are three such risks: rows longer than the model's context, a narrow fit, and a model that fits the cards only
-    after it was cut. A calibration of this machine that is stale is said, too.
+    There are four such risks: rows longer than the model's context, a narrow fit, a model that fits the cards only
+    after it was cut, and an evaluation that needs more than a training step. A calibration of this machine that is
+    stale is said, too.
     """
     found: list[str] = []
     # A packed row holds several documents, and positions start at 0 in each. Only the data show how long they are.
@@ -223,6 +240,7 @@ def doubts(target: Target, recipe: Recipe, verdict: str) -> list[str]:
     if verdict == "tight":
         found.append(trust.TIGHT)
     found += loading_doubts(target, recipe)
+    found += evaluation.doubts(target.memory(recipe), recipe, target.evaluated)
     if target.device == this_device():
         found += filter(None, [calibration.stale(target.device)])
     return found
@@ -321,21 +339,3 @@ def _setting(setting: Setting) -> dict[str, Any]:
         "fits": setting.memory.fits,
         "seconds_per_token": setting.seconds,
     }
-
-
-def _dry_lines(recipe: Recipe, plan: Any) -> tuple[tuple[Line, ...], str]:
-    """Return the two lines of a dry run's bill, weights and all other bytes at the peak, and the moment of the peak."""
-    # transformers takes seconds to import, and only a dry run needs it.
-    from transformers import AutoConfig
-
-    from cria_tricks.predict.dry_run import dry_run
-
-    config = find_config(recipe.model)
-    config = config.get("text_config") or config  # of a model that also takes images, the part for text
-    run = dry_run(plan, AutoConfig.for_model(**config), recipe.train.batch_size, recipe.data.max_length)
-    moment = max(run.moments, key=lambda name: run.moments[name])  # the one with the highest peak
-    lines = (
-        Line("weights", run.weights_bytes, "the loaded model, with its adapter"),
-        Line("everything else", run.peak_bytes - run.weights_bytes, f"counted in the {moment}"),
-    )
-    return lines, moment
