@@ -1,18 +1,26 @@
 """An adapter is used over the base that it learnt beside: rounded, if that was rounded."""
 
 import functools
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from cria_tricks import models
+from cria_tricks import models, recipes
 from cria_tricks.adapter.card_code import HERE
 from cria_tricks.adapter.merge import CPU, merge
 from cria_tricks.adapter.opening import open_folder, quantization_of
+from cria_tricks.common.errors import BadInput
+from cria_tricks.data.lengths import full
 from cria_tricks.data.rows import read_jsonl
+from cria_tricks.hardware import T4, Device
 from cria_tricks.kwanzaa.generate import reference_loss
-from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.load import answering_memory
+from cria_tricks.load.answering import answer_batch
+from cria_tricks.measure.memory import LiveBytes, every_tensor
+from cria_tricks.models.shape import find_shape
+from cria_tricks.recipe import Recipe, from_toml, with_settings
 from cria_tricks.run.run import train
 from cria_tricks.settings import Tricks
 
@@ -26,11 +34,13 @@ KINDS = {
     "side": ("tricks.quantization=nf4", "tricks.peft=side_network"),
 }
 
+PACKED = {**KINDS, "int8": ("tricks.quantization=int8", "tricks.peft=lora")}
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """An adapter of a kind, and the report of its training; it is trained once."""
-    return functools.cache(lambda kind: _trained(tmp_path_factory.mktemp(kind), *KINDS[kind]))
+    return functools.cache(lambda kind: _trained(tmp_path_factory.mktemp(kind), *PACKED[kind]))
 
 
 def _trained(tmp_path, *more: str) -> tuple[Path, dict]:
@@ -68,6 +78,71 @@ def test_its_loss_is_the_one_that_training_ended_with(kind, trained, monkeypatch
     assert frequencies[1]
     for name, kept in frequencies[0].items():
         assert torch.equal(kept, frequencies[1][name]), f"{name}: other angles for distant tokens"
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_over_a_packed_base_it_answers_as_in_training(kind, trained, monkeypatch):
+    # On a processor with AVX512-BF16, bitsandbytes would repack each 4-bit weight at its first pass in eval mode.
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+    folder, report = trained(kind)
+    packed, tokenizer = open_folder(folder, CPU, torch.float32, packed=True)
+    unpacked, _ = open_folder(folder, CPU, torch.float32)
+    codes = [(weight, weight.detach().clone()) for weight in packed.parameters() if not weight.is_floating_point()]
+    assert codes, "its base is packed"
+    assert loss_of(packed, tokenizer, folder) == pytest.approx(report["eval_loss_after"], abs=2e-4)
+    assert all(torch.equal(weight, before) for weight, before in codes), "and stays as it was"
+    assert sum(weight.nbytes for weight in packed.parameters()) < sum(weight.nbytes for weight in unpacked.parameters())
+    if kind == "int8":  # its products round the activations, too, so it is another model than the unpacked one
+        return
+    prompts = [list(range(3, 40)), list(range(50, 60))]
+    ids = torch.tensor(prompts[:1])
+    with torch.no_grad():
+        torch.testing.assert_close(packed(ids).logits, unpacked(ids).logits, atol=1e-4, rtol=1e-4)
+    for model in (packed, unpacked):
+        model.config.use_cache = kind != "side"
+    assert answer_batch(packed, tokenizer, prompts, 8) == answer_batch(unpacked, tokenizer, prompts, 8)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_model_that_answers_needs_what_was_predicted(packed, trained):
+    folder, _ = trained("nf4")
+    model, tokenizer = open_folder(folder, CPU, torch.float32, packed=packed)
+    live = LiveBytes()
+    live.track_all(every_tensor(model))
+    with live:
+        answer_batch(model, tokenizer, [[5] * 300, [7] * 290], 100)
+    recipe = from_toml(folder / "recipe.toml")
+    device = Device("cpu", "a processor", (0, 0), real_bf16=False, memory_bytes=2**30)
+    bill = answering_memory.needed(recipe, find_shape("random:tiny"), device, 2, 300, 100, packed=packed)
+    assert bill.peak_bytes == pytest.approx(live.peak, rel=0.05)
+
+
+def test_commands_answer_over_a_packed_base_with_the_options_that_a_plan_suggests(trained, run_cria, tmp_path):
+    of_result = answering_memory.of_result(
+        with_settings(recipes.capstone(T4), ["model=qwen3-14b"]), find_shape("qwen3-14b"), T4, full(Recipe(), "")
+    )
+    options = {one.command: one.fitting.options for one in of_result}
+    assert options == {"cria eval": ("--packed", "--batch-size 1"), "cria chat": ("--packed",)}
+    assert [said.partition("with ")[2].partition(" it")[0] for one in of_result for said in one.in_words] == [
+        " ".join(options[name]) for name in options
+    ]
+    folder, _ = trained("nf4")
+    few = folder.parents[1] / "few.jsonl"
+    more = {
+        "cria eval": ["--data", str(few), "--out", str(tmp_path / "eval"), "--max-new-tokens", "3"],
+        "cria chat": ["--prompt", "Who?", "--max-new-tokens", "3"],
+    }
+    for command, suggested in options.items():
+        code, *_ = run_cria(command.split()[1], str(folder), *" ".join(suggested).split(), *more[command])
+        assert code == 0
+    header = json.loads((tmp_path / "eval" / "answers-adapter.jsonl").read_text().splitlines()[0])
+    assert '"packed": true' in json.dumps(header), "such answers are not mixed with those of the unpacked base"
+
+
+def test_a_base_that_was_not_quantised_is_not_packed(tmp_path):
+    folder, _ = _trained(tmp_path, "tricks.peft=lora")
+    with pytest.raises(BadInput, match="--packed: .* was not trained over an NF4, .*leave --packed out"):
+        open_folder(folder, CPU, packed=True)
 
 
 def test_the_merged_model_is_the_trained_one(trained):

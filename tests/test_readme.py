@@ -17,18 +17,13 @@ def test_readme_is_short():
 
 
 def test_the_answer_is_that_of_its_command(run_cria):
-    """What README shows of it is shortened: its lines are lines of the answer, in their order."""
+    """What README shows of it is shortened: its lines begin lines of the answer, in their order."""
     command, *shown = re.findall(r"^```\n\$ cria (plan .+?)\n(.+?)^```", README, re.M | re.S)[0]
     code, stdout, _ = run_cria(*command.split())
     assert code == 0
     told = iter([line.rstrip() for line in stdout.splitlines()])
     for line in shown[0].splitlines():
-        assert line in told, line
-
-
-def test_what_four_bits_save_and_cost_is_read_from_the_answer():
-    ((memory, time),) = re.findall(r"quantization=nf4 .+ ([\d.]+ GiB) more +([\d.]+) times faster", README)
-    assert f"(`nf4`) save {memory} there, and make a step {time} times as long" in README
+        assert any(one.startswith(line) for one in told), line
 
 
 def test_the_answer_about_8_gib_is_that_of_its_command(run_cria):

@@ -17,46 +17,46 @@ CAPSTONE = "kwanzaa"
 
 LEARNT = {
     "the_bill": "say what fills a GPU's memory, and predict the peak",
-    "lora": "train 11 million numbers in place of 1.2 billion",
-    "flash_attention": "make attention save memory where the default saves nothing",
+    "lora": "train 11 million parameters instead of 1.2 billion",
+    "flash_attention": "make attention save memory on a T4, where the default saves nothing",
     "gradient_checkpointing": "save memory by computing some results twice",
     "chunked_loss": "stop the loss from taking 3 GiB, so that rows can be longer",
     "mixed_precision": "nearly halve the memory with 16-bit numbers, and explain a `nan`",
-    "nf4": "store weights in 4 bits, so that an 8B model fits a T4",
+    "nf4": "store weights in 4 bits, so that an 8B model fits a T4 (predicted)",
     "optimizers": "tell when an 8-bit optimizer saves 5.4 GiB, and when hardly any",
     "gradient_accumulation": "learn from eight rows at a time in nearly the memory of one",
     "packing": "train on short texts without paying for padding",
     "fused_lora": "write a backward pass by hand, as the fast trainers do",
-    "a_full_card": "tell beforehand how much one more technique can save",
+    "a_full_card": "tell in advance how much one more technique will save",
     "when_libraries_lie": "catch seven failures that raise no error",
-    "checkpoint_and_resume": "continue a killed run without losing its work",
+    "checkpoint_and_resume": "resume a killed run without losing its work",
     "kwanzaa": "do a whole run: plan, train, compare, publish",
     "int8": "choose between 8-bit and 4-bit weights",
     "flash_decoding": "explain why long chats get slow, and read each past token once",
-    "long_rows": "train on rows three times as long (predicted)",
+    "long_rows": "train an 8B on rows three times as long (predicted)",
     "weights_elsewhere": "train all weights of a 1B model on a T4 (predicted)",
     "choose_your_hardware": "predict fit, minutes and price before you rent a card",
     "data_parallel": "train on two cards, and predict how much faster that is",
-    "sharding": "divide a model among cards, and know when that saves memory",
+    "sharding": "split a model across cards, and know when that saves memory",
     "tensor_parallel": "cut every matrix in two, and still get the right gradients",
-    "pipeline_parallel": "keep two cards busy that would otherwise take turns",
-    "context_parallel": "divide one long row among several cards",
+    "pipeline_parallel": "keep two cards busy instead of taking turns",
+    "context_parallel": "split one long row across several cards",
     "hybrid": "find the fastest of ten ways to use eight cards",
     "interconnect": "predict when one more card stops helping",
     "many_cards": "understand the terms in reports of very large runs",
-    "data_at_scale": "train on more text than fits into memory, each row once",
-    "monitoring": "find out why a run is slow although its GPU is 100 % busy",
+    "data_at_scale": "train on more text than fits in memory, each row once",
+    "monitoring": "find out why a run is slow although its GPU shows 100 % use",
     "jobs_and_elasticity": "rent by the price of the whole job, and survive a crash",
 }
 """What a reader can do after each lesson, in one line that goes on from :data:`CAN`."""
-CAN = "after it you can"
+CAN = "you will be able to"
 
 MEASURED = {
-    "off": "all weights train, 4 bytes a number",
-    "ladder_attention": "LoRA, and PyTorch's fused attention",
-    "ladder_gradient_checkpointing": "and gradient checkpointing",
-    "ladder_chunked_loss": "and a chunked loss",
-    "ladder_paged_optimizer": "and 16 bits, 4-bit weights, 8-bit optimizer",
+    "off": "full fine-tuning in fp32",
+    "ladder_attention": "+ LoRA, and PyTorch's fused attention",
+    "ladder_gradient_checkpointing": "+ gradient checkpointing",
+    "ladder_chunked_loss": "+ a chunked loss",
+    "ladder_paged_optimizer": "+ 16 bits, 4-bit weights, 8-bit optimizer",
 }
 """The measured runs that README shows, by their names in the results: the job as it shrinks, and our worst error."""
 
@@ -125,10 +125,9 @@ def clone(_: Path) -> str:
     folder = notebooks.REPOSITORY.rpartition("/")[2]
     return (
         f"```\ngit clone {notebooks.REPOSITORY} && cd {folder}\n"
-        "make train                  # installs, and trains a 135M model in 3 minutes on two CPU cores\n"
-        "source .venv/bin/activate   # from here on: cria, python\n"
-        "python lessons/the_bill.py  # the first lesson, without its figures\n"
-        "make test                   # tests it: 24 minutes\n```"
+        "make train                 # installs, then trains a 135M model: 3 minutes on two CPU cores\n"
+        "source .venv/bin/activate  # makes the command cria available\n"
+        "make test                  # runs the tests (optional): 24 minutes\n```"
     )
 
 

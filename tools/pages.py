@@ -254,7 +254,8 @@ def the_map() -> str:
 
 
 def _largest(memory: Bill) -> dict[str, int]:
-    """Each group at the moment of the step when it is largest; and the peak."""
+    """Each group at the moment of the training step when it is largest; and the peak."""
+    memory = memory.training
     starts = ("batch", *itertools.chain(*GROUPS.values()))
     assert all(line.name.startswith(starts) for moment in memory.moments for line in moment.lines)
     found = {

@@ -26,7 +26,7 @@ from cria_tricks.common.units import DTYPE
 from cria_tricks.hardware import Device, this_device
 from cria_tricks.load.adapter_files import SIDE_NETWORK, load_side_network
 from cria_tricks.load.adapters import add_side_network
-from cria_tricks.load.model import quiet_libraries
+from cria_tricks.load.model import forbid_cpu_repacking, quiet_libraries
 from cria_tricks.models import identity, pretrained
 from cria_tricks.recipe import Recipe, from_toml
 from cria_tricks.resolve import resolve
@@ -41,6 +41,7 @@ def open_folder(
     *,
     base: str | Path | None = None,
     other_base: bool = False,
+    packed: bool = False,
     say: Callable[[str], None] = lambda sentence: None,
 ) -> tuple[Any, Any]:
     """Load an adapter together with its base model, or load a fully fine-tuned model.
@@ -50,12 +51,16 @@ def open_folder(
     base as it was published the loss is higher (``kwanzaa_small`` on the 27 real rows: 0.618 instead of 0.489). In
     training, int8 also rounds the activations in every product. Here it does not, because the weights are unpacked.
 
+    With ``packed`` they are not unpacked, so bitsandbytes multiplies by the stored codes, as in training. An NF4 base
+    then takes about a quarter of the memory, an int8 base half. It is slower where a product must unpack its weight.
+
     Args:
         folder: ``.../adapter`` or ``.../model`` as ``cria train`` wrote it, or any peft adapter folder.
         device: the device to put the model on. When left out: this machine's GPU, or its CPU if it has no GPU.
         dtype: dtype of base and adapter. When left out: the precision that suits the device best.
         base: folder or name of the base model, if it is no longer where the adapter's config says.
         other_base: whether to allow a base other than the one that the adapter was trained over.
+        packed: whether a base that was quantised in training stays packed.
         say: called with each warning.
 
     Returns:
@@ -63,18 +68,21 @@ def open_folder(
 
     Raises:
         BadInput: if the folder holds no adapter and no model, or is damaged or not safe to read; if the base cannot be
-            found, is not the one that the adapter was trained over, or lacks weights that its config describes.
+            found, is not the one that the adapter was trained over, or lacks weights that its config describes; if
+            ``packed`` is asked for and the base was not quantised.
     """
     quiet_libraries()
     folder = usable_path("adapter", folder)
     device = device or this_device()
     dtype = dtype or _dtype(device)
     config, below = base_of(folder, base)
+    if packed:
+        refuse_unquantised(folder)
     if below:
         for warning in other_than_trained_over(folder, below, other_base):
             say(f"warning: {warning}")
     try:
-        model = _loaded(folder, config, below, device, dtype)
+        model = _loaded(folder, config, below, device, dtype, packed=packed)
         tokenizer = pretrained.tokenizer(folder, str(folder))
     except BadInput:
         raise
@@ -83,16 +91,26 @@ def open_folder(
         raise BadInput(
             f"{folder}: cannot be loaded: {first_line(error)}; is it whole? cria verify {folder} tells"
         ) from None
-    return model.to(device.kind).eval(), tokenizer
+    return model.eval(), tokenizer
 
 
-def _loaded(folder: Path, config: Path | None, below: models.Weights | None, device: Device, dtype: torch.dtype) -> Any:
+def _loaded(
+    folder: Path,
+    config: Path | None,
+    below: models.Weights | None,
+    device: Device,
+    dtype: torch.dtype,
+    *,
+    packed: bool,
+) -> Any:
     """Load the base with the weights that the adapter saw in training, and add the adapter; or load a whole model."""
     weights = below or models.Weights(name=str(folder), path=str(folder), tokenizer=None)
-    rounding = _rounding(folder, device)
+    rounding = _rounding(folder, device, dtype)
     options = {**flash_decoding.for_chat(device), **rounding}
     model = pretrained.causal_lm(weights.path, weights.name, dtype=dtype, **options)
-    if rounding:
+    if packed:
+        forbid_cpu_repacking(model)
+    elif rounding:
         model = model.dequantize()
     if config and config.name == SIDE_NETWORK:
         add_side_network(model, json.loads(config.read_text())["blocks"])
@@ -101,8 +119,10 @@ def _loaded(folder: Path, config: Path | None, below: models.Weights | None, dev
         model = pretrained.adapter(model, folder)
     # model.to(dtype) would also round the rotary frequencies, a buffer; that shifts the positions of distant tokens.
     for weight in model.parameters():
-        weight.data = weight.data.to(dtype)
-    return model
+        if weight.is_floating_point():  # and not the codes of a packed weight
+            weight.data = weight.data.to(device.kind, dtype)
+    # transformers refuses to move a packed model; device_map has put it where it belongs.
+    return model if packed else model.to(device.kind)
 
 
 def quantization_of(folder: Path) -> Tricks:
@@ -119,14 +139,33 @@ def quantization_of(folder: Path) -> Tricks:
     return Tricks(quantization=tricks.quantization, double_quantization=tricks.double_quantization)
 
 
-def _rounding(folder: Path, device: Device) -> dict[str, Any]:
-    """Return the keywords that make ``from_pretrained`` quantise the base as training did; empty if it did not."""
+def refuse_unquantised(folder: Path) -> None:
+    """Refuse ``--packed`` for a model whose base was not quantised in training.
+
+    Raises:
+        BadInput: if it was not.
+    """
+    if quantization_of(folder).quantization == "none":
+        raise BadInput(
+            f"--packed: {folder} was not trained over an NF4, FP4 or int8 base, so nothing in it is packed; leave "
+            "--packed out"
+        )
+
+
+def _rounding(folder: Path, device: Device, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the keywords that make ``from_pretrained`` quantise the base as training did; empty if it did not.
+
+    ``dtype`` is that in which 4-bit layers multiply as long as they stay packed.
+    """
     tricks = quantization_of(folder)
     if tricks.quantization == "none":
         return {}
     # A recipe that quantises must have an adapter, or it is refused. Which kind makes no difference to the keywords.
     plan = resolve(Recipe(tricks=tricks.model_copy(update={"peft": "lora"})), device)
-    keywords: dict[str, Any] = {"quantization_config": BitsAndBytesConfig(**plan.quantization)}
+    how = dict(plan.quantization)
+    if "bnb_4bit_compute_dtype" in how:
+        how["bnb_4bit_compute_dtype"] = dtype
+    keywords: dict[str, Any] = {"quantization_config": BitsAndBytesConfig(**how)}
     if device.kind == "cuda":
         keywords["device_map"] = {"": 0}  # bitsandbytes packs weights when they arrive on the GPU
     return keywords

@@ -1,10 +1,10 @@
 """Compute what one process needs: the moments of its step, the largest of them, and the overhead of a GPU."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.lines import STATE, Line, Moment
+from cria_tricks.bill.lines import ANSWERS, EVALUATION, STATE, Line, Moment
 from cria_tricks.hardware.trust import verdict
 
 CONTEXT = 400_000_000
@@ -81,11 +81,11 @@ def parts(lines: tuple[Line, ...]) -> tuple[int, int, int, int]:
 
 @dataclass(frozen=True)
 class Bill:
-    """The memory that a process needs in a training step [bytes].
+    """The memory that a process needs in a training step, and in an evaluation if there is one [bytes].
 
     Attributes:
         facts: the facts of the part of the step that this process computes.
-        moments: the moments of the step; the optimizer step is the last one.
+        moments: the moments of the step and of an evaluation; the optimizer step is the last one.
         strategy: how several processes share the work; ``none`` for a single process.
         processes: how many processes share the work; for the strategy ``model``, how many GPUs.
     """
@@ -94,6 +94,12 @@ class Bill:
     moments: tuple[Moment, ...]
     strategy: str = "none"
     processes: int = 1
+
+    @property
+    def training(self) -> "Bill":
+        """The bill of the training step alone, without evaluations."""
+        step = tuple(moment for moment in self.moments if moment.name not in (EVALUATION, ANSWERS))
+        return replace(self, moments=step)
 
     @property
     def peak(self) -> Moment:
@@ -136,8 +142,12 @@ class Bill:
         """The memory that torch's allocator has reserved and no tensor uses, at most; none on a CPU."""
         expandable = self.facts.expandable_segments
         waits = not self.facts.steps_in_backward
-        found = unused_bytes(self.peak, expandable=expandable, gradients_wait=waits)
-        found = found * (self.facts.device.kind == "cuda")
+        # An evaluation may have the fullest moment, and the allocator may still have reserved more for the training.
+        reserved = (
+            moment.bytes + unused_bytes(moment, expandable=expandable, gradients_wait=waits)
+            for moment in (self.peak, self.training.peak)
+        )
+        found = (max(reserved) - self.peak_bytes) * (self.facts.device.kind == "cuda")
         ways = "expandable segments" if expandable else "a segment for each large tensor"
         return Line("reserved, not used", found, f"at most, with {ways}")
 

@@ -5,6 +5,10 @@ from dataclasses import dataclass, replace
 STATE = ("weights: blocks", "weights: all others", "weights: adapter", "gradients", "optimizer states")
 """Names of the lines for weights, gradients and optimizer states, whose bytes do not depend on the batch."""
 
+EVALUATION = "evaluation"
+ANSWERS = "answers of eval.samples"
+"""Names of the two moments of an evaluation during training: the loss of its rows, and the answers."""
+
 
 @dataclass(frozen=True)
 class Line:

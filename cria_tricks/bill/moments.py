@@ -262,20 +262,14 @@ def _gradients_before(memory: StepFacts, point: block.Point, of_a_block: int) ->
 
 def _fixed(memory: StepFacts, *, masked: bool) -> tuple[Line, ...]:
     """Return the lines that are the same in the whole step; the batch includes the attention mask if ``masked``."""
+    return (*weight_lines(memory), _states(memory), batch_line(memory, masked=masked))
+
+
+def weight_lines(memory: StepFacts, adapter_itemsize: int = FP32) -> tuple[Line, Line, Line]:
+    """Return the lines of all weights: matrices of blocks, the other loaded ones, and what was added to them."""
     shape = memory.shape
-    n = memory.all_tokens
     leftovers = shape.weights - shape.layers * sum(d_in * d_out for d_in, d_out in shape.packable.values())
     added = sum(many * elements for many, elements in memory.added)
-    mask = 0
-    if masked and not memory.maskless:
-        mask = memory.batch * memory.tokens**2
-        if memory.kernel == "eager":  # added to the scores, so a float; other kernels take one byte
-            mask = mask * memory.hidden_itemsize
-    rows = memory.batch if memory.own_positions else 1
-    positions = 2 * rows * memory.tokens * shape.head_width * memory.hidden_itemsize
-    if memory.window > 1:  # each micro-batch keeps its own, and its loss computes the positions once more
-        positions = positions * (memory.window + 1)
-        mask = mask * memory.window
     others = "embedding, norms, biases" if shape.tied else "embedding, head, norms, biases"
     if shape.experts > 1:
         others += ", experts"
@@ -284,13 +278,28 @@ def _fixed(memory: StepFacts, *, masked: bool) -> tuple[Line, ...]:
         there = memory.blocks_on_device
         size = memory.block_weight_bytes * there // shape.layers
         blocks = replace(blocks, bytes=size, why=f"matrices of {there} blocks at a time, of {shape.layers}")
+    trained = "trained in fp32, beside the loaded ones" if adapter_itemsize == FP32 else "in 16 bits"
     return (
         blocks,
         Line("weights: all others", leftovers * memory.other_weight_itemsize, others),
-        Line("weights: adapter", added * FP32, "trained in fp32, beside the loaded ones"),
-        _states(memory),
-        Line("batch", 3 * n * IDS * memory.window + positions + mask, "token ids, labels, positions, mask"),
+        Line("weights: adapter", added * adapter_itemsize, trained),
     )
+
+
+def batch_line(memory: StepFacts, *, masked: bool) -> Line:
+    """Return the line of the micro-batch: ids, labels, positions, and the attention mask if ``masked``."""
+    mask = 0
+    if masked and not memory.maskless:
+        mask = memory.batch * memory.tokens**2
+        if memory.kernel == "eager":  # added to the scores, so a float; other kernels take one byte
+            mask = mask * memory.hidden_itemsize
+    rows = memory.batch if memory.own_positions else 1
+    positions = 2 * rows * memory.tokens * memory.shape.head_width * memory.hidden_itemsize
+    if memory.window > 1:  # each micro-batch keeps its own, and its loss computes the positions once more
+        positions = positions * (memory.window + 1)
+        mask = mask * memory.window
+    ids = 3 * memory.all_tokens * IDS * memory.window
+    return Line("batch", ids + positions + mask, "token ids, labels, positions, mask")
 
 
 def _inside(point: block.Point) -> tuple[Line, Line]:

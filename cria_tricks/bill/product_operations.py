@@ -222,8 +222,9 @@ def _norms(memory: StepFacts, name: str, x: int) -> tuple[int, int]:
     identity = d_in * d_in
     thin = d_in * memory.rank
     weight = d_in * d_out
-    # Offload sends to the host what autograd holds. But what a repeated block saves stays on the device.
-    on_device = not memory.offloaded or memory.checkpointed
+    # Offload sends to the host what autograd holds. But what a repeated block saves stays on the device. Without a
+    # gradient autograd holds nothing.
+    on_device = bool(memory.learning_blocks) and (not memory.offloaded or memory.checkpointed)
     cast = identity * a * (a < FP32)
     made = max(cast + thin * a, cast * on_device + (thin + weight) * a)
     stays = (identity + thin) * a * on_device + weight * x

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cria_tricks.cli.app import ADAPTER, Base, Json, Offline, OtherBase, app, aside, screen
+from cria_tricks.cli.app import ADAPTER, Base, Json, Offline, OtherBase, Packed, app, aside, screen
 from cria_tricks.common import waiting
 from cria_tricks.common.console import table
 from cria_tricks.common.startup import importing
@@ -26,6 +26,7 @@ def chat(
     raw: Annotated[bool, typer.Option("--raw", help="Give the text as it is, without a chat template.")] = False,
     with_base: Annotated[bool, typer.Option("--with-base", help="The model without the adapter answers, too.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    packed: Packed = False,
     base: Base = None,
     other_base: OtherBase = False,
     offline: Offline = False,
@@ -45,7 +46,9 @@ def chat(
         from cria_tricks.adapter.chat import Conversation, open_for_chat
 
     with waiting.doing(f"loading {adapter}"):
-        model, tokenizer, form = open_for_chat(adapter, raw, system, base=base, other_base=other_base, say=aside.print)
+        model, tokenizer, form = open_for_chat(
+            adapter, raw, system, base=base, other_base=other_base, packed=packed, say=aside.print
+        )
     if form.note:
         aside.print(f"note: {form.note}")
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -80,6 +83,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows that are answered together.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 2048,
+    packed: Packed = False,
     base: Base = None,
     other_base: OtherBase = False,
     offline: Offline = False,
@@ -90,7 +94,7 @@ def evaluate(
     from cria_tricks.kwanzaa.page import scores_table
     from cria_tricks.kwanzaa.systems import Settings
 
-    settings = Settings(batch_size, max_new_tokens, base, other_base, contract)
+    settings = Settings(batch_size, max_new_tokens, base, other_base, contract, packed)
     with contextlib.redirect_stdout(sys.stderr):
         found = run(
             adapter,

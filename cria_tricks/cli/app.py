@@ -89,6 +89,8 @@ OtherBase = Annotated[
     bool, typer.Option("--other-base", help="Take the base although it is another than was trained over.")
 ]
 
+Packed = Annotated[bool, typer.Option("--packed", help="Keep an NF4 or int8 base packed: less memory, slower answers.")]
+
 
 Base = Annotated[Path | None, typer.Option(help="Where the base lies now, if not where the adapter says.")]
 

@@ -17,7 +17,7 @@ from typing import Any
 from cria_tricks import models
 from cria_tricks.common.errors import usable_path
 from cria_tricks.data import sources
-from cria_tricks.data.prepare import Copies, train_rows
+from cria_tricks.data.prepare import Copies, eval_rows, train_rows
 from cria_tricks.data.rules import refuse_missing_libraries
 from cria_tricks.data.samples import prompt_of
 from cria_tricks.data.tokens import prompt
@@ -38,6 +38,7 @@ class Lengths:
         why: if all rows are taken as full, the reason in a few words; empty if the rows were read.
         each: the lengths of all rows in ascending order, if they were read and are not packed [tokens].
         prompts: the lengths of the prompts of the evaluation rows that have one, if they were read [tokens].
+        evaluated: the length of the longest evaluation row; 0 if they were not read, or all rows are taken as full.
     """
 
     longest: int
@@ -46,6 +47,7 @@ class Lengths:
     why: str = ""
     each: tuple[int, ...] = ()
     prompts: tuple[int, ...] = ()
+    evaluated: int = 0
 
     def mean_of(self, batch: int) -> float:
         """Return what :attr:`mean` would be with so many rows in a micro-batch [tokens]."""
@@ -56,7 +58,9 @@ class Lengths:
         """One sentence on these lengths, which ``cria plan`` prints."""
         if self.why:
             return f"rows taken as full: {self.longest:,} tokens ({self.why})"
-        return f"rows are at most {self.longest:,} tokens long, read from data.train; --rows-full for the worst case"
+        evaluated = f" (data.eval: {self.evaluated:,})" if self.evaluated > self.longest else ""
+        longest = f"rows are at most {self.longest:,} tokens long, read from data.train{evaluated}"
+        return f"{longest}; --rows-full for the worst case"
 
 
 class _Unread(Exception):
@@ -102,10 +106,12 @@ def read(recipe: Recipe, augment: Copies | None = None) -> Lengths:
         return full(recipe, str(reason))
     lengths = sorted(len(row["input_ids"]) for row in rows.rows)
     prompts = tuple(len(prompt(chat, tokenizer)) for chat in held_out.rows if prompt_of(chat))
+    evaluated = eval_rows(recipe, held_out, tokenizer).longest
     if recipe.tricks.packing:
-        return Lengths(data.max_length, sum(lengths) / len(lengths), len(lengths), prompts=prompts)
+        mean = sum(lengths) / len(lengths)
+        return Lengths(data.max_length, mean, len(lengths), prompts=prompts, evaluated=evaluated)
     mean = padded_mean(lengths, recipe.train.batch_size)
-    return Lengths(lengths[-1], mean, len(lengths), each=tuple(lengths), prompts=prompts)
+    return Lengths(lengths[-1], mean, len(lengths), each=tuple(lengths), prompts=prompts, evaluated=evaluated)
 
 
 def open_tokenizer(model: str) -> Any:

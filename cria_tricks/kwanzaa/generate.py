@@ -55,7 +55,7 @@ def hash_of(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
-def how_long(model: Any, folder: Path, system: str, asked: Asked) -> str:
+def how_long(model: Any, folder: Path, system: str, asked: Asked, *, packed: bool = False) -> str:
     """Say how long a system's answers take at most, by the rates of this machine.
 
     Args:
@@ -63,6 +63,7 @@ def how_long(model: Any, folder: Path, system: str, asked: Asked) -> str:
         folder: its folder.
         system: ``adapter`` or ``base``.
         asked: the rows that are not answered yet.
+        packed: whether the base stays packed.
     """
     card = rates_of(this_device())
     if card is None:
@@ -74,11 +75,11 @@ def how_long(model: Any, folder: Path, system: str, asked: Asked) -> str:
         recipe = from_toml(folder / RECIPE)
     try:
         shape = shape_of(model.config.to_dict(), str(folder))
-        most = of_eval(recipe, shape, card, asked, with_adapter=system == "adapter")
+        most = of_eval(recipe, shape, card, asked, with_adapter=system == "adapter", packed=packed)
     except BadInput:  # a model that answers, but of a type that cannot be estimated
         most = None
     if most is None:
-        return "how long the answers take is not known: the model is of another kind, or larger than the memory"
+        return "how long the answers take is not known: the model is of another kind"
     return at_most(most)
 
 

@@ -16,8 +16,9 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.common.version import versions
 from cria_tricks.data.sources import DataSource
 from cria_tricks.kwanzaa.answers import Answers, Written
+from cria_tricks.load.answering_memory import BATCH, NEW_TOKENS
 from cria_tricks.models import identity
-from cria_tricks.predict.answer_time import BATCH, NEW_TOKENS, Asked
+from cria_tricks.predict.answer_time import Asked
 from cria_tricks.recipe import Recipe, from_toml
 
 
@@ -32,6 +33,7 @@ class Settings:
         other_base: whether the base may be another one than the adapter was trained over.
         contract: whether every row gets the system prompt that shows the answer contract. ``None``: as the adapter was
             trained (its ``data.contract``).
+        packed: whether a base that was quantised in training stays packed.
     """
 
     batch_size: int = BATCH
@@ -39,16 +41,13 @@ class Settings:
     base: str | Path | None = None
     other_base: bool = False
     contract: bool | None = None
+    packed: bool = False
 
 
 def answers_of_systems(
     folder: Path, base: bool, source: DataSource, rows: int, place: Path, settings: Settings, console: Console
 ) -> tuple[dict[str, dict[int, Written]], dict[str, Any]]:
-    """Answer the rows with the adapter, and with its base if asked for.
-
-    Returns:
-        The answers of each system, by row number; and a description of what made them.
-    """
+    """Answer the rows with the adapter, and with its base if asked for; return the answers, and what made them."""
     # Imported here: torch and transformers take seconds, and wrong arguments should be refused before that.
     from cria_tricks.adapter.opening import open_folder
     from cria_tricks.kwanzaa.generate import answer_rows, fingerprint, hash_of, how_long
@@ -57,8 +56,9 @@ def answers_of_systems(
     console.print(f"loading {folder}, writing to {place}")
     warnings: list[str] = []
     below = _below(folder, base, settings)
-    beneath = None if is_whole(folder) else settings.base  # a whole model is loaded without a base
-    model, tokenizer = open_folder(folder, base=beneath, other_base=settings.other_base, say=warnings.append)
+    beneath = None if is_whole(folder) else settings.base
+    other, packed = settings.other_base, settings.packed
+    model, tokenizer = open_folder(folder, base=beneath, other_base=other, packed=packed, say=warnings.append)
     for warning in warnings:
         console.print(warning)
     prompts = prompt_ids(source.rows, tokenizer)
@@ -82,7 +82,7 @@ def answers_of_systems(
         missing = [len(prompts[row]) for row in range(rows) if row not in answers.rows]
         if missing:
             left = Asked(sum(map(bool, missing)), max(missing), settings.max_new_tokens, settings.batch_size)
-            console.print(f"{system}: {how_long(model, folder, system, left)}")
+            console.print(f"{system}: {how_long(model, folder, system, left, packed=settings.packed)}")
             with _asked(model, system, folder, below, settings.other_base) as asked:
                 answer_rows(
                     asked,
@@ -119,6 +119,7 @@ def _made_with(folder: Path, below: models.Weights | None, model: Any, settings:
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
         "max_new_tokens": settings.max_new_tokens,
+        **({"packed": True} if settings.packed else {}),
     }
 
 

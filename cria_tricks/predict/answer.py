@@ -93,8 +93,8 @@ class AnswerTimes(_Frozen):
 
     ``evaluation_seconds`` is of one evaluation in training (``eval.samples``), 0 without samples. ``evaluations`` is
     their number, ``None`` if it is not known. ``eval_seconds`` is of ``cria eval --with-base`` over ``eval_rows`` rows:
-    all evaluation rows, or if these were not read, as many as it answers together. A time is ``None`` if
-    it is not known, or the model does not fit.
+    all evaluation rows, or if these were not read, as many as it answers together; with the options in
+    ``PlanAnswer.answering``. A time is ``None`` if it is not known, or the model does not fit with any.
     """
 
     evaluation_seconds: float | None
@@ -103,6 +103,22 @@ class AnswerTimes(_Frozen):
     eval_rows_read: bool
     eval_new_tokens: int
     eval_seconds: float | None
+
+
+class ResultMemory(_Frozen):
+    """What a command that opens the trained result, to answer, needs on the card [bytes].
+
+    ``needed_bytes``, ``least_bytes`` and ``verdict`` are as in :class:`PlanAnswer`, for the command without options.
+    ``options`` are the fewest with which it fits, and ``options_bytes`` what it needs with them at least; both are
+    ``None`` if it fits with none.
+    """
+
+    command: str
+    needed_bytes: int
+    least_bytes: int
+    verdict: str
+    options: list[str] | None
+    options_bytes: int | None
 
 
 class HostMemory(_Frozen):
@@ -160,8 +176,8 @@ class PlanAnswer(_Frozen):
         data_rows: the number of training rows whose lengths were read; 0 if all rows were assumed to be full.
         lengths: where the lengths come from, in one sentence.
         capacity_bytes: the memory of the card.
-        peak_bytes: the tensors of a step at its fullest moment; the sum of ``lines``.
-        peak_at: the moment of the step at which that is, e.g. ``loss``.
+        peak_bytes: the tensors at the fullest moment of a step or an evaluation; the sum of ``lines``.
+        peak_at: the moment at which that is, e.g. ``loss`` or ``evaluation``.
         needed_bytes: ``peak_bytes`` and what the card holds besides; the sum of ``lines`` and ``around``.
         least_bytes: the part of it without which the run cannot work: all but what the allocator reserves and no tensor
             uses.
@@ -185,6 +201,7 @@ class PlanAnswer(_Frozen):
         removed: what would be lost by switching off each switch.
         ladder: the switches added one after the other.
         answers: the time of answers during training and in ``cria eval``; ``None`` if the card's rates are not known.
+        answering: the memory of ``cria eval`` and of ``cria chat`` with the result.
         front: the switch sets that no other set beats in both bytes and time; ``None`` if not asked for.
         longest: the length of the longest row that fits [tokens]; ``None`` if not asked for.
         longest_on_host: the same, if the host must have room for it, too; ``None`` if the host is not known.
@@ -227,6 +244,7 @@ class PlanAnswer(_Frozen):
     removed: list[Comparison]
     ladder: list[LadderStep]
     answers: AnswerTimes | None = None
+    answering: list[ResultMemory] = []
     front: list[LadderStep] | None = None
     longest: int | None = None
     longest_on_host: int | None = None

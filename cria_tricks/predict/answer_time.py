@@ -24,14 +24,10 @@ from cria_tricks.bill.work import Work
 from cria_tricks.common.units import duration
 from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.device import Device
+from cria_tricks.load.answering_memory import as_opened
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
-from cria_tricks.settings import Tricks
 
-BATCH = 8
-"""The rows that ``cria eval`` answers together, when nothing else is asked for."""
-NEW_TOKENS = 2048
-"""The tokens of the longest answer that it allows then."""
 GREEDY = FP32 + FP32
 """The traffic of choosing a token [bytes for one logit]: logits are written in fp32, and the largest is looked for."""
 
@@ -184,40 +180,32 @@ def seconds(work: Work, card: Card, asked: Asked) -> float | None:
     return found
 
 
-def opened(recipe: Recipe, shape: Shape, device: Device, *, with_adapter: bool = True) -> Work:
-    """Describe a model that is opened to answer (``cria eval``, ``cria chat``): unpacked, and all of it in one dtype.
+def opened(recipe: Recipe, shape: Shape, device: Device, *, with_adapter: bool = True, packed: bool = False) -> Work:
+    """Describe the work of a model that is opened to answer (``cria eval``, ``cria chat``), all of it in one dtype.
 
     Args:
         recipe: with which the adapter was trained.
         shape: of the base.
         device: the machine that answers.
         with_adapter: whether the adapter lies over it.
+        packed: whether a quantised base stays packed.
     """
-    tricks = Tricks(precision=device.best_precision, attention="sdpa")
-    if with_adapter:
-        tricks = tricks.model_copy(update={"peft": recipe.tricks.peft})
-    work = _folded(recipe.model_copy(update={"tricks": tricks}), shape, device)
+    work = _folded(as_opened(recipe, device, with_adapter=with_adapter, packed=packed), shape, device)
     wide = work.compute_itemsize
     return replace(
         work,
         hidden_itemsize=wide,
-        stored_itemsize=wide,
+        stored_itemsize=work.stored_itemsize if packed else wide,
         head_itemsize=wide,
         adapter_casts=False,
         autocast=False,
     )
 
 
-def held_bytes(work: Work, asked: Asked) -> int:
-    """Count the weights of an opened model, its adapter, and the KV cache of the rows that are answered together."""
-    wide = work.compute_itemsize
-    weights = work.shape.weights + (work.trained_weights if work.adapted else 0)
-    tokens = min(asked.rows, asked.together) * (asked.prompt + asked.new)
-    return wide * weights + tokens * cache_bytes(work.shape, wide)
-
-
-def of_eval(recipe: Recipe, shape: Shape, card: Card, asked: Asked, *, with_adapter: bool) -> float | None:
-    """Predict what the answers of ``cria eval`` take at most [s].
+def of_eval(
+    recipe: Recipe, shape: Shape, card: Card, asked: Asked, *, with_adapter: bool, packed: bool = False
+) -> float | None:
+    """Predict what the answers of ``cria eval`` take at most, if the card has room for them [s].
 
     Args:
         recipe: with which the adapter was trained.
@@ -225,13 +213,14 @@ def of_eval(recipe: Recipe, shape: Shape, card: Card, asked: Asked, *, with_adap
         card: the machine that answers.
         asked: the rows.
         with_adapter: whether the adapter answers, or the base without it.
+        packed: whether a quantised base stays packed.
 
     Returns:
-        The time; ``None`` if it is not known, or if weights and KV cache are larger than the card's memory.
+        The time; ``None`` if it is not known.
     """
-    work = opened(recipe, shape, card.device, with_adapter=with_adapter)
+    work = opened(recipe, shape, card.device, with_adapter=with_adapter, packed=packed)
     found = seconds(work, card, asked)
-    if found is None or held_bytes(work, asked) > card.device.memory_bytes:
+    if found is None:
         return None
     return ends(found, card.spread(work.precision))[1]
 

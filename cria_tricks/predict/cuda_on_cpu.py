@@ -29,24 +29,27 @@ def kernels_of(device: Device) -> Iterator[None]:
     tensor that offload or paging would put outside the card's memory becomes a meta tensor, which is not counted.
 
     Args:
-        device: the card. For a CPU only the choice of the experts' kernel is patched.
+        device: the card. For a CPU only two kernels are patched that ask for values: of experts, and of int8 codes.
     """
     patch = unittest.mock.patch.object
     # torch's grouped product, one call for all experts, works on fake tensors only in bf16. A T4 does not have it, and
     # takes transformers' fallback.
     at_once = patch(moe, "_can_use_grouped_mm", functools.partial(_experts_at_once, device))
+    # A CPU multiplies int8 codes only in eval mode. bitsandbytes first looks for outliers, and fake tensors have none.
+    quantises = patch(bnb.functional, "int8_vectorwise_quant", _int8_vectorwise_quant)
+    multiplies = patch(torch.ops.bitsandbytes, "int8_mixed_scaled_mm", _int8_mixed_scaled_mm)
     if device.kind != "cuda":
-        with at_once:
+        with at_once, quantises, multiplies:
             yield
         return
     with (
         at_once,
+        quantises,
+        multiplies,
         # Not a TorchFunctionMode: it is inactive in the backward pass, in which checkpointed blocks run once more.
         patch(F, "scaled_dot_product_attention", functools.partial(_attend, device)),
         # bitsandbytes would choose its kernels for CPUs, because that is where fake tensors say they are.
         patch(bnb.autograd._functions, "MatMul8bitFp", bnb.autograd._functions.MatMul8bitLt),
-        patch(bnb.functional, "int8_vectorwise_quant", _int8_vectorwise_quant),
-        patch(torch.ops.bitsandbytes, "int8_mixed_scaled_mm", _int8_mixed_scaled_mm),
         patch(F, "dropout", _dropout),
         patch(bnb.optim.optimizer.Optimizer8bit, "get_state_buffer", _state_buffer),
         patch(bnb.optim.optimizer.Optimizer8bit, "prefetch_state", lambda optimizer, weight: None),
@@ -105,7 +108,8 @@ def _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale, enable
 
 
 def _math(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
-    math = torch.ops.aten._scaled_dot_product_attention_math
+    # decompose: without gradients it would be one operation, whose scores nobody could count
+    math = torch.ops.aten._scaled_dot_product_attention_math.default.decompose
     bias = _added(attn_mask, query)
     return math(query, key, value, bias, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
 

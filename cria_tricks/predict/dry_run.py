@@ -9,7 +9,7 @@ because torch without CUDA cannot pretend anything else. Where a GPU would run a
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from bitsandbytes.optim import AdamW, GlobalOptimManager
 from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, Trainer
 
-from cria_tricks.bill.lines import Line
+from cria_tricks.bill.bill import Bill
+from cria_tricks.bill.lines import ANSWERS, EVALUATION, Line
 from cria_tricks.load import losses
 from cria_tricks.load.model import blocks_of, quiet_libraries
 from cria_tricks.measure.memory import LiveBytes, every_tensor
@@ -30,19 +31,6 @@ from cria_tricks.step_plan import Plan
 from cria_tricks.trainer.shared import CONTEXTS
 from cria_tricks.tricks.layer_by_layer import one_pass
 from cria_tricks.tricks.optimizer_in_backward import StepInBackward
-
-
-def dry_lines(recipe: Recipe, plan: Plan) -> tuple[tuple[Line, ...], str]:
-    """Return the two lines of a dry run's bill, weights and all other bytes at the peak, and the moment of the peak."""
-    config = find_config(recipe.model)
-    config = config.get("text_config") or config  # of a model that also takes images, the part for text
-    run = dry_run(plan, AutoConfig.for_model(**config), recipe.train.batch_size, recipe.data.max_length)
-    moment = max(run.moments, key=lambda name: run.moments[name])  # the one with the highest peak
-    lines = (
-        Line("weights", run.weights_bytes, "the loaded model, with its adapter"),
-        Line("everything else", run.peak_bytes - run.weights_bytes, f"counted in the {moment}"),
-    )
-    return lines, moment
 
 
 @dataclass(frozen=True)
@@ -64,7 +52,9 @@ class DryRun:
         return max(self.moments.values())
 
 
-def dry_run(plan: Plan, config: Any, rows: int, tokens: int, trained: int | None = None) -> DryRun:
+def dry_run(
+    plan: Plan, config: Any, rows: int, tokens: int, trained: int | None = None, evaluated: int | None = None
+) -> DryRun:
     """Return the memory of one optimizer step on fake tensors: a later step, so the optimizer states exist already.
 
     Args:
@@ -74,6 +64,7 @@ def dry_run(plan: Plan, config: Any, rows: int, tokens: int, trained: int | None
         tokens: the tokens of each row.
         trained: the trained tokens of a micro-batch; only the chunked loss depends on them. None means all tokens but
             the first of each row, which no earlier token predicts.
+        evaluated: the tokens of each row of an evaluation after the step; no evaluation when left out.
 
     Raises:
         BadInput: if the model is no decoder, if it does not fit the plan, or if the shapes of its activations depend
@@ -83,7 +74,7 @@ def dry_run(plan: Plan, config: Any, rows: int, tokens: int, trained: int | None
     peaks: dict[str, int] = {}
     with fake_training(plan, config, live) as training:
         weights_bytes = live.live
-        parts = later_step(training, rows, tokens, trained)
+        parts = later_step(training, rows, tokens, trained, evaluated)
         part = next(parts, None)
         while part:
             live.peak = live.live  # the peak of a part is at least what is alive when it begins
@@ -93,13 +84,42 @@ def dry_run(plan: Plan, config: Any, rows: int, tokens: int, trained: int | None
     return DryRun({part: peaks[part] for part in MOMENTS if part in peaks}, weights_bytes)
 
 
+def lines_of_peak(recipe: Recipe, plan: Plan, memory: Bill, evaluated: int) -> tuple[tuple[Line, ...], str]:
+    """Return the two lines of a dry run's bill, weights and all other bytes at the peak, and the moment of the peak.
+
+    Generated answers cannot be counted without numbers. If they need most by formulas, their lines are returned.
+
+    Args:
+        recipe: what would run.
+        plan: its plan.
+        memory: its bill by formulas.
+        evaluated: the tokens of the longest evaluation row; 0 for ``data.max_length``.
+    """
+    config = find_config(recipe.model)
+    config = config.get("text_config") or config  # of a model that also takes images, the part for text
+    longest = recipe.data.max_length
+    shape = AutoConfig.for_model(**config)
+    run = dry_run(plan, shape, recipe.train.batch_size, longest, evaluated=evaluated or longest)
+    for answers in memory.moments:
+        if answers.name == ANSWERS and answers.bytes > run.peak_bytes:
+            return tuple(line for line in answers.lines if line.bytes), answers.name
+    moment = max(run.moments, key=lambda name: run.moments[name])  # the one with the highest peak
+    lines = (
+        Line("weights", run.weights_bytes, "the loaded model, with its adapter"),
+        Line("everything else", run.peak_bytes - run.weights_bytes, f"counted in the {moment}"),
+    )
+    return lines, moment
+
+
 FORWARD, BACKWARD, BOTH, OPTIMIZER = "forward pass", "backward pass", "forward and backward pass", "optimizer step"
-MOMENTS = (FORWARD, BACKWARD, BOTH, OPTIMIZER)
-"""The parts of :func:`later_step` that are the step itself."""
+MOMENTS = (FORWARD, BACKWARD, BOTH, OPTIMIZER, EVALUATION)
+"""The parts of :func:`later_step` that are the step itself, and the evaluation after it."""
 
 
-def later_step(training: "FakeTraining", rows: int, tokens: int, trained: int | None = None) -> Iterator[str]:
-    """Run an optimizer step after a first one, part by part.
+def later_step(
+    training: "FakeTraining", rows: int, tokens: int, trained: int | None = None, evaluated: int | None = None
+) -> Iterator[str]:
+    """Run an optimizer step after a first one, part by part, and an evaluation if that is asked for.
 
     The arguments are those of :func:`dry_run`.
 
@@ -133,6 +153,11 @@ def later_step(training: "FakeTraining", rows: int, tokens: int, trained: int | 
         del loss
     yield OPTIMIZER
     training.clip_and_step()
+    if evaluated:
+        training.optimizer.zero_grad()
+        yield EVALUATION
+        unpacked = replace(training.plan, collator={})  # evaluation rows never are
+        training.evaluate(fake_window(unpacked, rows, evaluated)[-1])
     del window  # not earlier, because transformers holds the window in the optimizer step, too
 
 
@@ -165,6 +190,13 @@ class FakeTraining:
         """Run the forward pass of a batch, and return its loss."""
         with self.around():
             return self.loss_of(batch)
+
+    def evaluate(self, batch: dict[str, Any]) -> None:
+        """Compute the loss of a batch as an evaluation does: in eval mode, and without gradients."""
+        self.model.eval()
+        with torch.no_grad():
+            self.loss_of(batch)
+        self.model.train()
 
     @contextlib.contextmanager
     def around(self, *more: Any) -> Iterator[None]:

@@ -163,10 +163,7 @@ def _relabel_gradients(training: FakeTraining, recorder: Recorder) -> None:
 def _evaluation(training: FakeTraining, recorder: Recorder, rows: int, tokens: int, trained_share: float) -> None:
     recorder.line = "activations"
     recorder.moment = f"evaluation of {tokens:,} tokens"
-    training.model.eval()
-    batch = fake_window(training.plan, rows, tokens, _trained(rows, tokens, trained_share))[-1]
-    with torch.no_grad():
-        training.loss_of(batch)
+    training.evaluate(fake_window(training.plan, rows, tokens, _trained(rows, tokens, trained_share))[-1])
 
 
 def _trained(rows: int, tokens: int, share: float) -> int:

@@ -12,7 +12,7 @@ moments of its step:
   tensor, M = N). So the same formulas give the sizes of the matrices, of LoRA's A and B, and of the activations that a
   block saves. Every tensor of the model's width D stays whole; with ``parallel.sequence=true`` norms, block inputs and
   residual stream have 1 / M of the tokens.
-- **context**: the whole model, for 1 / N of each row's tokens; see ``ring_bytes.py``.
+- **context**: the whole model, for 1 / N of each row's tokens; see ``parallel/ring_bytes.py``.
 - **pipeline**, **model**: the blocks of one stage, with the embedding in the first stage. The head is in the last
   stage of a pipeline, and on the first card of **model**. A pipeline's stage s of S (counted from 0) also holds
   tensors of its other micro-batches. There are k of these; in 1F1B at most S - s are under way at once, in GPipe all
@@ -36,10 +36,11 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
 from cria_tricks.load.stages import block_counts
 from cria_tricks.models.shape import Shape, refuse_undivided
+from cria_tricks.parallel.ring_bytes import through_the_ring, whole_rows
 from cria_tricks.parallel.tensor import partial_weights
 from cria_tricks.parallel.zigzag import own_tokens
+from cria_tricks.predict.evaluation import Evaluated, with_evaluation
 from cria_tricks.predict.fsdp_moments import sharded_moments
-from cria_tricks.predict.ring_bytes import through_the_ring, whole_rows
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.folds import facts
 from cria_tricks.tricks.gradient_checkpointing import in_stage
@@ -58,6 +59,7 @@ def per_process(
     stage: int | None = None,
     tokens: int | None = None,
     trained_tokens: int | None = None,
+    evaluated: Evaluated | None = None,
 ) -> Bill:
     """Estimate the memory of the process that needs most.
 
@@ -73,17 +75,34 @@ def per_process(
             peak.
         tokens: the tokens of a row; ``data.max_length`` when left out.
         trained_tokens: the trained tokens of a micro-batch; when left out, all but the first token of each row.
+        evaluated: the rows of the run's evaluations; only the training step is estimated when left out.
 
     Raises:
         BadInput: for an unknown strategy, or if it cannot divide the model or the processes.
     """
     if strategy in ("pipeline", "model"):
-        parts = stages_of(recipe, shape, strategy, processes)
-        wanted = parts if stage is None else parts[stage : stage + 1]
-        found = (_stage(part, device, strategy, processes, tokens, trained_tokens) for part in wanted)
-        return max(found, key=lambda one: one.peak_bytes)
-    if strategy == "context":
-        return _of_own_tokens(recipe, shape, device, processes, tokens, trained_tokens)
+        stages = stages_of(recipe, shape, strategy, processes)
+        wanted = stages if stage is None else stages[stage : stage + 1]
+        steps = [_stage(one, device, strategy, processes, tokens, trained_tokens) for one in wanted]
+    elif strategy == "context":
+        steps = [_of_own_tokens(recipe, shape, device, processes, tokens, trained_tokens)]
+    else:
+        steps = [_alike(recipe, shape, device, strategy, processes, tokens, trained_tokens)]
+    if evaluated is not None:
+        steps = [with_evaluation(step, recipe, evaluated, tokens) for step in steps]
+    return max(steps, key=lambda one: one.peak_bytes)
+
+
+def _alike(
+    recipe: Recipe,
+    shape: Shape,
+    device: Device,
+    strategy: str,
+    processes: int,
+    tokens: int | None,
+    trained_tokens: int | None,
+) -> Bill:
+    """Estimate a training step in one of several processes that all need the same."""
     own, part = local(recipe, shape, strategy, processes)
     memory = facts(own, part, device, tokens, trained_tokens)
     if recipe.parallel.sequence and strategy in ("tensor", "ddp_tensor"):

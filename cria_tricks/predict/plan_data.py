@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from cria_tricks.bill.lines import Line
 from cria_tricks.bill.step_time import RunPrice, ends, run_tokens
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
@@ -12,9 +11,11 @@ from cria_tricks.data.lengths import Lengths, full
 from cria_tricks.hardware import calibration, this_device, trust
 from cria_tricks.hardware.cards import CARDS, FLAVORS, Card, Flavor
 from cria_tricks.hardware.gpus import other_versions
+from cria_tricks.load import answering_memory
+from cria_tricks.load.answering_memory import Way
 from cria_tricks.models.configs import beyond_context
 from cria_tricks.models.shape import Shape
-from cria_tricks.predict import answer_time, model_settings, toggles
+from cria_tricks.predict import answer_time, evaluation, model_settings, toggles
 from cria_tricks.predict.host import HostBill, host_bill, loading_doubts, longest_on_host
 from cria_tricks.predict.toggles import Change, Setting, Target
 from cria_tricks.recipe import Recipe, with_settings
@@ -71,7 +72,11 @@ def run_bill(
     The arguments are those of :func:`answer`, whose comparisons and prices are left out here.
     """
     found: dict[str, Any] = bill(target, recipe, dry=dry, lengths=lengths)
-    found["answers"] = _answers(target, recipe, lengths, rows)
+    of_result = answering_memory.of_result(recipe, target.shape, target.device, lengths)
+    found["answering"] = [one.as_data() for one in of_result]
+    if found["verdict"] != "does not fit":  # else there will be no result
+        found["warnings"] += [sentence for one in of_result for sentence in one.in_words]
+    found["answers"] = _answers(target, recipe, lengths, rows, of_result[0].fitting)
     if rows is not None:
         found["run"] = run_minutes(target, recipe, rows, lengths)
     on_host = host_bill(target, recipe, rows or 0)
@@ -109,10 +114,11 @@ def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths 
     setting = target.bill(recipe)
     lines, moment = setting.memory.lines, setting.memory.peak.name
     if dry:
-        lines, moment = _dry_lines(recipe, plan)
-    around = setting.memory.around
+        from cria_tricks.predict.dry_run import lines_of_peak  # it imports transformers, which takes seconds
+
+        lines, moment = lines_of_peak(recipe, plan, setting.memory, target.evaluated.tokens)
     peak = sum(line.bytes for line in lines)
-    needed = peak + sum(line.bytes for line in around)
+    needed = peak + sum(line.bytes for line in setting.memory.around)
     capacity = target.device.memory_bytes
     verdict = trust.verdict(needed, capacity, needed - setting.memory.unused.bytes)
     lengths = lengths or full(recipe, "all that data.max_length allows")
@@ -136,7 +142,7 @@ def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths 
         "context": target.shape.context,
         "method": "dry_run" if dry else "closed_form",
         "lines": [asdict(line) for line in lines],
-        "around": [asdict(line) for line in around],
+        "around": [asdict(line) for line in setting.memory.around],
         **_times(setting, plan, lengths),
         "warnings": [*plan.warnings, *doubts(target, recipe, verdict)],
         "suggestions": [_suggestion(target, change) for change in toggles.suggestions(target, recipe)],
@@ -159,28 +165,38 @@ def _times(setting: Setting, plan: Plan, lengths: Lengths) -> dict[str, Any]:
     }
 
 
-def _answers(target: Target, recipe: Recipe, lengths: Lengths, rows: int | None) -> dict[str, Any] | None:
-    """Return the time of answers, during training and of ``cria eval``, at most; ``None`` if no rates are known."""
+def _answers(
+    target: Target, recipe: Recipe, lengths: Lengths, rows: int | None, way: Way | None
+) -> dict[str, Any] | None:
+    """Return the time of answers, during training and of ``cria eval``, at most; ``None`` if no rates are known.
+
+    ``way`` is how ``cria eval`` fits the card, if it does.
+    """
     card = target.card
     if card is None:
         return None
+    together = way.rows if way else answering_memory.BATCH
     asked = answer_time.Asked(
-        rows=len(lengths.prompts) or answer_time.BATCH,
+        rows=len(lengths.prompts) or answering_memory.BATCH,
         prompt=max(lengths.prompts, default=recipe.data.max_length),
-        new=answer_time.NEW_TOKENS,
-        together=answer_time.BATCH,
+        new=way.new if way else answering_memory.NEW_TOKENS,
+        together=together,
     )
-    of_adapter, of_base = (
-        answer_time.of_eval(recipe, target.shape, card, asked, with_adapter=with_adapter)
-        for with_adapter in (True, False)
-    )
+    seconds = 0.0
+    known = way is not None
+    for with_adapter in (True, False):
+        one = answer_time.of_eval(
+            recipe, target.shape, card, asked, with_adapter=with_adapter, packed=way is not None and way.packed
+        )
+        known = known and one is not None
+        seconds += one or 0.0
     return {
         "evaluation_seconds": answer_time.of_samples(recipe, target.shape, card, _longest_prompt(recipe, lengths)),
         "evaluations": answer_time.evaluations(recipe, rows),
         "eval_rows": asked.rows,
         "eval_rows_read": bool(lengths.prompts),
         "eval_new_tokens": asked.new,
-        "eval_seconds": None if of_adapter is None or of_base is None else of_adapter + of_base,
+        "eval_seconds": seconds if known else None,
     }
 
 
@@ -228,9 +244,9 @@ def front(target: Target, recipe: Recipe) -> list[dict[str, Any]]:
 def doubts(target: Target, recipe: Recipe, verdict: str) -> list[str]:
     """Warn of what may go wrong although no switch is refused.
 
-    There are three such risks: rows longer than the model's context, a narrow fit, and a model that fits the cards only
-    after it was cut. A calibration of this machine that is stale is said, too, and which version of a card was taken if
-    there are several.
+    There are four such risks: rows longer than the model's context, a narrow fit, a model that fits the cards only
+    after it was cut, and an evaluation that needs more than a training step. A calibration of this machine that is
+    stale is said, too, and which version of a card was taken if there are several.
     """
     found: list[str] = []
     # A packed row holds several documents, and positions start at 0 in each. Only the data show how long they are.
@@ -240,6 +256,7 @@ def doubts(target: Target, recipe: Recipe, verdict: str) -> list[str]:
     if verdict == "tight":
         found.append(trust.TIGHT)
     found += loading_doubts(target, recipe)
+    found += evaluation.doubts(target.memory(recipe), recipe, target.evaluated)
     here = target.device == this_device()
     found += filter(None, [calibration.stale(target.device) if here else other_versions(target.device)])
     return found
@@ -349,10 +366,3 @@ def _setting(target: Target, setting: Setting) -> dict[str, Any]:
         "fits": _fits(target, setting),
         "seconds_per_token": setting.seconds,
     }
-
-
-def _dry_lines(recipe: Recipe, plan: Plan) -> tuple[tuple[Line, ...], str]:
-    # It imports transformers, which takes seconds, and only a dry run needs it.
-    from cria_tricks.predict.dry_run import dry_lines
-
-    return dry_lines(recipe, plan)

@@ -37,7 +37,7 @@ def show(found: dict[str, Any], screen: Screen, *, toggles: bool = False, ladder
     if found.get("fit") and (found["fit"]["runner_up"] or found["fit"]["safer"]):
         _show_fit(found["fit"], screen)
     _show_bill(found, screen)
-    answers = list(_answers(found["answers"], found.get("prices"))) if found["answers"] else []
+    answers = list(_answers(found)) if found["answers"] else []
     if answers:
         screen.wrapped("", *map(Text, answers))
     if found["warnings"]:
@@ -190,14 +190,15 @@ def _show_bill(found: dict[str, Any], screen: Screen) -> None:
     screen.wrapped(bill)
 
 
-def _answers(answers: dict[str, Any], prices: list[dict[str, Any]] | None) -> Iterator[str]:
+def _answers(found: dict[str, Any]) -> Iterator[str]:
     """Say what the answers of ``eval.samples`` and of ``cria eval`` take at most."""
+    answers = found["answers"]
     if answers["evaluation_seconds"] is None:
         yield "eval.samples: the time of the answers is not known: a side network answers without a KV cache"
     elif answers["evaluation_seconds"] and answers["evaluations"] is None:
         yield f"eval.samples: at each evaluation {at_most(answers['evaluation_seconds'])}"
     elif answers["evaluation_seconds"]:
-        within = ", in the minutes to train" if prices else ""
+        within = ", in the minutes to train" if found.get("prices") else ""
         most = at_most(answers["evaluations"] * answers["evaluation_seconds"])
         yield f"eval.samples: {most} at {answers['evaluations']} evaluations{within}"
     if answers["eval_seconds"] is None:
@@ -205,7 +206,8 @@ def _answers(answers: dict[str, Any], prices: list[dict[str, Any]] | None) -> It
     rows = "the" if answers["eval_rows_read"] else "each"
     rows += f" {answers['eval_rows']} evaluation rows"
     longest = f"up to {answers['eval_new_tokens']:,} tokens each"
-    yield f"cria eval --with-base: {at_most(answers['eval_seconds'])} for {rows}, {longest}"
+    options = " ".join(["--with-base", *found["answering"][0]["options"]])
+    yield f"cria eval {options}: {at_most(answers['eval_seconds'])} for {rows}, {longest}"
 
 
 def _show(title: str, shown: Table, screen: Screen) -> None:

@@ -16,6 +16,7 @@ from cria_tricks.hardware.gpus import Host, rates_of
 from cria_tricks.load.refusals import facts_of, refuse
 from cria_tricks.models.shape import Shape
 from cria_tricks.parallel.strategies import traffic
+from cria_tricks.predict.evaluation import AS_LONG_AS_ALLOWED, Evaluated, with_evaluation
 from cria_tricks.predict.links import LINKS, compute_seconds, step_seconds
 from cria_tricks.predict.per_process import per_process
 from cria_tricks.predict.toggle_values import LADDER, NEEDS, all_sets, choices
@@ -91,12 +92,14 @@ class Target:
         device: the card of each process.
         processes: the number of processes that share the run, by ``recipe.parallel.strategy``.
         host: the machine around the card; ``None`` if it is not known.
+        evaluated: the evaluation rows; as long as ``data.max_length`` when left out.
     """
 
     shape: Shape
     device: Device
     processes: int = 1
     host: Host | None = None
+    evaluated: Evaluated = AS_LONG_AS_ALLOWED
 
     @property
     def card(self) -> Card | None:
@@ -117,11 +120,27 @@ class Target:
         seconds = self._seconds_per_token(recipe, card)
         return Setting(changed, recipe, self.memory(recipe), seconds, card.spread(precision), card.basis(precision))
 
-    def memory(self, recipe: Recipe, tokens: int | None = None) -> Bill:
-        """Estimate the bytes only, for rows of ``tokens`` tokens, or of ``data.max_length`` when left out."""
+    def memory(self, recipe: Recipe, tokens: int | None = None, trained_tokens: int | None = None) -> Bill:
+        """Estimate the bytes only: of a training step and of an evaluation.
+
+        Args:
+            recipe: the recipe.
+            tokens: the length of all rows; when left out, ``data.max_length`` and what ``evaluated`` says.
+            trained_tokens: the trained tokens of a micro-batch; when left out, all but the first token of each row.
+        """
         if self.processes == 1:
-            return estimate(recipe, self.shape, self.device, tokens)
-        return per_process(recipe, self.shape, self.device, recipe.parallel.strategy, self.processes, tokens=tokens)
+            step = estimate(recipe, self.shape, self.device, tokens, trained_tokens)
+            return with_evaluation(step, recipe, self.evaluated, tokens)
+        return per_process(
+            recipe,
+            self.shape,
+            self.device,
+            recipe.parallel.strategy,
+            self.processes,
+            tokens=tokens,
+            trained_tokens=trained_tokens,
+            evaluated=self.evaluated,
+        )
 
     def _seconds_per_token(self, recipe: Recipe, card: Card) -> float:
         """Estimate the time of a step, divided by all its tokens [s]."""

@@ -153,7 +153,7 @@ def plan(
     target = Target(shape, device, nproc, host)
     wanted = replace(wanted, recipe=_shared(wanted.recipe, nproc))
     aim = fit or ("" if as_is or wanted.own else BEST)
-    wanted, found_lengths, fitted = _searched(target, wanted, rows_full, aim, _several(may_change))
+    target, wanted, found_lengths, fitted = _searched(target, wanted, rows_full, aim, _several(may_change))
     rows = (found_lengths.rows or None) if rows is None else rows
     asked = {"dry": dry_run, "advise": advise, "longest": longest, "rows": rows}
     return _answered(target, wanted, found_lengths, asked, fitted)
@@ -201,23 +201,29 @@ def film(
 
 def _searched(
     target: "Target", wanted: Asked, rows_full: bool, aim: str, may_change: list[str]
-) -> tuple[Asked, "Lengths", "Found | None"]:
-    """Read the lengths of the rows, and search the best switches if that is wanted: recipe, lengths, what was found."""
+) -> tuple["Target", Asked, "Lengths", "Found | None"]:
+    """Read the lengths of the rows, and search the best switches if that is wanted.
+
+    Returns:
+        The target with the evaluation rows, the recipe, the lengths, and what was found.
+    """
     from cria_tricks.data import lengths
+    from cria_tricks.predict.evaluation import rows_of
     from cria_tricks.run import search
 
     if aim:
         wanted = workable(target, wanted)
     target.resolve(wanted.recipe)  # raises for a setting that cannot work, before the data is read
     found = lengths.full(wanted.recipe, "--rows-full") if rows_full else _read_lengths(wanted.recipe)
+    target = replace(target, evaluated=rows_of(found, wanted.recipe))
     recipe = lengths.as_long_as(found.longest, wanted.recipe)
     if not aim:
-        return replace(wanted, recipe=recipe), found, None
+        return target, replace(wanted, recipe=recipe), found, None
     if aim == BEST:
         fitted = search.whole(search.best_in_steps(target, recipe, found, wanted.set))
     else:
         fitted = search.search(target, recipe, aim, found, may_change, wanted.set)
-    return replace(wanted, recipe=fitted.chosen.recipe), search.lengths_of(fitted, found), fitted
+    return target, replace(wanted, recipe=fitted.chosen.recipe), search.lengths_of(fitted, found), fitted
 
 
 def _answered(
@@ -237,6 +243,7 @@ def _answered(
 def _fitted_here(wanted: Asked, shape: Shape, fit: str, may_change: Iterable[str], console: "Console | None") -> Recipe:
     """Return the recipe with the switches that a search finds for this machine, and say which."""
     from cria_tricks.data import lengths
+    from cria_tricks.predict.evaluation import rows_of
     from cria_tricks.predict.toggles import Target
     from cria_tricks.processes import numbers
     from cria_tricks.run import search
@@ -244,6 +251,7 @@ def _fitted_here(wanted: Asked, shape: Shape, fit: str, may_change: Iterable[str
     target = Target(shape, this_device(), numbers.processes(), this_host())
     wanted = workable(target, wanted)
     found_lengths = _read_lengths(wanted.recipe)
+    target = replace(target, evaluated=rows_of(found_lengths, wanted.recipe))
     # Rows are trained as long as they are, so a shorter data.max_length is for the estimate only.
     recipe = lengths.as_long_as(found_lengths.longest, wanted.recipe)
     found = search.search(target, recipe, fit, found_lengths, _several(may_change), wanted.set)
@@ -283,7 +291,7 @@ def estimate(
     gpu: str | Device | None = None,
     settings: Iterable[str] = (),
 ) -> "Bill":
-    """Estimate the memory of one training step in one process, with formulas, for rows of ``data.max_length`` tokens.
+    """Estimate the memory of a run in one process, with formulas, for rows of ``data.max_length`` tokens.
 
     With ``rows_full=True``, :func:`plan` gives the same bytes with an explanation, comparisons and times. This function
     returns the object that :func:`plan` counts with; each trick fills in its part.
@@ -305,10 +313,10 @@ def estimate(
     wanted = asked_for.recipe
     # They import torch, which takes seconds; errors in names were raised above.
     from cria_tricks.predict.toggles import Target
-    from cria_tricks.tricks.folds import estimate as by_hand
 
-    Target(shape, device).resolve(wanted)  # raises for a setting that cannot work there
-    return by_hand(wanted, shape, device)
+    target = Target(shape, device)
+    target.resolve(wanted)  # raises for a setting that cannot work there
+    return target.memory(wanted)
 
 
 def _host(gpu: str | Device | None) -> Host | None:

@@ -33,6 +33,7 @@ from cria_tricks.data.stream import Stream
 from cria_tricks.hardware import trust
 from cria_tricks.models.configs import find_config
 from cria_tricks.models.shape import Shape
+from cria_tricks.predict.evaluation import Evaluated
 from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe
 from cria_tricks.resolve import resolve
@@ -126,7 +127,10 @@ def _smaller(job: Job, known: Known, failed: OutOfMemory, tried: list[Try]) -> t
         raise _stopped(failed, f"a run with parallel.strategy={strategy} cannot change its set by itself")
     if known.shape is None:
         raise _stopped(failed, "this kind of model cannot be estimated, so no smaller set is known")
-    target = Target(known.shape, job.plan.device)
+    in_evaluation = failed.during.startswith("the evaluation")
+    # What ran out must get smaller, and nothing else.
+    rows = Evaluated(known.rows["eval"].longest, known.rows["eval"].longest) if in_evaluation else Evaluated(1, 1)
+    target = Target(known.shape, job.plan.device, evaluated=rows)
     recipe = in_force(as_long_as(known.longest, job.recipe), job.plan.device)
     needed = target.memory(recipe).needed_bytes
     changed = "at first"
@@ -136,7 +140,7 @@ def _smaller(job: Job, known: Known, failed: OutOfMemory, tried: list[Try]) -> t
     if len(tried) > TRIES:
         _show(job, tried)
         raise _stopped(failed, f"{TRIES} smaller sets ran out, too")
-    allowed = _allowed(job.recipe, known, in_evaluation=failed.during.startswith("the evaluation"))
+    allowed = _allowed(job.recipe, known, in_evaluation=in_evaluation)
     for share in SMALLER:
         choice = smaller(target, recipe, _lengths(recipe, known), share * needed, allowed)
         if choice:

@@ -29,8 +29,8 @@ from cria_tricks.measure.profiler import Profile
 from cria_tricks.models import identity
 from cria_tricks.models.configs import context_of
 from cria_tricks.models.shape import Shape
+from cria_tricks.predict.evaluation import Evaluated
 from cria_tricks.predict.host import host_bill, refuse_beyond_host
-from cria_tricks.predict.per_process import per_process
 from cria_tricks.predict.toggles import Target, in_words
 from cria_tricks.recipe import Recipe
 from cria_tricks.report import summary as report
@@ -44,7 +44,7 @@ from cria_tricks.trainer.arguments import micro_batches_at_once
 from cria_tricks.trainer.fit import Run, fit
 from cria_tricks.trainer.progress import ShowProgress
 from cria_tricks.trainer.trackers import trackers
-from cria_tricks.tricks.folds import estimate, for_shape
+from cria_tricks.tricks.folds import for_shape
 
 
 def carry_out(job: Job) -> dict[str, Any]:
@@ -138,8 +138,10 @@ def _attempt(job: Job, known: recovery.Known, of: results.Made, monitor: Monitor
     meter = Meter(plan.device.kind, job.began, folders.start.spent if folders.start else None, compiled=plan.compiled)
     longest = in_force(as_long_as(known.longest, recipe), plan.device)
     most_trained = rows["train"].most_trained(recipe.train.batch_size)
-    estimated = _estimate(longest, shape, plan, most_trained, world.size)
+    evaluated = Evaluated(rows["eval"].longest, rows["eval"].longest)
+    estimated = _estimate(longest, shape, plan, most_trained, world.size, evaluated)
     job.warn(recovery.doubts(estimated))
+    estimated = estimated.training if estimated else None
     if shape:
         many = len(rows["train"].rows) if isinstance(rows["train"].rows, list) else 0
         target = Target(shape, plan.device, world.size, this_host())
@@ -150,7 +152,7 @@ def _attempt(job: Job, known: recovery.Known, of: results.Made, monitor: Monitor
     asked = samples.of(recipe, job.sources["eval"].rows, of.tokenizer, job.warn)
     counted = results.counted_work(job, rows["train"], shape) if shape else None
     progress = ShowProgress(job.console, eval_batches, expected, lambda: monitor.newest, counted)
-    with _memory_in_one_line(job, longest, shape):
+    with _memory_in_one_line(job, longest, shape, evaluated):
         with meter.phase("load"), doing(f"loading {of.weights.name}"):
             # A checkpoint's weights take the place of the adapter's start, which takes seconds to compute.
             loaded = load(plan.without(STARTS) if folders.start else plan, of.weights)
@@ -210,7 +212,7 @@ def _onlookers(job: Job, monitor: Monitor, progress: ShowProgress) -> Iterator[l
 
 
 @contextlib.contextmanager
-def _memory_in_one_line(job: Job, longest: Recipe, shape: Shape | None) -> Iterator[None]:
+def _memory_in_one_line(job: Job, longest: Recipe, shape: Shape | None, evaluated: Evaluated) -> Iterator[None]:
     """Turn an out-of-memory error into one sentence: during what memory ran out, and which switches would save some."""
     try:
         yield
@@ -221,7 +223,7 @@ def _memory_in_one_line(job: Job, longest: Recipe, shape: Shape | None) -> Itera
             raise
         what = error if isinstance(error, OutOfMemory) else "out of memory while the model was loaded"
         if shape:
-            advice = in_words(Target(shape, job.plan.device, job.world.size), longest)
+            advice = in_words(Target(shape, job.plan.device, job.world.size, evaluated=evaluated), longest)
         else:  # without an estimate, we can only list the switches that are off
             off = still_off(longest, job.plan.device, job.world.size)
             advice = f"still off: {', '.join(off) or 'no switch that works here'}"
@@ -232,7 +234,9 @@ def _memory_in_one_line(job: Job, longest: Recipe, shape: Shape | None) -> Itera
         raise OutOfMemory(f"{what}; {advice} ({others})", during) from None
 
 
-def _estimate(recipe: Recipe, shape: Shape | None, plan: Plan, most_trained: int, processes: int) -> Bill | None:
+def _estimate(
+    recipe: Recipe, shape: Shape | None, plan: Plan, most_trained: int, processes: int, evaluated: Evaluated
+) -> Bill | None:
     """Estimate the memory bill of the largest micro-batch that may come, for the process that needs most.
 
     Args:
@@ -241,15 +245,13 @@ def _estimate(recipe: Recipe, shape: Shape | None, plan: Plan, most_trained: int
         plan: the plan of the run.
         most_trained: the most trained tokens that a micro-batch of unpacked rows can have.
         processes: the world size.
+        evaluated: the evaluation rows.
     """
     if shape is None:
         return None
     # Packed rows are made later. How many of their tokens are trained is not known yet, so all are taken as trained.
     trained_tokens = None if "packed_length" in plan.collator else most_trained
-    if processes == 1:
-        return estimate(recipe, shape, plan.device, trained_tokens=trained_tokens)
-    strategy = recipe.parallel.strategy
-    return per_process(recipe, shape, plan.device, strategy, processes, trained_tokens=trained_tokens)
+    return Target(shape, plan.device, processes, evaluated=evaluated).memory(recipe, trained_tokens=trained_tokens)
 
 
 def count_parameters(model: Any) -> dict[str, int]:

@@ -10,6 +10,7 @@ from cria_tricks.bill import launches, moved_bytes, products, step_time
 from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.block_operations import walk
 from cria_tricks.bill.constants import FP32
+from cria_tricks.bill.evaluation import without_gradients
 from cria_tricks.bill.facts import StepFacts, fp32_states
 from cria_tricks.bill.loss import full_loss
 from cria_tricks.bill.moments import moments
@@ -22,7 +23,7 @@ from cria_tricks.hardware.gpus import rates_of
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import TRICKS
+from cria_tricks.tricks import TRICKS, int8
 
 LONGEST = 2**20
 """The longest row for which copies are tried to hide [tokens]."""
@@ -74,6 +75,11 @@ def estimate(
     """Estimate what a step needs in one process; the arguments are those of :func:`facts`."""
     found = facts(recipe, shape, device, tokens, trained_tokens)
     return Bill(found, tuple(moments(found)))
+
+
+def in_eval_mode(memory: StepFacts) -> StepFacts:
+    """Return the facts of a pass in eval mode, without gradients, from those of a step."""
+    return int8.in_eval_mode(without_gradients(memory))
 
 
 def work(recipe: Recipe, shape: Shape, device: Device, tokens: int | None = None, trained_share: float = 1.0) -> Work:

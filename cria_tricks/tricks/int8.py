@@ -149,6 +149,13 @@ def cpu_product_bytes(product: Product) -> ProductBytes:
     return ProductBytes(forward, _in_input_dtype(product), _pinned(product))
 
 
+def in_eval_mode(memory: StepFacts) -> StepFacts:
+    """Return the facts of a pass in eval mode, in which a CPU multiplies int8 codes as a GPU does."""
+    if memory.product_bytes is not cpu_product_bytes:
+        return memory
+    return replace(memory, product_bytes=cuda_product_bytes, product_itemsize=memory.hidden_itemsize)
+
+
 def _in_input_dtype(product: Product) -> int:
     """Bytes of the whole weight, unpacked in the dtype of the input."""
     return product.weight * product.input_itemsize

@@ -12,7 +12,7 @@ import cria_tricks
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data import lengths, sources
 from cria_tricks.data.lengths import Lengths, _Tokenizer, padded_mean, read
-from cria_tricks.data.prepare import train_rows
+from cria_tricks.data.prepare import eval_rows, train_rows
 from cria_tricks.load.answering import prompt_ids
 from cria_tricks.models import tokenizer_here
 from cria_tricks.recipe import Recipe, with_settings
@@ -41,7 +41,7 @@ def recipe(train="nguzo_saba", *more: str) -> Recipe:
 
 @pytest.mark.parametrize("which", ["our own rows", "rows of every kind"])
 def test_rows_are_tokenised_as_training_tokenises_them(which, file, tokenizer):
-    one = recipe() if which == "our own rows" else recipe(file, "data.max_length=100")
+    one = recipe() if which == "our own rows" else recipe(file, f"data.eval={file}", "data.max_length=100")
     found, held_out = sources.find(one.data.train, "train"), sources.find(one.data.eval, "eval")
     light = _Tokenizer(tokenizer_here(one.model))
     theirs, ours = (train_rows(one, found, held_out, each, lambda said: None) for each in (tokenizer, light))
@@ -50,8 +50,11 @@ def test_rows_are_tokenised_as_training_tokenises_them(which, file, tokenizer):
     found = read(one)
     assert found.each == tuple(sorted(len(row["input_ids"]) for row in theirs.rows))
     prompts = prompt_ids(held_out.rows, tokenizer)
-    assert found.prompts == tuple(map(len, prompts))
-    assert replace(found, each=(), prompts=()) == Lengths(theirs.longest, theirs.tokens / theirs.count, theirs.count)
+    assert found.prompts == tuple(filter(None, map(len, prompts)))
+    assert found.evaluated == eval_rows(one, held_out, tokenizer).longest
+    assert replace(found, each=(), prompts=(), evaluated=0) == Lengths(
+        theirs.longest, theirs.tokens / theirs.count, theirs.count
+    )
 
 
 def test_prompts_of_every_kind_are_counted_as_they_will_be_asked(file, tokenizer):
@@ -124,7 +127,10 @@ def test_a_plan_is_of_the_rows_that_are_there_unless_the_worst_case_is_asked_for
     assert (
         found["lengths"]
         == there.in_words
-        == (f"rows are at most {there.longest} tokens long, read from data.train; --rows-full for the worst case")
+        == (
+            f"rows are at most {there.longest} tokens long, read from data.train (data.eval: {there.evaluated}); "
+            "--rows-full for the worst case"
+        )
     )
     assert found["peak_bytes"] < full["peak_bytes"]
     assert found["seconds_per_step"] < full["seconds_per_step"] / 4

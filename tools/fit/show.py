@@ -17,7 +17,7 @@ STARTS = {
     "weights": ("weights",),
     "gradients": ("gradients", "embedding gradient", "head gradient"),
     "optimizer states": ("optimizer",),
-    "activations": ("saved", "open block", "blocks"),
+    "activations": ("saved", "open block", "blocks", "KV cache"),
     "batch": ("batch",),
     "the card's own": ("CUDA", "cuBLAS"),
     "reserved, not used": ("reserved",),
@@ -45,6 +45,8 @@ PEAKS = {
     "first kept block": "in the backward pass, in the first block without checkpointing",
     "averaging": "while the processes average their gradients",
     "optimizer step": "in the optimizer step",
+    "evaluation": "in an evaluation, whose rows have no gradients",
+    "answers of eval.samples": "while rows are answered in an evaluation",
 }
 """When the peak is, by the names of the bill's moments."""
 HOST = {"fits": "large enough", "tight": "just large enough", "does not fit": "too small"}

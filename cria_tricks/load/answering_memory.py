@@ -1,0 +1,196 @@
+"""Estimate the memory of ``cria eval`` and ``cria chat`` on a card, and say with which options they fit it.
+
+Both open a trained adapter over its base, without anything that training needs. An NF4 or int8 base is unpacked to 16
+bits, unless ``--packed`` leaves it as it is. So a model that fits a card in training may not fit it when it answers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cria_tricks.bill.bill import Bill
+from cria_tricks.bill.evaluation import fullest_answer, loss_pass
+from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.lines import Moment
+from cria_tricks.bill.moments import weight_lines
+from cria_tricks.common.units import human
+from cria_tricks.data.lengths import Lengths
+from cria_tricks.hardware.device import Device
+from cria_tricks.models.shape import Shape
+from cria_tricks.recipe import Recipe
+from cria_tricks.settings import Tricks
+from cria_tricks.tricks.folds import facts, in_eval_mode
+
+EVAL, CHAT = "cria eval", "cria chat"
+BATCH = 8
+"""The rows that ``cria eval`` answers together, when nothing else is asked for."""
+NEW_TOKENS = 2048
+"""The tokens of the longest answer that it allows then."""
+CHAT_TOKENS = 512
+"""The tokens of the longest answer that ``cria chat`` allows, when nothing else is asked for."""
+WAYS = {EVAL: ((BATCH, NEW_TOKENS), (1, NEW_TOKENS), (1, CHAT_TOKENS)), CHAT: ((1, CHAT_TOKENS), (1, CHAT_TOKENS // 4))}
+"""For each command the rows that it answers together and the tokens of an answer: as it is, and with smaller ones."""
+
+
+def as_opened(recipe: Recipe, device: Device, *, with_adapter: bool = True, packed: bool = False) -> Recipe:
+    """Return the recipe whose model is as one that is opened to answer, except that all of that is in one dtype.
+
+    Args:
+        recipe: with which the adapter was trained.
+        device: the machine that answers.
+        with_adapter: whether the adapter lies over its base.
+        packed: whether a quantised base stays as it was in training; else it is unpacked.
+    """
+    trained = recipe.tricks
+    tricks = Tricks(precision=device.best_precision, attention="sdpa", expand_kv=device.needs_expand_kv)
+    if with_adapter:
+        tricks = tricks.model_copy(update={"peft": trained.peft})
+    if packed:
+        quantised = {"quantization": trained.quantization, "double_quantization": trained.double_quantization}
+        tricks = tricks.model_copy(update=quantised)
+    return recipe.model_copy(update={"tricks": tricks})
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to answer, and what it needs.
+
+    Attributes:
+        options: those of the command.
+        packed: whether the base stays packed.
+        rows: the rows that are answered together.
+        new: the tokens of the longest answer.
+        memory: what it needs.
+    """
+
+    options: tuple[str, ...]
+    packed: bool
+    rows: int
+    new: int
+    memory: Bill
+
+
+@dataclass(frozen=True)
+class Answering:
+    """What a command needs on a card as it is, and how it would fit.
+
+    Attributes:
+        command: ``cria eval`` or ``cria chat``.
+        plain: without options.
+        fitting: with the fewest options with which it fits; ``None`` if it fits with none of them.
+    """
+
+    command: str
+    plain: Way
+    fitting: Way | None
+
+    @property
+    def in_words(self) -> list[str]:
+        """Say that the command does not fit, and what would help; empty if it fits as it is."""
+        memory = self.plain.memory
+        if self.fitting == self.plain:
+            return []
+        device = memory.facts.device
+        needs = f"needs {human(memory.least_bytes)} of {human(device.memory_bytes)}"
+        said = f"{self.command} of the result {needs} on {device.name}, so it does not fit"
+        if self.fitting is None:
+            return [f"{said}, and none of its options would help; answer on a larger card, or on a CPU"]
+        options = " ".join(self.fitting.options)
+        return [f"{said}; with {options} it needs {human(self.fitting.memory.least_bytes)} (predicted)"]
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the fields of :class:`cria_tricks.predict.answer.ResultMemory`."""
+        way = self.fitting
+        return {
+            "command": self.command,
+            "needed_bytes": self.plain.memory.needed_bytes,
+            "least_bytes": self.plain.memory.least_bytes,
+            "verdict": self.plain.memory.verdict,
+            "options": None if way is None else list(way.options),
+            "options_bytes": None if way is None else way.memory.least_bytes,
+        }
+
+
+def of_result(recipe: Recipe, shape: Shape, device: Device, lengths: Lengths) -> list[Answering]:
+    """Estimate what ``cria eval`` and ``cria chat`` of a recipe's result need on one card.
+
+    Args:
+        recipe: with which the adapter is trained.
+        shape: of the base.
+        device: the card.
+        lengths: the lengths of the rows. Both commands are taken to get the longest prompt.
+    """
+    found = []
+    for command in WAYS:
+        ways = _ways(command, recipe, shape, device, lengths)
+        plain = next(ways)
+        fitting = plain if plain.memory.fits else next((way for way in ways if way.memory.fits), None)
+        found.append(Answering(command, plain, fitting))
+    return found
+
+
+def _ways(command: str, recipe: Recipe, shape: Shape, device: Device, lengths: Lengths) -> Iterator[Way]:
+    """Yield the ways to answer, as the command is first, then with more and more options."""
+    row = lengths.evaluated or recipe.data.max_length
+    prompt = max(lengths.prompts, default=row)
+    usual_rows, usual_new = WAYS[command][0]
+    quantised = facts(recipe, shape, device).quantised
+    for rows, new in WAYS[command]:
+        options: tuple[str, ...] = ()
+        if rows < usual_rows:
+            options += (f"--batch-size {rows}",)
+        if new < usual_new:
+            options += (f"--max-new-tokens {new}",)
+        for packed in (False, True) if quantised else (False,):
+            memory = needed(recipe, shape, device, rows, prompt, new, packed=packed, row=row * (command == EVAL))
+            yield Way(("--packed", *options) if packed else options, packed, rows, new, memory)
+
+
+def needed(
+    recipe: Recipe, shape: Shape, device: Device, rows: int, prompt: int, new: int, *, packed: bool, row: int = 0
+) -> Bill:
+    """Estimate the memory of an opened model that answers.
+
+    Args:
+        recipe: with which the adapter was trained.
+        shape: of the base.
+        device: the card.
+        rows: the prompts that are answered together.
+        prompt: tokens of the longest prompt.
+        new: tokens of the longest answer.
+        packed: whether a quantised base stays packed.
+        row: tokens of the longest row whose loss is measured, too, one at a time; 0 if none is.
+    """
+    recipe = as_opened(recipe, device, packed=packed)
+
+    def of(rows: int, tokens: int) -> StepFacts:
+        batch = recipe.train.model_copy(update={"batch_size": rows})
+        memory = facts(recipe.model_copy(update={"train": batch}), shape, device, tokens)
+        return in_eval_mode(_in_one_dtype(memory, packed=packed))
+
+    first = of(rows, prompt)
+    moments = [fullest_answer(first, of(rows, 1), prompt + new, caches=not first.learns_beside)]
+    if row:
+        moments += loss_pass(of(1, row))
+    weights = weight_lines(first, first.compute_itemsize)
+    return Bill(first, tuple(Moment("answering", (*weights, *one.lines)) for one in moments))
+
+
+def _in_one_dtype(memory: StepFacts, *, packed: bool) -> StepFacts:
+    """Return the facts of a model that computes in one dtype, without autocast; packed matrices are the exception."""
+    wide = memory.compute_itemsize
+    shape = memory.shape
+    blocks = memory.block_weight_bytes
+    if not packed:
+        blocks = wide * shape.layers * sum(d_in * d_out for d_in, d_out in shape.packable.values())
+    return replace(
+        memory,
+        block_weight_bytes=blocks,
+        other_weight_itemsize=wide,
+        hidden_itemsize=wide,
+        product_itemsize=wide,
+        adapter_input_itemsize=wide,
+        casts_adapters=False,
+        trains_all=False,
+        trains_head=False,
+    )
