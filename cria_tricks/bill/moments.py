@@ -348,5 +348,5 @@ def _states(memory: StepFacts) -> Line:
             seen += many * rule(elements)
     why = f"2 of {memory.optimizer_state_bits} bits for each trained weight"
     if paged:
-        why += f"; {human(paged)} more are paged (card or host)"
+        why = f"2 of {memory.optimizer_state_bits} bits a weight; {human(paged)} are paged"
     return Line("optimizer states", seen, why)

@@ -16,10 +16,10 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.common.version import versions
 from cria_tricks.data.sources import DataSource
 from cria_tricks.kwanzaa.answers import Answers, Written
-from cria_tricks.load.answering_memory import BATCH, NEW_TOKENS
 from cria_tricks.models import identity
 from cria_tricks.predict.answer_time import Asked
 from cria_tricks.recipe import Recipe, from_toml
+from cria_tricks.settings import BATCH, NEW_TOKENS
 
 
 @dataclass(frozen=True)

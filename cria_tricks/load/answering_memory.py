@@ -18,14 +18,10 @@ from cria_tricks.data.lengths import Lengths
 from cria_tricks.hardware.device import Device
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
-from cria_tricks.settings import Tricks
+from cria_tricks.settings import BATCH, NEW_TOKENS, Tricks
 from cria_tricks.tricks.folds import facts, in_eval_mode
 
 EVAL, CHAT = "cria eval", "cria chat"
-BATCH = 8
-"""The rows that ``cria eval`` answers together, when nothing else is asked for."""
-NEW_TOKENS = 2048
-"""The tokens of the longest answer that it allows then."""
 CHAT_TOKENS = 512
 """The tokens of the longest answer that ``cria chat`` allows, when nothing else is asked for."""
 WAYS = {EVAL: ((BATCH, NEW_TOKENS), (1, NEW_TOKENS), (1, CHAT_TOKENS)), CHAT: ((1, CHAT_TOKENS), (1, CHAT_TOKENS // 4))}

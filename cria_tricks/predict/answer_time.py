@@ -24,7 +24,6 @@ from cria_tricks.bill.work import Work
 from cria_tricks.common.units import duration
 from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.device import Device
-from cria_tricks.load.answering_memory import as_opened
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 
@@ -190,6 +189,8 @@ def opened(recipe: Recipe, shape: Shape, device: Device, *, with_adapter: bool =
         with_adapter: whether the adapter lies over it.
         packed: whether a quantised base stays packed.
     """
+    from cria_tricks.load.answering_memory import as_opened  # it imports torch, which takes seconds
+
     work = _folded(as_opened(recipe, device, with_adapter=with_adapter, packed=packed), shape, device)
     wide = work.compute_itemsize
     return replace(

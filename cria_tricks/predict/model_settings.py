@@ -46,7 +46,8 @@ def refuse_other_storage(shape: Shape, recipe: Recipe) -> None:
     Raises:
         BadInput: with the settings that say how they are stored.
     """
-    if with_settings(recipe, shape.stored_by) != recipe:
+    # An unquantised model asks for nothing. Its rows may be shorter than a recipe may ask for.
+    if shape.stored_by and with_settings(recipe, shape.stored_by) != recipe:
         options = " ".join(f"--set {setting}" for setting in shape.stored_by)
         raise BadInput(f"model {shape.name}: its weights are quantised already; plan it with {options}")
 

@@ -19,6 +19,7 @@ from cria_tricks.predict import answer_time, evaluation, model_settings, toggles
 from cria_tricks.predict.host import HostBill, host_bill, loading_doubts, longest_on_host
 from cria_tricks.predict.toggles import Change, Setting, Target
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.settings import BATCH, NEW_TOKENS
 from cria_tricks.step_plan import Plan
 
 
@@ -175,11 +176,11 @@ def _answers(
     card = target.card
     if card is None:
         return None
-    together = way.rows if way else answering_memory.BATCH
+    together = way.rows if way else BATCH
     asked = answer_time.Asked(
-        rows=len(lengths.prompts) or answering_memory.BATCH,
+        rows=len(lengths.prompts) or BATCH,
         prompt=max(lengths.prompts, default=recipe.data.max_length),
-        new=way.new if way else answering_memory.NEW_TOKENS,
+        new=way.new if way else NEW_TOKENS,
         together=together,
     )
     seconds = 0.0

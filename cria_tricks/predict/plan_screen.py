@@ -225,10 +225,10 @@ def _show_prices(entries: list[dict[str, Any]], screen: Screen) -> None:
 
 
 def _show_suggestions(found: dict[str, Any], screen: Screen) -> None:
-    shown = table("--set", "saves", "time", "peak", "fits", numbers=["saves", "peak"])
+    shown = table("--set", "saves", "time", "fits", numbers=["saves"])
     for entry in found["suggestions"]:
-        saved, peak = human(entry["saved_bytes"]), human(entry["peak_bytes"])
-        shown.add_row("\n".join(entry["set"]), saved, speed(entry["slowdown"]), peak, _yes_or_no(entry))
+        saved = human(entry["saved_bytes"])
+        shown.add_row("\n".join(entry["set"]), saved, speed(entry["slowdown"]), _yes_or_no(entry))
     _show("What would lower the peak, the smallest slowdown first", shown, screen)
 
 

@@ -177,13 +177,14 @@ def in_steps(
         sets.append(one)
     wanted = Wanted(target, recipe, aim, lengths, (1 - MARGIN) * target.device.memory_bytes, keep)
     found: list[Choice] = []
-    for place, one in enumerate(sets):
-        yield place + 1, len(sets)
-        if aim != NEAREST:
-            sets[place] = with_free(target, one, keep)
-        found += wanted.choices([sets[place]])
-    if found:
-        return sorted(found, key=wanted.order), sets
+    for free in (False, True) if aim == NEAREST else (True,):  # what is nearest switches nothing on without need
+        for place, one in enumerate(sets):
+            yield place + 1, len(sets)
+            if free:
+                sets[place] = with_free(target, one, keep)
+            found += wanted.choices([sets[place]])
+        if found:
+            return sorted(found, key=wanted.order), sets
     smallest, least = recipe, (True, math.inf, math.inf)
     for one in sets:
         yield len(sets), len(sets)

@@ -8,14 +8,14 @@ from cria_tricks.common.errors import OutOfMemory
 from cria_tricks.common.units import human
 from cria_tricks.predict import model_settings, toggles
 from cria_tricks.predict.host import host_bill, longest_on_host
-from cria_tricks.predict.toggles import Setting, Target
+from cria_tricks.predict.toggles import Setting, Target, with_toggles
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run.candidates import differences
 
 SHORTEST = 64
 """Shorter rows than this are not offered [tokens]."""
 
-FOUR_BITS = ("tricks.quantization=nf4", "tricks.double_quantization=true")
+FOUR_BITS = {"quantization": "nf4", "double_quantization": True}
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ def ways(target: Target, recipe: Recipe, smallest: Recipe) -> Iterator[Way]:
         base = _with_adapter(target, recipe)
         tries = [("adapter", base)]
     elif recipe.tricks.quantization not in ("nf4", "fp4"):
-        tries = [("weights", with_settings(one, FOUR_BITS)) for one in (recipe, smallest)]
+        tries = [("weights", with_toggles(one, FOUR_BITS)) for one in (recipe, smallest)]
     yield from _first(target, recipe, tries)
-    streamed = with_settings(base, ["tricks.gradient_checkpointing=true"])  # without which no block can be streamed
-    places = {"host": "true", "file": "file"}
-    tries = [(place, with_settings(streamed, [f"tricks.stream_layers={value}"])) for place, value in places.items()]
+    streamed = with_toggles(base, {"gradient_checkpointing": True})  # without which no block can be streamed
+    places = {"host": True, "file": "file"}
+    tries = [(place, with_toggles(streamed, {"stream_layers": value})) for place, value in places.items()]
     yield from _first(target, recipe, tries)
-    rows = [_longest(target, with_settings(smallest, [f"tricks.activation_offload={on}"])) for on in ("true", "false")]
+    rows = [_longest(target, with_toggles(smallest, {"activation_offload": on})) for on in (True, False)]
     rows.sort(key=lambda one: -one.data.max_length)
     yield from _first(target, recipe, [("rows", one) for one in rows if one.data.max_length >= SHORTEST])
 
@@ -86,7 +86,7 @@ def _longest(target: Target, recipe: Recipe) -> Recipe:
     tokens = toggles.longest(target, recipe) if target.works(recipe) else 0
     if target.host:
         tokens = longest_on_host(target, recipe, 0, tokens)
-    return with_settings(recipe, [f"data.max_length={max(tokens, 8)}"])  # packed rows, too
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": tokens})})
 
 
 def _with_adapter(target: Target, recipe: Recipe) -> Recipe:

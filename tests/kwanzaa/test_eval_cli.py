@@ -20,10 +20,10 @@ from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.device import pretend
 from cria_tricks.hardware.reached import Reached
 from cria_tricks.kwanzaa import generate
-from cria_tricks.load.answering_memory import BATCH, NEW_TOKENS
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict.answer_time import Asked, of_eval
 from cria_tricks.recipe import from_toml, with_settings
+from cria_tricks.settings import BATCH, NEW_TOKENS
 from tests.test_cli import QUICK, ROWS, few_rows  # noqa: F401 (a fixture)
 
 SHORT = ["--data", str(ROWS), "--limit", "3", "--batch-size", "2", "--max-new-tokens", "4"]

@@ -115,7 +115,8 @@ def test_every_strategy_has_an_evaluation(strategy):
     wanted = with_settings(recipe("lora fp16 sdpa chunked checkpoint"), [f"parallel.strategy={strategy}"])
     processes = 4 if strategy == "ddp_tensor" else 2
     short, long = (
-        Target(find_shape("llama-3.2-1b"), T4, processes, Evaluated(tokens)).memory(wanted) for tokens in (8, 60_000)
+        Target(find_shape("llama-3.2-1b"), T4, processes, evaluated=Evaluated(tokens)).memory(wanted)
+        for tokens in (8, 60_000)
     )
     assert long.peak.name == EVALUATION
     assert short.peak.name != EVALUATION
