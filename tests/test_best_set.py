@@ -16,7 +16,6 @@ from cria_tricks.hardware.gpus import GPUS, find_gpu
 from cria_tricks.models.catalogue import CATALOGUE, CONFIGS
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict.toggles import Target
-from cria_tricks.recipe import with_settings
 from cria_tricks.run.asked import advice, asked
 from tests.sweeps import sample
 from tools.fit import bridge, fields
@@ -226,5 +225,4 @@ def test_settings_of_the_starters_are_the_recipes_of_their_names():
     for name, peft, quantization in (("qlora", "lora", "nf4"), ("lora", "lora", "none"), ("full", "none", "none")):
         recipe = recipes.get(name, T4)
         assert (recipe.tricks.peft, recipe.tricks.quantization) == (peft, quantization)
-        assert with_settings(recipe, []) == recipe
         assert not Target(find_shape(recipe.model), T4).resolve(recipe).warnings

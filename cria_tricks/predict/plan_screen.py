@@ -43,7 +43,7 @@ def show(found: dict[str, Any], screen: Screen, *, toggles: bool = False, ladder
     if found["warnings"]:
         screen.wrapped("", *(Text(f"warning: {warning}") for warning in found["warnings"]))
     if found["suggestions"] and found["verdict"] != "fits":
-        _show_suggestions(found, screen)
+        _show_suggestions(found["suggestions"], screen)
     if toggles:
         _show_toggles(found, screen)
     if ladder:
@@ -224,9 +224,9 @@ def _show_prices(entries: list[dict[str, Any]], screen: Screen) -> None:
     screen.wrapped("", f"[bold]{title}[/]", "", *prices, Text(f"times are {trust.TIME}", style="dim"))
 
 
-def _show_suggestions(found: dict[str, Any], screen: Screen) -> None:
+def _show_suggestions(entries: list[dict[str, Any]], screen: Screen) -> None:
     shown = table("--set", "saves", "time", "fits", numbers=["saves"])
-    for entry in found["suggestions"]:
+    for entry in entries:
         saved = human(entry["saved_bytes"])
         shown.add_row("\n".join(entry["set"]), saved, speed(entry["slowdown"]), _yes_or_no(entry))
     _show("What would lower the peak, the smallest slowdown first", shown, screen)

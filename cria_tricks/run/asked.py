@@ -30,7 +30,7 @@ class Asked:
 
     Attributes:
         recipe: the recipe.
-        own: whether its model and its rows are those that it was written for.
+        own: whether its model is the one that it was written for.
         set: the fields that the user has set; a search leaves them as they are.
         warnings: which settings were added for the model, in one sentence.
     """

@@ -9,7 +9,6 @@ Nothing is trained: each of the thousand sets that are compared is an estimate o
 for the same card, so they share the error of its rates: which of two sets is faster is known better than their times.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Collection, Generator, Iterable
 from dataclasses import dataclass, replace
@@ -143,16 +142,14 @@ def best_in_steps(target: Target, recipe: Recipe, lengths: Lengths, keep: Collec
     aim = "fastest" if target.card else NEAREST
     # Whether an unknown host has room for offloaded activations cannot be said, so they come second there.
     tries = [keep] if target.host else [{*keep, "tricks.activation_offload"}, keep]
-    for stays in tries[:-1]:
-        with contextlib.suppress(NothingFits):
+    for stays in tries:
+        try:
             found, sets = yield from in_steps(target, recipe, aim, lengths, (), stays)
             return Found(aim, found[0], None, None, len(sets))
-    try:
-        found, sets = yield from in_steps(target, recipe, aim, lengths, (), keep)
-    except NothingFits as error:
-        smallest = Wanted(target, recipe, "smallest", lengths, math.inf, keep).choice(error.smallest)
-        return Found("smallest", smallest, None, None, error.tried, error.ways)
-    return Found(aim, found[0], None, None, len(sets))
+        except NothingFits as error:
+            nothing = error
+    smallest = Wanted(target, recipe, "smallest", lengths, math.inf, keep).choice(nothing.smallest)
+    return Found("smallest", smallest, None, None, nothing.tried, nothing.ways)
 
 
 def in_steps(

@@ -95,7 +95,9 @@ def _with_adapter(target: Target, recipe: Recipe) -> Recipe:
     batch = {"gradient_accumulation": recipe.tricks.gradient_accumulation}
     train = recipe.train.model_copy(update={"learning_rate": usual.train.learning_rate})
     with_lora = recipe.model_copy(update={"tricks": usual.tricks.model_copy(update=batch), "train": train})
-    return with_settings(with_lora, model_settings.needed(with_lora, target.shape))
+    needed = model_settings.needed(with_lora, target.shape)
+    # Rows may be shorter than a recipe may ask for, so it is not built anew without need.
+    return with_settings(with_lora, needed) if needed else with_lora
 
 
 def _first(target: Target, recipe: Recipe, tries: Iterable[tuple[str, Recipe]]) -> Iterator[Way]:
