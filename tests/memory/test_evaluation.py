@@ -5,10 +5,10 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from benchmarks.evaluation_peaks import CPU, cases, errors, model
+from benchmarks.evaluation_peaks import cases, errors, model
 from cria_tricks import plan, recipes
 from cria_tricks.bill.lines import ANSWERS, EVALUATION
-from cria_tricks.hardware import T4
+from cria_tricks.hardware import T4, this_device
 from cria_tricks.models.configs import find_config
 from cria_tricks.models.shape import find_shape, shape_of
 from cria_tricks.parallel.strategies import STRATEGIES
@@ -71,17 +71,17 @@ AGAIN = "nine words that are written again and again, always "
 def test_long_evaluation_rows_join_the_verdict_and_are_measured(tmp_path):
     sets = ["model=random:tiny", "data.max_length=1024", "train.max_steps=2", "train.batch_size=2", "tricks.peft=lora"]
     long = [*sets, *files(tmp_path, "yes", AGAIN * 40)]
-    found = plan("smoke", gpu=CPU, settings=long)
+    found = plan("smoke", gpu=this_device(), settings=long)
     assert (found.peak_at, sum(line.bytes for line in found.lines)) == (EVALUATION, found.peak_bytes)
     assert "(data.eval: " in found.lengths
     report = train(with_settings(recipes.get("smoke"), long), tmp_path / "run")
     peaks = {name: phase["allocated_bytes"] for name, phase in report["memory"].items()}
     assert peaks["evaluate"] > 2 * peaks["train"], "so the training step alone would say nothing"
     assert found.peak_bytes == pytest.approx(max(peaks.values()), rel=0.02)
-    counted = plan("smoke", gpu=CPU, settings=long, dry_run=True)
+    counted = plan("smoke", gpu=this_device(), settings=long, dry_run=True)
     assert counted.peak_at == EVALUATION
     assert counted.peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)
-    short = plan("smoke", gpu=CPU, settings=[*sets, *files(tmp_path, "yes", "no")])
+    short = plan("smoke", gpu=this_device(), settings=[*sets, *files(tmp_path, "yes", "no")])
     assert short.peak_bytes < found.peak_bytes / 2
 
 
