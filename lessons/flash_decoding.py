@@ -55,7 +55,7 @@ from cria_tricks.bench import results, tables
 from cria_tricks.bench.style import Theme
 from cria_tricks.hardware import T4, this_device
 from cria_tricks.hardware.cards import A100_40GB, CARDS
-from cria_tricks.load.cache import for_answers
+from cria_tricks.load.cache import in_place as cache_in_place
 from cria_tricks.measure.counting import flops, peak_bytes
 from cria_tricks.models.configs import find_config
 from cria_tricks.models.shape import find_shape
@@ -430,7 +430,7 @@ def dynamic(model, past):
 
 
 def in_place(model, past):
-    return for_answers(model, past + 1)["past_key_values"]
+    return cache_in_place(model, past + 1)
 
 
 def moved(past, cache_of, **attention):

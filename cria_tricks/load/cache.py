@@ -5,8 +5,12 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 from cria_tricks.tricks import kv_cache
+
+CACHE = ALL_CACHE_NAMES[0]
+"""The argument of a model that takes the keys and values of earlier tokens: ``cache`` from transformers 5.24 on."""
 
 
 class InPlaceLayer(DynamicLayer):
@@ -53,7 +57,12 @@ def for_answers(model: Any, room: int) -> dict[str, Any]:
     adapter = getattr(model, "active_peft_config", None)
     if adapter is not None and adapter.is_prompt_learning:
         return {"use_cache": True}
+    return {"use_cache": True, CACHE: in_place(model, room)}
+
+
+def in_place(model: Any, room: int) -> DynamicCache:
+    """Make a cache of ``room`` tokens for a model."""
     cache = DynamicCache(config=model.config)
     # A sliding window forgets tokens, so its layers stay as they are.
     cache.layers = [InPlaceLayer(room) if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return {"use_cache": True, "past_key_values": cache}
+    return cache

@@ -5,6 +5,7 @@ The modules stay those of transformers and peft, and so do their names, their we
 adapter is switched off.
 """
 
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,8 +13,10 @@ from typing import Any, NamedTuple
 import bitsandbytes as bnb
 import torch
 import torch.nn.functional as F
+import transformers
 from peft.tuners.lora import LoraLayer
 
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
 from cria_tricks.tricks.fused_blocks import gated, rms_norm, rotate
 from cria_tricks.tricks.fused_lora import Matrix, gated_mlp, products
@@ -132,8 +135,19 @@ def _gated(module: Any, parts: Parts) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _with_global(method: Any, **replaced: Any) -> Any:
-    """Copy a method, with other functions under the global names that it calls; all other models keep theirs."""
-    function = method.__func__
+    """Copy a method, with other functions under the global names that it calls; all other models keep theirs.
+
+    Its decorators, which have their own globals, are left out: transformers' translate names of arguments that were.
+
+    Raises:
+        BadInput: if the method calls none of these names.
+    """
+    function = inspect.unwrap(method.__func__)
+    if not replaced.keys() <= set(function.__code__.co_names):
+        raise BadInput(
+            f"tricks.fused_blocks: {function.__qualname__} of transformers {transformers.__version__} does not call "
+            f"{', '.join(replaced)}; set tricks.fused_blocks=false"
+        )
     names = {**function.__globals__, **replaced}
     copied = types.FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__

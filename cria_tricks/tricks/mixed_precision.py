@@ -124,7 +124,8 @@ def cast_without_cache(decoder: torch.nn.Module) -> None:
 
     def off(_: Any, arguments: Any, named: dict[str, Any]) -> None:
         before.append(torch.is_autocast_cache_enabled())
-        if named.get("past_key_values") is None:  # without earlier tokens there is no answer
+        # Without earlier tokens there is no answer. They have the first name from transformers 5.24 on.
+        if named.get("cache", named.get("past_key_values")) is None:
             torch.set_autocast_cache_enabled(False)
 
     def as_before(_: Any, arguments: Any, result: Any) -> None:

@@ -1,6 +1,8 @@
 """Fused blocks: gradcheck, transformers' numbers, the saved bytes of the formula, fewer kernels, real runs."""
 
+import functools
 import inspect
+import types
 from collections import Counter
 from importlib import import_module
 
@@ -225,9 +227,28 @@ def test_switch(tiny_model, rows, tmp_path, monkeypatch):
     assert ran == {"rms_norm": 6 * (2 * 2 + 1), "gated": 6 * 2, "rotate": 6 * 2}, "two blocks, and the last norm"
     assert losses["true"] == pytest.approx(losses["false"], abs=TRAJECTORY)
     attention = next(module for module in loaded.model.modules() if hasattr(module, "head_dim"))
-    assert type(attention).forward.__globals__["apply_rotary_pos_emb"] is not fused.rotate, (
-        "all other models keep theirs"
-    )
+    theirs = inspect.unwrap(type(attention).forward).__globals__["apply_rotary_pos_emb"]
+    assert theirs is not fused.rotate, "all other models keep theirs"
+
+
+def test_a_rotation_is_found_behind_a_decorator_and_never_left_out_silently():
+    class Attention(torch.nn.Module):
+        q_proj, head_dim = None, 4
+
+        @functools.wraps(turn)
+        def forward(self, *arguments):
+            return turn(self, *arguments)
+
+    model = Attention()
+    assert fused.fuse_blocks(model, fused.PLAIN._replace(rotate=lambda *_: "ours")).forward(*range(4)) == "ours"
+    other = Attention()
+    other.forward = types.MethodType(lambda self: None, other)
+    with pytest.raises(BadInput, match=r"does not call apply_rotary_pos_emb; set tricks\.fused_blocks=false"):
+        fused.fuse_blocks(other)
+
+
+def turn(self, q, k, cos, sin):
+    return apply_rotary_pos_emb(q, k, cos, sin)
 
 
 def test_switch_refuses_other_formulas():

@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from cria_tricks.adapter import chat
 from cria_tricks.load import answering, attention, cache
-from cria_tricks.load.cache import InPlaceLayer, for_answers
+from cria_tricks.load.cache import CACHE, InPlaceLayer, for_answers, in_place
 from cria_tricks.tricks.kv_cache import append, groups_as_rows
 from tests.tolerances import FLASH_DECODING
 from tests.tricks.attention import heads, naive_attention
@@ -73,12 +73,12 @@ def test_mechanism(implementation, ours, times):
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
     found = {}
     for past in (256, 512):
-        given = for_answers(model, past + 1) if ours else {"past_key_values": DynamicCache(config=config)}
+        given = {CACHE: in_place(model, past + 1) if ours else DynamicCache(config=config)}
         with torch.no_grad():
             model(torch.zeros(1, past, dtype=torch.long), **given)
             with Moved() as seen:
                 model(torch.zeros(1, 1, dtype=torch.long), **given)
-        layers = given["past_key_values"].layers
+        layers = given[CACHE].layers
         found[past] = seen.bytes, sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
         if ours:
             taken = sum(room.untyped_storage().nbytes() for layer in layers for room in layer.rooms)
@@ -107,8 +107,8 @@ def test_switch(make, tokenizer, monkeypatch):
     made = []
 
     def ours(*arguments):
-        made.append(for_answers(*arguments)["past_key_values"])
-        return {"use_cache": True, "past_key_values": made[-1]}
+        made.append(in_place(*arguments))
+        return {"use_cache": True, CACHE: made[-1]}
 
     def theirs(*_):
         return {"use_cache": True}
@@ -140,11 +140,11 @@ def test_logits_are_those_of_the_usual_cache():
     model = llama()
     ids = torch.randint(3, 96, (2, 40), generator=torch.Generator().manual_seed(1))
     found = []
-    for given in (for_answers(model, 40), {"past_key_values": DynamicCache(config=model.config)}):
+    for used in (in_place(model, 40), DynamicCache(config=model.config)):
         logits = []
         with torch.no_grad():
             for begin, end in ((0, 30), (30, 31), (31, 35), (35, 36), (36, 40)):
-                logits.append(model(ids[:, begin:end], **given).logits)
+                logits.append(model(ids[:, begin:end], **{CACHE: used}).logits)
         found.append(torch.cat(logits, dim=1))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=FLASH_DECODING[torch.float32])
 
@@ -157,6 +157,6 @@ def test_who_keeps_the_cache_of_transformers(tmp_path):
     uncached = llama()
     uncached.config.use_cache = False
     assert for_answers(uncached, 10) == {"use_cache": False}
-    kinds = {type(layer) for layer in for_answers(sliding(), 10)["past_key_values"].layers}
+    kinds = {type(layer) for layer in in_place(sliding(), 10).layers}
     assert kinds == {DynamicSlidingWindowLayer, InPlaceLayer}
     assert issubclass(InPlaceLayer, DynamicLayer)
