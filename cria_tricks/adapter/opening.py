@@ -216,7 +216,7 @@ def other_than_trained_over(folder: Path, base: models.Weights, allowed: bool) -
     Raises:
         BadInput: if weights or config differ, and ``allowed`` is false. A different tokenizer is never an error.
     """
-    return identity.compare(trained_over(folder), identity.of(base), str(folder), allowed=allowed)
+    return identity.compare(trained_over(folder), identity.of(base), str(folder), allowed=allowed, weights=base)
 
 
 def open_base(weights: models.Weights) -> Any:

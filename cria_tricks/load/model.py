@@ -138,8 +138,7 @@ def refuse_unfit(plan: Plan, weights: Weights) -> None:
             is NaN or infinite.
     """
     _refuse_unfit(plan, weights)
-    pretrained.refuse_misfit(Path(weights.path), weights.name)
-    pretrained.refuse_nonfinite(Path(weights.path), weights.name)
+    pretrained.refuse_damaged(Path(weights.path), weights.name)
 
 
 def _refuse_unfit(plan: Plan, weights: Weights) -> Any:

@@ -34,8 +34,7 @@ def without_blocks(folder: Path, name: str, **options: Any) -> Any:
     Raises:
         BadInput: as :func:`cria_tricks.models.pretrained.causal_lm`.
     """
-    pretrained.refuse_misfit(folder, name)
-    pretrained.refuse_nonfinite(folder, name)
+    pretrained.refuse_damaged(folder, name)
     whole = pretrained.config(folder, name)
     options = {"config": _of_blocks(whole, []), "use_safetensors": True, **options}
     model = pretrained.loaded(AutoModelForCausalLM.from_pretrained, folder, name, **options)

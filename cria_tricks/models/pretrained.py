@@ -118,8 +118,7 @@ def causal_lm(folder: str | Path, name: str, **options: Any) -> Any:
             although the config ties it to the embedding; or if the folder cannot be read.
     """
     # The two checks of the files come first, because loading a large model takes long.
-    refuse_misfit(Path(folder), name)
-    refuse_nonfinite(Path(folder), name)
+    refuse_damaged(Path(folder), name)
     model, info = loaded(
         AutoModelForCausalLM.from_pretrained, folder, name, use_safetensors=True, output_loading_info=True, **options
     )
@@ -145,6 +144,12 @@ def gguf(file: Path, name: str) -> tuple[Any, Any]:
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no setting of transformers hides
         model = loaded(AutoModelForCausalLM.from_pretrained, file.parent, name, dtype=torch.float32, **options)
         return model.eval(), loaded(AutoTokenizer.from_pretrained, file.parent, name, **options)
+
+
+def refuse_damaged(folder: Path, name: str) -> None:
+    """Refuse a folder whose weights do not fit its config, or are no numbers: both functions below."""
+    refuse_misfit(folder, name)
+    refuse_nonfinite(folder, name)
 
 
 def refuse_misfit(folder: Path, name: str) -> None:

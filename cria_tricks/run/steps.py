@@ -26,7 +26,6 @@ from cria_tricks.load.model import STARTS, count_trainable, load, load_tokenizer
 from cria_tricks.measure.memory import Meter, every_tensor
 from cria_tricks.measure.monitor import Monitor
 from cria_tricks.measure.profiler import Profile
-from cria_tricks.models import identity
 from cria_tricks.models.configs import context_of
 from cria_tricks.models.shape import Shape
 from cria_tricks.predict.evaluation import Evaluated
@@ -63,7 +62,7 @@ def carry_out(job: Job) -> dict[str, Any]:
     console = job.console
     weights = models.fetch(models.find(recipe.model), job.folders.revision)
     refuse_unfit(plan, weights)
-    began_over = job.folders.record_base(identity.of(weights), other_base=job.other_base)
+    began_over = job.folders.record_base(weights, other_base=job.other_base)
     tokenizer = load_tokenizer(weights)
     with doing("turning rows into tokens"):
         rows = _rows(job, tokenizer)

@@ -12,7 +12,7 @@ from typing import Any
 from cria_tricks.common import atomic_files, interrupts
 from cria_tricks.common.again import resumed
 from cria_tricks.common.errors import BadInput, Unwritten, usable_path
-from cria_tricks.models import identity
+from cria_tricks.models import Weights, identity
 from cria_tricks.recipe import Recipe
 from cria_tricks.store import adaptations
 from cria_tricks.store.adaptations import Adaptation
@@ -88,11 +88,11 @@ class Folders:
         """The hub commit of the base model with which a resumed run began; empty for any other base or run."""
         return self._first_base.get("revision") or ""
 
-    def record_base(self, base: Mapping[str, Any], *, other_base: bool = False) -> Mapping[str, Any]:
+    def record_base(self, weights: Weights, *, other_base: bool = False) -> Mapping[str, Any]:
         """Record the base model of this run, and refuse to resume with another one.
 
         Args:
-            base: the identity of the base model, from :func:`cria_tricks.models.identity.of`.
+            weights: the base model.
             other_base: whether a resumed run may continue with another base model.
 
         Returns:
@@ -101,7 +101,7 @@ class Folders:
         Raises:
             BadInput: if it is another base model and that is not allowed, or if it has another tokenizer.
         """
-        before = self._first_base
+        before, base = self._first_base, identity.of(weights)
         self.about["base"] = base
         if not self.start or not before:
             return {}
@@ -109,7 +109,8 @@ class Folders:
         differ = identity.other(before, base, "tokenizer")
         if differ:  # then the same rows would become other tokens
             raise BadInput(f"{where}: the base's tokenizer is another: {differ}; put it back")
-        for warning in identity.compare(before, base, where, allowed=other_base, moved="--set model=DIR"):
+        moved = "--set model=DIR"
+        for warning in identity.compare(before, base, where, allowed=other_base, moved=moved, weights=weights):
             self.say(f"warning: {warning}")
         changed = any(identity.other(before, base, part) for part in ("weights", "config"))
         return before if changed else {}

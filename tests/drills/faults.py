@@ -12,6 +12,7 @@ the same entry.
 import argparse
 import ast
 import contextlib
+import difflib
 import gc
 import hashlib
 import io
@@ -22,6 +23,7 @@ import shutil
 import sys
 import time
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -508,6 +510,30 @@ SINGLE = [
 ]  # fmt: skip
 
 
+def _named(place: "Place", command: str, found: re.Match[str]) -> str:
+    """The command with the name that the error proposes, in the place of the one that is most like it."""
+    alike = difflib.get_close_matches(found[1].rpartition("/")[2], re.split("[ =]", command), n=1, cutoff=0.5)
+    before, _, after = command.rpartition(alike[0])
+    return before + found[1] + after
+
+
+WAYS_OUT: dict[str, Callable[["Place", str, re.Match[str]], str]] = {
+    r"(?<!-)set ([a-z]+\.[a-z_]+=[\w-]+)": lambda place, command, found: f"{command} --set {found[1]}",
+    r"with (--other-base)$": lambda place, command, found: f"{command} {found[1]}",
+    r"(?<!its own base )with (--base)\b": lambda place, command, found: f"{command} {found[1]} {place.kept / 'base'}",
+    r"with (--set) model=DIR": lambda place, command, found: f"{command} {found[1]} model={place.kept / 'base'}",
+    r"did you mean (?!a field)'?([\w./:-]+?)'?\?": _named,
+    r"has trained is in (\S+): name that": lambda place, command, found: re.sub(r"\brun\b", found[1], command, count=1),
+    r"go on with it: cria (.+)": lambda place, command, found: found[1],
+    r"see cria (--help)": lambda place, command, found: found[1],
+    r"start again in a new folder": lambda place, command, found: f"{TRAIN}-new",
+    r"write it as (v\S+)": lambda place, command, found: re.sub(r"--tag \S+", f"--tag {found[1]}", command),
+}
+"""What an error proposes, by its pattern, and the command that does it. Each must then work."""
+NEXT = "16 bits would swallow it|output head is the embedding|network is switched off|data.train=5: no such file"
+"""Reasons that may stand in the way next: an adapter merged over a strange base, what only loading shows, the drill."""
+
+
 class Place:
     """A working place with a base, rows, a finished run and a stopped one; made anew for every fault.
 
@@ -519,6 +545,7 @@ class Place:
         from cria_tricks.doctor import selftest_runs
 
         self.folder, self.kept = folder / "place", folder / "kept"
+        self.proposals = Counter[str]()
         base = self.folder / "base"
         base.mkdir(parents=True)
         selftest_runs.make(base, vocab_size=512)
@@ -547,7 +574,7 @@ class Place:
         return code, said.getvalue()
 
     def check(self, fault: Fault) -> None:
-        """Make a fault and hold the command against what it must do.
+        """Make a fault, hold the command against what it must do, and follow what its error proposes.
 
         Raises:
             AssertionError: naming the promise that was broken.
@@ -567,6 +594,23 @@ class Place:
         assert {name: after.get(name) for name in before} == before, "a file was changed or is gone"
         new = [name for name in set(after) - set(before) if not any(re.fullmatch(one, name) for one in fault.new)]
         assert not fault.code or not [name for name in new if Path(name).name != ".lock"], new
+        if fault.code:
+            self.take_ways_out(fault, last)
+
+    def take_ways_out(self, fault: Fault, line: str) -> None:
+        """Do each thing that the error of a fault proposes.
+
+        Raises:
+            AssertionError: if one does not work.
+        """
+        for pattern, way in WAYS_OUT.items():
+            for found in re.finditer(pattern, line):
+                self.restore()
+                fault.damage(self.folder)
+                command = way(self, fault.command, found)
+                code, said = self.run(command)
+                assert not code or re.search(NEXT, said), f"cria {command}: {said[-500:]}"
+                self.proposals[command] += 1
 
     def restore(self) -> None:
         """Put everything back."""
@@ -694,6 +738,7 @@ def main() -> None:
                 if _guard(place, fault) is not None:
                     blunt += 1
                     print(f"{fault.name}: still refused without {number} guards", flush=True)
+    print(f"{place.proposals.total()} things that their errors propose were done, and worked")
     print(f"{len(faults) - broken} of {len(faults)} faults end as they must, {time.perf_counter() - began:.0f} s")
     if chosen.unguarded:
         print(f"{tried - blunt} of the {tried} that are refused are not, once their guards are out")
