@@ -55,8 +55,10 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(autouse=True, scope="module")
 def less_to_look_through():
     """Leave the libraries' million objects to themselves: the Trainer collects garbage before and after each run."""
+    from cria_tricks.common.startup import freeze
+
     gc.collect()
-    gc.freeze()
+    freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

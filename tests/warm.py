@@ -197,16 +197,14 @@ def ranks(self: Ranks, place: dict[str, str], *words: str | int) -> None:
 
 def serve(alive: int) -> Callable[[], None] | None:
     """Fork for each request until the pipe is closed; a child returns what it shall do."""
-    from cria_tricks.common.startup import importing
+    from cria_tricks.common.startup import freeze, importing
 
     with importing():
         import cria_tricks.run.run
         import cria_tricks.trainer.shared  # noqa: F401
         from cria_tricks.report import page
-    import gc
-
     draw_once(page)
-    gc.freeze()
+    freeze()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         address = os.environ[ADDRESS]
         listener.bind(f"{address}.new")

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import gc
+import sys
 from collections.abc import Iterator
 
 from cria_tricks.common import waiting
@@ -26,4 +27,11 @@ def importing() -> Iterator[None]:
 
 def end_at_once() -> None:
     """Skip the last garbage collection of this process [1 s]: the system takes back all of its memory anyway."""
-    atexit.register(gc.freeze)  # objects that are frozen are not searched
+    atexit.register(freeze)
+
+
+def freeze() -> None:
+    """Leave all objects out of later collections, unless triton 3.9 is loaded: its binding reports what is never freed."""
+    binding = sys.modules.get("triton._C.libtriton.ir")
+    if type(getattr(binding, "attribute", None)).__module__ != "nanobind":
+        gc.freeze()

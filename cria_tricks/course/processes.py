@@ -12,7 +12,6 @@ communicate by nccl.
 """
 
 import contextlib
-import gc
 import os
 import pickle
 import random
@@ -28,7 +27,7 @@ from typing import Any
 
 import cloudpickle
 
-from cria_tricks.common.startup import importing
+from cria_tricks.common.startup import freeze, importing
 
 SECONDS = 240.0
 """How long a process waits for another one in a collective before it gives up [s]."""
@@ -152,7 +151,7 @@ def _start(numbers: list[int], *, alone: bool) -> None:
         _serve(Connection(numbers[0]))
         return
     # A garbage collection writes into the objects it visits, so each process would get its own copy of their memory.
-    gc.freeze()
+    freeze()
     # Chosen after the slow imports, because another program could take the port in the meantime.
     os.environ["MASTER_PORT"] = str(free_port())
     # fork returns 0 in a new process, which leaves the loop with its rank. The first process has rank 0.
