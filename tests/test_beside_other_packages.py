@@ -54,12 +54,14 @@ CASES = [(kind, name) for kind in beside.KINDS for name in MINDED[kind]]
 
 @pytest.mark.parametrize(("kind", "name"), sample(CASES, 3), ids=str)
 def test_a_package_that_is_minded_is_named_in_one_line(kind, name, trained, tmp_path):
+    """Under ``CRIA_ALL=1 pytest -n0 -s`` it prints the table of all packages and commands."""
     stubs = beside.write(tmp_path / "stubs", kind, name)
     for command, words in beside.COMMANDS.items():
         work = shutil.copytree(trained, tmp_path / command)
         if command == "train":
             shutil.rmtree(work / "plain")
         said = beside.error_line(beside.run([words], stubs, work))
+        print(f"| {kind} | {name} | {command} | {said or 'works'} |", flush=True)
         assert not said or f" {name} " in said, command
     # What the line says to do: the package goes.
     assert f"pip uninstall -y {name}" in said or not said

@@ -56,7 +56,8 @@ def for_answers(model: Any, room: int) -> dict[str, Any]:
         return {"use_cache": False}
     adapter = getattr(model, "active_peft_config", None)
     if adapter is not None and adapter.is_prompt_learning:
-        return {"use_cache": True}
+        # peft 0.21 looks for earlier tokens by their old name, and would lay the prompt before each new token.
+        return {"use_cache": CACHE == "past_key_values"}
     return {"use_cache": True, CACHE: in_place(model, room)}
 
 

@@ -153,7 +153,18 @@ def test_who_keeps_the_cache_of_transformers(tmp_path):
     from peft import PromptTuningConfig, get_peft_model
 
     prompted = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    assert for_answers(prompted, 10) == {"use_cache": True}
+    assert for_answers(prompted, 10) == {"use_cache": CACHE == "past_key_values"}
+    # Its answer is the one of whole forward passes, each of which begins with the prompt.
+    torch.nn.init.normal_(prompted.prompt_encoder["default"].embedding.weight)
+    ids = torch.tensor([[3, 4, 5, 9, 2]])
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    answer = prompted.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), **options, **for_answers(prompted, 13)
+    )
+    with torch.no_grad():
+        for _ in range(8):
+            ids = torch.cat([ids, prompted(input_ids=ids).logits[:, -1:].argmax(-1)], dim=1)
+    assert answer[0, -8:].tolist() == ids[0, -8:].tolist()
     uncached = llama()
     uncached.config.use_cache = False
     assert for_answers(uncached, 10) == {"use_cache": False}
