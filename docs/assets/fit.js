@@ -166,7 +166,8 @@
       state = { ...state, ...found.changes };
       history.replaceState(null, "", `#${link(state, pinned)}`);
       fill();
-      done.textContent = `So that it fits: ${changes.map(([name, value]) => words(name, value)).join("; ")}.`;
+      const why = found.data.verdict === "fits" ? "So that it fits" : "No switches fit with a margin; these need least";
+      done.textContent = `${why}: ${changes.map(([name, value]) => words(name, value)).join("; ")}.`;
     }
     if (found.refused) {
       verdict.replaceChildren(el("strong", { class: "not", title: reason }, "Not possible. "), found.says);

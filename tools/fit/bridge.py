@@ -38,16 +38,15 @@ def call(job: str, given: str) -> str:
 def answer(choice: Choice, pinned: Choice | None = None) -> Steps[dict[str, Any]]:
     """Answer for a choice, and for one that was pinned beside it: numbers, HTML and commands.
 
-    Where the choice does not fit and the reader wants a set that does, it is searched. ``changes`` are the fields that
-    differ then.
+    Where the choice does not fit and the reader wants a set that does, it is searched; if there is none, the answer is
+    for the one that needs least, as that of ``cria plan`` is. ``changes`` are the fields that differ then.
     """
     changes: dict[str, str] = {}
     try:
         found = answers.answer(choice)
         if choice["set"] == BEST and found["verdict"] != "fits":
             given = [setting.partition("=")[0] for setting in answers.asked(choice).settings]
-            searched = yield from others.searched(choice, "fit", given)
-            changes = searched.get("changes", {})
+            changes = yield from others.nearest(choice, given)
             choice = {**choice, **changes}
             found = answers.answer(choice)
     except answers.REFUSALS as error:

@@ -109,13 +109,27 @@ def _changed(of: Asked, now: Setting | None, name: str, value: str) -> dict[str,
     return {"saved_bytes": change.saved_bytes, "slowdown": change.slowdown, "says": new[0] if new else ""}
 
 
-def searched(choice: Choice, aim: str, keep: Collection[str] = ()) -> Steps[dict[str, Any]]:
+def nearest(choice: Choice, keep: Collection[str]) -> Steps[dict[str, str]]:
+    """Search the fewest changes with which a choice fits, or the set that needs least; return the fields that differ.
+
+    Args:
+        choice: what is wanted.
+        keep: fields of a recipe that stay as they are.
+    """
+    of = asked(choice)
+    try:
+        (found, *_), _ = yield from search.in_steps(of.target, of.recipe, search.NEAREST, of.lengths, keep=keep)
+        return ways.changes_of(found.set)
+    except NothingFits as error:
+        return ways.changes_of(search.differences(of.recipe, error.smallest))
+
+
+def searched(choice: Choice, aim: str) -> Steps[dict[str, Any]]:
     """Search the switches with which a choice fits.
 
     Args:
         choice: what is wanted.
         aim: ``fit``: the fewest changes with which it fits; or an aim of :mod:`cria_tricks.run.search`.
-        keep: fields of a recipe that stay as they are.
 
     Returns:
         ``changes``, the fields that differ, and ``set``, the same as ``--set`` takes it; or, if no set of switches
@@ -129,7 +143,7 @@ def searched(choice: Choice, aim: str, keep: Collection[str] = ()) -> Steps[dict
         raise BadInput("The speed of this card is not known, so we cannot say which set of switches is faster.")
     try:
         aim = search.NEAREST if aim == "fit" else aim
-        (found, *_), _ = yield from search.in_steps(of.target, of.recipe, aim, of.lengths, keep=keep)
+        (found, *_), _ = yield from search.in_steps(of.target, of.recipe, aim, of.lengths)
     except NothingFits as error:
         return ways.nothing_fits(choice, of, error)
     return {"changes": ways.changes_of(found.set), "set": list(found.set)}
