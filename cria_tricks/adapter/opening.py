@@ -203,8 +203,8 @@ def base_of(folder: Path, base: str | Path | None = None) -> tuple[Path | None, 
         return config, models.fetch(models.find(name), trained_over(folder).get("revision") or "")
     except BadInput:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BadInput(f"{config}: names no base model that can be found: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise BadInput(f"{config}: names no base model that can be found; name it with --base") from None
 
 
 def other_than_trained_over(folder: Path, base: models.Weights, allowed: bool) -> list[str]:

@@ -31,7 +31,7 @@ def end_at_once() -> None:
 
 
 def freeze() -> None:
-    """Leave all objects out of later collections, unless triton 3.9 is loaded: its binding reports what is never freed."""
+    """Leave all objects out of later collections, unless triton 3.9 is loaded, which reports what is never freed."""
     binding = sys.modules.get("triton._C.libtriton.ir")
     if type(getattr(binding, "attribute", None)).__module__ != "nanobind":
         gc.freeze()

@@ -154,7 +154,7 @@ def parse(line: str, where: str) -> Any:
             raise BadInput(f"{where}: begins a JSON list over several lines; {ONE_A_LINE}") from None
         raise BadInput(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:  # a number too long, or lists too deep
-        raise BadInput(f"{where}: not a row: {error}") from None
+        raise BadInput(f"{where}: not a row: {str(error).partition(';')[0]}") from None  # after it: Python's own advice
 
 
 class _Repeated(Exception):

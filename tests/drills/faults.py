@@ -352,7 +352,7 @@ ROW: dict[str, tuple[str, str]] = {
     "an empty text": ('{"text": " "}', "text is empty"),
     "half a surrogate": ('{"text": "\\ud800"}', "half a surrogate pair"),
     "nothing": ("", "no rows"),
-    "a number too long": ('{"text": ' + "1" * 5000 + "}", "rows.jsonl:1: not a row"),
+    "a number too long": ('{"text": ' + "1" * 5000 + "}", "rows.jsonl:1: not a row: .* 5000 digits$"),
     "a key twice": ('{"text": "a", "text": "b"}', "rows.jsonl:1: the key .*text.* is there twice"),
     "a speaker that is none": (
         '{"conversations": [{"from": "bot", "value": "a"}]}',
