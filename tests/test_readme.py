@@ -16,9 +16,11 @@ def test_readme_is_short():
     assert len(README.encode()) < 8192
 
 
-def test_the_answer_is_that_of_its_command(run_cria):
-    """What README shows of it is shortened: its lines begin lines of the answer, in their order."""
-    command, *shown = re.findall(r"^```\n\$ cria (plan .+?)\n(.+?)^```", README, re.M | re.S)[0]
+@pytest.mark.parametrize("page", ["README.md", "docs/guide/plan.md"])
+def test_the_answer_is_that_of_its_command(page, run_cria):
+    """What is shown of it is shortened: its lines begin lines of the answer, in their order."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    command, *shown = re.findall(r"^```\n\$ cria (plan .+?)\n(.+?)^```", text, re.M | re.S)[0]
     code, stdout, _ = run_cria(*command.split())
     assert code == 0
     told = " ".join(stdout.split())
@@ -28,7 +30,7 @@ def test_the_answer_is_that_of_its_command(run_cria):
 
 
 def test_the_answer_about_8_gib_is_that_of_its_command(run_cria):
-    ((command, needs),) = re.findall(r"`cria (plan [^`]+--gpu 8GiB)` \(yes: ([\d.]+ GiB)\)", README)
+    ((command, needs),) = re.findall(r"`cria (plan [^`]+--gpu 8GiB)`\s\(fits: ([\d.]+ GiB)\)", README)
     code, stdout, _ = run_cria(*command.split())
     assert code == 0
     assert f"fits: needs {needs} of 8.0 GiB" in stdout.splitlines()[0]

@@ -18,7 +18,7 @@ CAPSTONE = "kwanzaa"
 LEARNT = {
     "the_bill": "say what fills a GPU's memory, and predict the peak",
     "lora": "train 11 million parameters instead of 1.2 billion",
-    "flash_attention": "make attention save memory on a T4, where the default saves nothing",
+    "flash_attention": "make attention save memory on a T4, where the default saves nothing (predicted)",
     "gradient_checkpointing": "save memory by computing some results twice",
     "chunked_loss": "stop the loss from taking 3 GiB, so that rows can be longer",
     "mixed_precision": "nearly halve the memory with 16-bit numbers, and explain a `nan`",
@@ -27,7 +27,7 @@ LEARNT = {
     "gradient_accumulation": "learn from eight rows at a time in nearly the memory of one",
     "packing": "train on short texts without paying for padding",
     "fused_lora": "write a backward pass by hand, as the fast trainers do",
-    "a_full_card": "tell in advance how much one more technique will save",
+    "a_full_card": "tell how much one more technique will save",
     "when_libraries_lie": "catch seven failures that raise no error",
     "checkpoint_and_resume": "resume a killed run without losing its work",
     "kwanzaa": "do a whole run: plan, train, compare, publish",
@@ -40,12 +40,12 @@ LEARNT = {
     "sharding": "split a model across cards, and know when that saves memory",
     "tensor_parallel": "cut every matrix in two, and still get the right gradients",
     "pipeline_parallel": "keep two cards busy instead of taking turns",
-    "context_parallel": "split one long row across several cards",
+    "context_parallel": "split one long row across cards",
     "hybrid": "find the fastest of ten ways to use eight cards",
     "interconnect": "predict when one more card stops helping",
-    "many_cards": "understand the terms in reports of very large runs",
+    "many_cards": "understand reports of very large runs",
     "data_at_scale": "train on more text than fits in memory, each row once",
-    "monitoring": "find out why a run is slow although its GPU shows 100 % use",
+    "monitoring": "find why a run is slow although its GPU shows 100 % use",
     "jobs_and_elasticity": "rent by the price of the whole job, and survive a crash",
 }
 """What a reader can do after each lesson, in one line that goes on from :data:`CAN`."""
@@ -117,7 +117,7 @@ def measured(_: Path) -> str:
         predicted, peak = cases[name]["estimated_bytes"], cases[name]["peak_allocated_bytes"]
         mib = [f"{size / 2**20:,.0f}" for size in (predicted, peak)]
         rows.append((text, *mib, f"{100 * (peak / predicted - 1):+.1f} %"))
-    return table(("peak of Llama-3.2-1B", "predicted MiB", "measured MiB", "error"), rows)
+    return table(("peak of Llama-3.2-1B", "predicted MiB", "measured MiB", "above predicted"), rows)
 
 
 def clone(_: Path) -> str:
@@ -126,8 +126,8 @@ def clone(_: Path) -> str:
     return (
         f"```\ngit clone {notebooks.REPOSITORY} && cd {folder}\n"
         "make train                 # installs, then trains a 135M model: 3 minutes on two CPU cores\n"
-        "source .venv/bin/activate  # makes the command cria available\n"
-        "make test                  # runs the tests (optional): 24 minutes\n```"
+        "source .venv/bin/activate  # for the command cria\n"
+        "make test                  # optional tests: 24 minutes\n```"
     )
 
 
