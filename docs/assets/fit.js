@@ -166,7 +166,7 @@
       state = { ...state, ...found.changes };
       history.replaceState(null, "", `#${link(state, pinned)}`);
       fill();
-      const why = found.data.verdict === "fits" ? "So that it fits" : "No switches fit with a margin; these need least";
+      const why = found.data.verdict === "fits" ? "So that it fits" : "No set fits with a margin; this one needs least";
       done.textContent = `${why}: ${changes.map(([name, value]) => words(name, value)).join("; ")}.`;
     }
     if (found.refused) {

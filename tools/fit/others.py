@@ -110,7 +110,7 @@ def _changed(of: Asked, now: Setting | None, name: str, value: str) -> dict[str,
 
 
 def nearest(choice: Choice, keep: Collection[str]) -> Steps[dict[str, str]]:
-    """Search the fewest changes with which a choice fits, or the set that needs least; return the fields that differ.
+    """Search the fewest changes with which a choice fits, or at least tightly; return the fields that differ, if any.
 
     Args:
         choice: what is wanted.
@@ -121,7 +121,8 @@ def nearest(choice: Choice, keep: Collection[str]) -> Steps[dict[str, str]]:
         (found, *_), _ = yield from search.in_steps(of.target, of.recipe, search.NEAREST, of.lengths, keep=keep)
         return ways.changes_of(found.set)
     except NothingFits as error:
-        return ways.changes_of(search.differences(of.recipe, error.smallest))
+        tight = of.target.memory(error.smallest).fits
+        return ways.changes_of(search.differences(of.recipe, error.smallest)) if tight else {}
 
 
 def searched(choice: Choice, aim: str) -> Steps[dict[str, Any]]:
