@@ -53,10 +53,7 @@ HOST = {"fits": "large enough", "tight": "just large enough", "does not fit": "t
 NOTICED = 1.05
 """Times that differ by less than this factor are not told apart beside a switch."""
 QUALITY = "benchmarks.html#what-the-techniques-cost-in-quality"
-PREDICTED = (
-    "All numbers are predicted. We have measured none of them on a card. "
-    '<a href="#how-far-to-trust-it">How far to trust them</a>'
-)
+PREDICTED = 'All numbers are predicted. <a href="#how-far-to-trust-it">How far to trust them</a>'
 
 
 def amount(count: float) -> str:
