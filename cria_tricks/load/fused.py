@@ -137,10 +137,10 @@ def _gated(module: Any, parts: Parts) -> Callable[[torch.Tensor], torch.Tensor]:
 def _with_global(method: Any, **replaced: Any) -> Any:
     """Copy a method, with other functions under the global names that it calls; all other models keep theirs.
 
-    Its decorators, which have their own globals, are left out: transformers' translate names of arguments that were.
+    Its decorators are left out. Those of transformers only translate old names of arguments.
 
     Raises:
-        BadInput: if the method calls none of these names.
+        BadInput: if the method does not call one of these names.
     """
     function = inspect.unwrap(method.__func__)
     if not replaced.keys() <= set(function.__code__.co_names):

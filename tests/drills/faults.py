@@ -610,7 +610,7 @@ class Place:
                 command = way(self, fault.command, found)
                 code, said = self.run(command)
                 assert not code or re.search(NEXT, said), f"cria {command}: {said[-500:]}"
-                self.proposals[command] += 1
+                self.proposals[pattern] += 1
 
     def restore(self) -> None:
         """Put everything back."""
@@ -742,7 +742,10 @@ def main() -> None:
     print(f"{len(faults) - broken} of {len(faults)} faults end as they must, {time.perf_counter() - began:.0f} s")
     if chosen.unguarded:
         print(f"{tried - blunt} of the {tried} that are refused are not, once their guards are out")
-    sys.exit(bool(broken or blunt))
+    silent = [] if chosen.only else sorted(WAYS_OUT.keys() - place.proposals)
+    for pattern in silent:
+        print(f"no error proposes this any more: {pattern}")
+    sys.exit(bool(broken or blunt or silent))
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ def call(job: str, given: str) -> str:
 def answer(choice: Choice, pinned: Choice | None = None) -> Steps[dict[str, Any]]:
     """Answer for a choice, and for one that was pinned beside it: numbers, HTML and commands.
 
-    Where the choice does not fit and the reader wants a set that does, it is searched, or one that
-    fits tightly, as ``cria plan`` does. ``changes`` are the fields that differ then.
+    Where the choice does not fit and the reader wants a set that does, such a set is searched, or one that fits
+    tightly. ``changes`` are the fields that differ then.
     """
     changes: dict[str, str] = {}
     try:
