@@ -8,14 +8,30 @@ VENV := .venv
 CONSTRAINTS ?= constraints.txt
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
 READY := $(VENV)/.ready
+PYTEST := $(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: address colab colab-measure dist pins release-check workflows train test test-processors test-gpu site serve check check-all lint types drill drill-dump drill-shards drill-signals two-cards fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-curated bench-card bench-fused bench-overhead bench-packing bench-step-profile bench-streaming bench-estimate bench-dry-run bench-seconds bench-monitor bench-quality mutants results notebooks films clean
+.PHONY: address colab colab-measure dist pins release-check workflows train test test-all test-processors test-versions test-gpu sweeps site serve check check-all lint types drill drill-dump drill-shards drill-signals two-cards fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-curated bench-card bench-fused bench-overhead bench-packing bench-step-profile bench-streaming bench-estimate bench-dry-run bench-seconds bench-monitor bench-quality mutants results notebooks films clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
 
+# The tests that every change needs. tests/tiers.toml says which are left to test-all, and why.
 test: $(READY)
-	$(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+	$(PYTEST) --tier core -p tools.cpu_seconds
+
+# These and the rest: lessons, pages in a browser, samples of the drills, the wheel, families of models.
+test-all: test
+	$(PYTEST) --tier rest -p tools.cpu_seconds
+
+# Each sweep with all of its cases and not a sample, and 300 settings for the estimate under a seed of today's date.
+sweeps: $(READY)
+	CRIA_ALL=1 $(PYTEST)
+	CRIA_SEED=$$(date +%Y%m%d) CRIA_SETTINGS=300 $(PYTEST) tests/memory/test_estimate_error.py
+
+# All tests on the lowest versions that pyproject.toml allows, and on the newest, each in an environment of its own.
+test-versions:
+	$(MAKE) test-all VENV=build/floor CONSTRAINTS=.ci/floor.txt
+	$(MAKE) test-all VENV=build/newest CONSTRAINTS=
 
 # The tests that compare numbers, as older processors would compute them. LEVELS=--lowest takes the oldest only, and
 # LEVELS="--lowest --one-in 6" a sixth of the tests; the highest is what `make test` runs under.
@@ -41,11 +57,8 @@ serve: $(READY)
 
 check: test lint types
 
-# Everything that takes too long for every change: all processor levels, 520 spoilt inputs, each sweep with all of its
-# cases and not a sample, and 300 settings for the estimate under a seed of today's date. Some hours on two cores.
-check-all: lint types test-processors fuzz
-	CRIA_ALL=1 $(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
-	CRIA_SEED=$$(date +%Y%m%d) CRIA_SETTINGS=300 $(VENV)/bin/python -m pytest -n2 tests/memory/test_estimate_error.py
+# Everything, as it runs each night: hours on two cores.
+check-all: lint types test-all sweeps test-processors test-versions fuzz faults-unguarded mutants
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
@@ -88,11 +101,11 @@ faults: $(READY)
 faults-unguarded: $(READY)
 	$(VENV)/bin/python -m tests.drills.faults --unguarded
 
-# Do the tests notice a broken package? 300 small changes of it, drawn by SEED, one at a time, each with the tests that
-# concern it: hours on two cores. A second call continues; results are in build/mutants.
+# Do the tests notice a broken package? 300 small changes of it (COUNT), drawn by today's date (SEED), one at a time, each
+# with the tests that concern it: hours on two cores. A second call continues; results are in build/mutants.
 mutants: $(READY)
 	$(PIP) --editable '.[mutants]'
-	$(VENV)/bin/python -m tools.mutants --seed $(or $(SEED),1) --count $(or $(COUNT),300)
+	$(VENV)/bin/python -m tools.mutants --seed $(or $(SEED),$(shell date +%Y%m%d)) --count $(or $(COUNT),300)
 
 # Every trick alone, stacked, beside peers, growing: bytes and seconds, into benchmarks/results/DEVICE/. On a CUDA card
 # Llama-3.2-1B's shape at full length; PROFILE=t4 holds the card to what a T4 can do.

@@ -13,9 +13,15 @@ import pytest
 
 from tests.fixtures import rows, tiny_model  # noqa: F401 (tests ask for them by name)
 from tests.leftovers import Leftovers
+from tests.tiers import Tiers
 from tools import processors
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_addoption(parser):
+    """Take a part of the tests, instead of all."""
+    parser.addoption("--tier", choices=("core", "rest"), help="core: `make test`; rest: what it leaves to test-all")
 
 
 def pytest_ignore_collect(config):
@@ -35,6 +41,8 @@ def pytest_configure(config):
         # Inductor keeps what it compiled and does not note for which capability, so another one cannot compile it.
         kept = Path(tempfile.gettempdir(), f"cria-inductor-{os.getuid()}-{capability}")
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
+    if tier := config.getoption("tier", None):
+        config.pluginmanager.register(Tiers(tier))
     config.pluginmanager.register(Leftovers(Path(__file__).parents[1]))
     gc.disable()  # until all tests are imported: the libraries make a million objects, and all of them stay
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,6 +43,14 @@ def few_rows(tmp_path_factory):
     path = tmp_path_factory.mktemp("rows") / "few.jsonl"
     path.write_text("".join(ROWS.read_text().splitlines(keepends=True)[:3]))
     return ["--set", f"data.train={path}", "--set", f"data.eval={path}"]
+
+
+@pytest.fixture(scope="module")
+def finished(few_rows, tmp_path_factory) -> Path:
+    """The folder of a quick run that is over; copy it before you change it."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    cria_tricks.train("baseline", settings=[*QUICK, *few_rows][1::2], out=folder)
+    return folder
 
 
 def test_train_writes_a_report_and_an_adapter_that_plain_peft_loads(run_cria, few_rows, tmp_path):
@@ -164,11 +173,10 @@ def test_chat_with_a_damaged_adapter_is_one_line(file, content, said, run_cria, 
     assert said in stderr
 
 
-def test_chat_reads_questions_until_an_empty_line(run_cria, few_rows, tmp_path, monkeypatch):
-    assert run_cria("train", "baseline", *QUICK, *few_rows, "--out", tmp_path / "run")[0] == 0
+def test_chat_reads_questions_until_an_empty_line(run_cria, finished, monkeypatch):
     questions = iter(["Hi", "And now?", ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(questions))
-    code, stdout, stderr = run_cria("chat", tmp_path / "run" / "adapter", "--max-new-tokens", "2")
+    code, stdout, stderr = run_cria("chat", finished / "adapter", "--max-new-tokens", "2")
     assert code == 0, stderr
     assert len(stdout.strip().splitlines()) >= 1
     assert next(questions, "all asked") == "all asked"
@@ -425,11 +433,8 @@ def test_a_folder_with_anything_a_run_would_write_is_refused_and_left_alone(run_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine"]
 
 
-def test_results_without_checkpoints_are_not_written_over(run_cria, few_rows, tmp_path):
-    import shutil
-
-    out = tmp_path / "run"
-    assert run_cria("train", "baseline", *QUICK, *few_rows, "--out", out)[0] == 0
+def test_results_without_checkpoints_are_not_written_over(run_cria, few_rows, finished, tmp_path):
+    out = shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(out / "checkpoints")
     before = (out / "adapter" / "manifest.json").read_bytes()
     code, _, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", out, "--resume")
@@ -473,9 +478,8 @@ def test_ctrl_c_saves_even_when_the_reader_of_its_words_has_left(few_rows, tmp_p
     assert checkpoint.name.startswith("checkpoint-")
 
 
-def test_resume_with_another_recipe_or_other_rows_names_what_differs(run_cria, few_rows, tmp_path):
-    out = tmp_path / "run"
-    assert run_cria("train", "baseline", *QUICK, *few_rows, "--out", out)[0] == 0
+def test_resume_with_another_recipe_or_other_rows_names_what_differs(run_cria, few_rows, finished, tmp_path):
+    out = shutil.copytree(finished, tmp_path / "run")
     before = (out / "recipe.toml").read_text()
     for setting, said in (
         ("lora.r=4", "lora.r (2, now 4)"),
@@ -583,7 +587,6 @@ def test_a_gated_model_says_how_to_get_access(run_cria, few_rows, tmp_path, monk
 
 
 def test_no_space_for_the_output_is_said_before_the_model_is_loaded(run_cria, few_rows, tmp_path, monkeypatch):
-    import shutil
 
     full = shutil.disk_usage(tmp_path)._replace(free=500_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)

@@ -43,7 +43,7 @@ def test_a_workflow_may_do_no_more_than_it_must(path):
         more = job.get("permissions", {})
         assert name in ("deploy", "publish") or not more
         assert more in ({}, {"id-token": "write"}, {"pages": "write", "id-token": "write"})
-        assert "uses" in job or job["timeout-minutes"] <= 90
+        assert "uses" in job or job["timeout-minutes"] <= (350 if path.stem == "nightly" else 90)
         for step in job.get("steps", []):
             assert re.fullmatch(r"[\w-]+/[\w-]+@v\d+(\.\d+)*", step.get("uses", "a/b@v1")), "pinned by version"
             assert "${{ github" not in step.get("run", ""), "a branch's name could hold a command"
@@ -125,28 +125,44 @@ def test_what_a_measuring_workflow_keeps_is_what_its_commands_write():
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_a_workflow_runs_what_everybody_can_run(path):
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
-    for job in jobs(path).values():
-        for step in job.get("steps", []):
-            words = step.get("run", ".ci/run").split()
-            assert words == [".ci/run"] or (words[0] == "make" and words[1] in targets), words
+    about = read(path)
+    for name, job in about["jobs"].items():
+        for entry in workflow.entries(job) if "steps" in job else []:
+            for command, _ in workflow.steps(about, name, entry):
+                words = command.split()
+                assert words == [".ci/run"] or (words[0] == "make" and words[1] in targets), words
+
+
+NIGHTLY = ROOT / ".github/workflows/nightly.yml"
+NEWEST = [("3.11", ""), ("3.13", "")]
 
 
 def test_the_tests_run_on_every_python_and_every_set_of_versions():
-    entries = workflow.entries(jobs(ROOT / ".github/workflows/tests.yml")["versions"])
-    assert {(entry["python"], entry["pins"]) for entry in entries} == {
+    each = [
+        (entry["python"], entry["pins"])
+        for entry in workflow.entries(jobs(ROOT / ".github/workflows/tests.yml")["versions"])
+    ]
+    assert each == [
         ("3.12", "constraints.txt"),
         ("3.13", "constraints.txt"),
         (pins.FLOOR_PYTHON, ".ci/floor.txt"),
         (pins.COLAB_PYTHON, ".ci/colab.txt"),
-    }
-    assert all((ROOT / entry["pins"]).is_file() for entry in entries)
+    ]
+    assert all((ROOT / held).is_file() for _, held in each)
     assert project()["requires-python"] == f">={pins.FLOOR_PYTHON}"
     assert ".ci/run" in str(jobs(ROOT / ".github/workflows/tests.yml")["everything"])
-    assert jobs(ROOT / ".github/workflows/release.yml")["publish"]["needs"] == ["tests", "build"]
-    newest = read(ROOT / ".github/workflows/newest.yml")
-    for entry in workflow.entries(newest["jobs"]["tests"]):
-        ((command, variables),) = workflow.steps(newest, "tests", entry)
-        assert (command, variables["CONSTRAINTS"]) == ("make test", "")
+    nightly = workflow.entries(jobs(NIGHTLY)["versions"])
+    assert [(entry["python"], entry["pins"]) for entry in nightly] == [*each, *NEWEST]
+
+
+def test_what_is_run_before_a_release_is_all_that_check_all_runs():
+    release = jobs(ROOT / ".github/workflows/release.yml")
+    assert set(release["publish"]["needs"]) == {"tests", "nightly", "build"}
+    assert release["nightly"]["uses"] == "./.github/workflows/nightly.yml"
+    parts = {entry["part"].split()[0] for entry in workflow.entries(jobs(NIGHTLY)["sweeps"])}
+    (all_of_them,) = re.findall(r"^check-all: (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    in_tests = {"lint", "types", "test-all", "test-versions"}  # .ci/run and the matrix of versions
+    assert parts == set(all_of_them.split()) - in_tests
 
 
 def versions(name: str) -> dict[str, str]:
@@ -180,11 +196,13 @@ def test_colabs_versions_are_allowed_and_held():
 
 
 def test_the_steps_of_a_job_are_taken_from_its_file():
-    about = read(ROOT / ".github/workflows/tests.yml")
-    found = [workflow.steps(about, "versions", entry) for entry in workflow.entries(about["jobs"]["versions"])]
-    assert [[command for command, _ in steps] for steps in found] == [["make test"]] * 4
-    assert [steps[0][1]["CONSTRAINTS"] for steps in found][2:] == [".ci/floor.txt", ".ci/colab.txt"]
-    assert workflow.entries(jobs(ROOT / ".github/workflows/newest.yml")["tests"])[1] == {"python": "3.13"}
+    for path, command in ((ROOT / ".github/workflows/tests.yml", "make test"), (NIGHTLY, "make test-all")):
+        about = read(path)
+        found = [workflow.steps(about, "versions", entry) for entry in workflow.entries(about["jobs"]["versions"])]
+        assert [[said for said, _ in steps] for steps in found] == [[command]] * len(found)
+        assert [steps[0][1]["CONSTRAINTS"] for steps in found][2:4] == [".ci/floor.txt", ".ci/colab.txt"]
+    assert [steps[0][1]["CONSTRAINTS"] for steps in found][4:] == ["", ""]
+    assert workflow.entries(jobs(NIGHTLY)["sweeps"])[0] == {"part": "sweeps"}
 
 
 def test_make_hands_on_the_versions_it_is_given(monkeypatch):

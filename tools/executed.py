@@ -1,7 +1,7 @@
 """A lesson's notebook as Colab has it, executed in a real kernel; once, for its page and for its test.
 
 After the last cell the exercises are answered, where nobody sees it (``tools/exercises.py``). What came out is kept in
-``build/lessons/`` until the lesson, the package or a library changes.
+``build/lessons/`` until the lesson, what it used of this repository (``tools/made_of.py``) or a library changes.
 """
 
 import functools
@@ -20,7 +20,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
-from tools import notebooks
+from tools import made_of, notebooks
 
 ROOT = notebooks.ROOT
 KEPT = ROOT / "build" / "lessons"
@@ -29,6 +29,8 @@ SECONDS = 900
 """After which a cell is stopped: long enough that this stops a cell that hangs, and no slow cell on a busy machine."""
 FOUND, JSON = "exercises", "application/json"
 """Where in a notebook's metadata is what ``exercises.answer`` found, beside the files left, and how it comes there."""
+USED, STATE = "used", "state"
+"""Where there is what the lesson was made of, and the hash of it."""
 
 
 class LessonError(Exception):
@@ -41,10 +43,13 @@ def execute(lesson: Path) -> nbformat.NotebookNode:
     Raises:
         LessonError: naming the lesson, with the end of what the cell said.
     """
-    text, before, after = notebooks.make(lesson), _call("begin()"), _call(f"answer(get_ipython(), {_asked(lesson)!r})")
+    before = "__import__('tools.made_of').made_of.watch()\n" + _call("begin()")
+    text, after = notebooks.make(lesson), _call(f"answer(get_ipython(), {_asked(lesson)!r})")
     kept = KEPT / f"{lesson.stem}-{key(text + before + after)}.ipynb"
     if kept.exists():
-        return nbformat.read(kept, as_version=4)
+        book = nbformat.read(kept, as_version=4)
+        if made_of.digest(book.metadata[USED]) == book.metadata[STATE]:
+            return book
     book = nbformat.reads(text, as_version=4)
     book.cells = [nbformat.v4.new_code_cell(before), *book.cells, nbformat.v4.new_code_cell(after)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -61,6 +66,8 @@ def execute(lesson: Path) -> nbformat.NotebookNode:
     _, *book.cells, answered = book.cells
     (book.metadata[FOUND],) = (output.data[JSON] for output in answered.outputs if JSON in output.get("data", ()))
     book.metadata[FOUND]["left behind"] = left
+    book.metadata[USED] = book.metadata[FOUND].pop(USED)
+    book.metadata[STATE] = made_of.digest(book.metadata[USED])
     for cell in book.cells:
         cell.metadata.pop("execution", None)  # when it ran
         for output in cell.get("outputs", ()):
@@ -74,12 +81,10 @@ def execute(lesson: Path) -> nbformat.NotebookNode:
 
 
 def key(text: str) -> str:
-    """Changes with a text, the package, its results, the libraries, and the processor that they are held to."""
+    """Changes with a text, the tools that execute it, the libraries, and the processor that they are held to."""
     found = hashlib.sha256(text.encode())
-    of_package = (path for path in (ROOT / "cria_tricks").rglob("*") if path.suffix in (".py", ".jsonl", ".json"))
-    of_tools = (Path(__file__).with_name(name) for name in ("executed.py", "exercises.py", "processors.py"))
-    for path in sorted([*of_package, *(ROOT / "benchmarks" / "results").rglob("*.json"), *of_tools]):
-        found.update(path.read_bytes())
+    tools = ("executed", "exercises", "made_of", "processors")
+    found.update(made_of.digest(f"tools/{name}.py" for name in tools).encode())
     for name in ("torch", "transformers", "peft", "bitsandbytes", "matplotlib"):
         found.update(f"{name} {version(name)}".encode())
     for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"):

@@ -7,7 +7,7 @@ from IPython.display import display
 
 from cria_tricks import course
 from cria_tricks.common.startup import end_at_once
-from tools import processors
+from tools import made_of, processors
 
 MEASURED: list[list[str]] = []
 """What the lesson would measure on a card."""
@@ -44,6 +44,7 @@ def answer(shell: Any, asked: dict[str, Any]) -> None:
     found: dict[str, Any] = {"on a GPU": MEASURED, "as it stands": [list(check) for check in course.CHECKS]}
     if asked["checks"]:
         found |= try_answers(shell.user_ns, asked["checks"], asked["solutions"], asked["wrong"])
+    found["used"] = made_of.used()
     display({"application/json": found}, raw=True)
 
 

@@ -7,6 +7,7 @@ continues with them.
 
 Use:
     python -m tools.mutants --seed 1 --count 300
+    python -m tools.mutants --count 40 --of bill tricks trainer data --tier core    # by the tests of `make test` alone
 """
 
 import argparse
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,10 +45,19 @@ def tests_of(module: str) -> list[str]:
     return []
 
 
-def draw(seed: int, count: int) -> list[MutationSpec]:
-    """Draw a sample of the possible changes; it is the same for the same seed and the same package."""
+def draw(seed: int, count: int, of: Sequence[str] = ()) -> list[MutationSpec]:
+    """Draw a sample of the possible changes; it is the same for the same seed and the same package.
+
+    Args:
+        seed: of the draw.
+        count: how many.
+        of: folders of the package; none for all of it.
+    """
     package = ROOT / "cria_tricks"
-    modules = sorted(path for path in package.rglob("*.py") if tests_of(path.relative_to(package).as_posix()))
+    chosen = [package / folder for folder in of] or [package]
+    modules = sorted(
+        path for folder in chosen for path in folder.rglob("*.py") if tests_of(path.relative_to(package).as_posix())
+    )
     possible: dict[tuple[str, tuple[int, int]], list[MutationSpec]] = defaultdict(list)
     everything = WorkDB(":memory:", WorkDB.Mode.create)
     init(modules, everything, {})
@@ -60,13 +70,13 @@ def draw(seed: int, count: int) -> list[MutationSpec]:
     return [of_seed.choice(sorted(possible[place], key=lambda m: (m.operator_name, m.occurrence))) for place in places]
 
 
-def session(seed: int, count: int) -> Path:
+def session(seed: int, count: int, of: Sequence[str] = (), tier: str = "") -> Path:
     """Find the database of a sample, or make it if it is not there yet."""
-    found = FOLDER / f"seed-{seed}-{count}.sqlite"
+    found = FOLDER / f"{'-'.join(filter(None, ['seed', str(seed), str(count), *of, tier]))}.sqlite"
     if not found.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
         with use_db(found) as database:
-            for number, mutation in enumerate(draw(seed, count)):
+            for number, mutation in enumerate(draw(seed, count, of)):
                 database.add_work_item(WorkItem.single(f"{number:04}", mutation))
     return found
 
@@ -82,26 +92,27 @@ def copy_to(place: Path) -> Path:
     return place
 
 
-def command(place: Path, tests: Iterable[str], workers: int = 0) -> str:
+def command(place: Path, tests: Iterable[str], workers: int = 0, tier: str = "") -> str:
     """Return a shell command that runs tests in a copy and stops at the first failure."""
-    run = f"{sys.executable} -m pytest -x -n{workers} -q -p no:cacheprovider {' '.join(tests)}"
+    only = f"--tier {tier} " if tier else ""
+    run = f"{sys.executable} -m pytest -x -n{workers} -q -p no:cacheprovider {only}{' '.join(tests)}"
     return f"env -C {place} PYTHONPATH={place} OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= {run}"
 
 
-def refuse_red_tests(place: Path, modules: set[str], workers: int) -> None:
+def refuse_red_tests(place: Path, modules: set[str], workers: int, tier: str) -> None:
     """Stop if a test fails without any change, because it would seem to notice every mutant."""
     tests = sorted({test for module in modules for test in tests_of(module)})
-    done = subprocess.run(command(place, tests, workers).split(), capture_output=True, text=True)
+    done = subprocess.run(command(place, tests, workers, tier).split(), capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"these tests fail without a mutant:\n{done.stdout[-2000:]}")
 
 
-def work(place: Path, items: list[WorkItem], database: WorkDB) -> None:
+def work(place: Path, items: list[WorkItem], database: WorkDB, tier: str) -> None:
     """Try mutants one after the other in a copy of the checkout."""
     for item in items:
         (mutation,) = item.mutations
         module = mutation.module_path.relative_to(ROOT)
-        tests = command(place, tests_of(module.relative_to("cria_tricks").as_posix()))
+        tests = command(place, tests_of(module.relative_to("cria_tricks").as_posix()), tier=tier)
         here = MutationSpec(
             place / module, mutation.operator_name, mutation.occurrence, mutation.start_pos, mutation.end_pos
         )
@@ -144,16 +155,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=300, help="mutants")
     parser.add_argument("--workers", type=int, default=2, help="side by side")
+    parser.add_argument("--of", nargs="+", default=[], help="folders of the package, instead of all of it")
+    parser.add_argument("--tier", default="", help="core: only the tests of `make test`")
     parser.add_argument("--show", action="store_true", help="print what was found, and try nothing")
     chosen = parser.parse_args()
-    with use_db(session(chosen.seed, chosen.count)) as database:
+    with use_db(session(chosen.seed, chosen.count, chosen.of, chosen.tier)) as database:
         pending = sorted(database.pending_work_items, key=lambda item: item.job_id)
         if pending and not chosen.show:
             places = [copy_to(FOLDER / f"copy-{n}") for n in range(chosen.workers)]
-            refuse_red_tests(places[0], {_module(item) for item in pending}, chosen.workers)
+            refuse_red_tests(places[0], {_module(item) for item in pending}, chosen.workers, chosen.tier)
             with ThreadPoolExecutor(len(places)) as threads:
                 parts = [pending[n :: len(places)] for n in range(len(places))]
-                list(threads.map(lambda part: work(part[0], part[1], database), zip(places, parts, strict=True)))
+                list(
+                    threads.map(
+                        lambda part: work(part[0], part[1], database, chosen.tier), zip(places, parts, strict=True)
+                    )
+                )
         print(report(database))
 
 

@@ -31,7 +31,7 @@ from cria_tricks.hardware import T4
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles
 from cria_tricks.settings import Tricks
-from tools import browser_python, film_places, heat, notebooks, techniques
+from tools import browser_python, film_places, heat, made_of, notebooks, techniques
 from tools.executed import LessonError, execute, key, plain
 from tools.fit import page as fit_page
 
@@ -313,7 +313,7 @@ def on_post_build(config: Any) -> None:
 
 def sources() -> str:
     """A hash that changes with whatever changes the site: text, lessons, package, results, tools and libraries."""
-    found = hashlib.sha256(key("").encode())
+    found = hashlib.sha256(f"{key('')} {made_of.digest([made_of.EVERYTHING])}".encode())
     folders = (ROOT / name for name in ("docs", "lessons", "tools"))
     files = [path for folder in folders for path in folder.rglob("*") if not set(MADE_HERE) & set(path.parents)]
     for path in sorted([*files, ROOT / "mkdocs.yml", ROOT / "pyproject.toml"]):
