@@ -8,6 +8,7 @@ continues with them.
 Use:
     python -m tools.mutants --seed 1 --count 300
     python -m tools.mutants --count 40 --of bill tricks trainer data --tier core    # by the tests of `make test` alone
+    python -m tools.mutants --count 40 --of bill tricks trainer data --tier rest    # its survivors, by `make test-all`
 """
 
 import argparse
@@ -76,9 +77,17 @@ def session(seed: int, count: int, of: Sequence[str] = (), tier: str = "") -> Pa
     if not found.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
         with use_db(found) as database:
-            for number, mutation in enumerate(draw(seed, count, of)):
+            drawn = survivors(session(seed, count, of, "core")) if tier == "rest" else draw(seed, count, of)
+            for number, mutation in enumerate(drawn):
                 database.add_work_item(WorkItem.single(f"{number:04}", mutation))
     return found
+
+
+def survivors(session: Path) -> list[MutationSpec]:
+    """List the mutants of a sample that its tests did not notice."""
+    with use_db(session) as database:
+        done = sorted(database.completed_work_items, key=lambda pair: pair[0].job_id)
+        return [item.mutations[0] for item, result in done if not result.is_killed]
 
 
 def copy_to(place: Path) -> Path:
@@ -156,7 +165,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=300, help="mutants")
     parser.add_argument("--workers", type=int, default=2, help="side by side")
     parser.add_argument("--of", nargs="+", default=[], help="folders of the package, instead of all of it")
-    parser.add_argument("--tier", default="", help="core: only the tests of `make test`")
+    parser.add_argument("--tier", default="", help="core: the tests of `make test`; rest: its survivors, by the others")
     parser.add_argument("--show", action="store_true", help="print what was found, and try nothing")
     chosen = parser.parse_args()
     with use_db(session(chosen.seed, chosen.count, chosen.of, chosen.tier)) as database:
