@@ -10,7 +10,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(a
 READY := $(VENV)/.ready
 PYTEST := $(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: address colab colab-measure dist pins release-check workflows train test test-all test-processors test-versions test-gpu sweeps site serve check check-all lint types drill drill-dump drill-shards drill-signals two-cards fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-curated bench-card bench-fused bench-overhead bench-packing bench-step-profile bench-streaming bench-estimate bench-dry-run bench-seconds bench-monitor bench-quality mutants results notebooks films clean
+.PHONY: address colab colab-measure dist pins release-check workflows train test test-all test-rest test-processors test-versions test-gpu sweeps site serve check check-all lint types drill drill-dump drill-shards drill-signals two-cards fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-curated bench-card bench-fused bench-overhead bench-packing bench-step-profile bench-streaming bench-estimate bench-dry-run bench-seconds bench-monitor bench-quality mutants results notebooks films clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
@@ -19,8 +19,12 @@ train: $(READY)
 test: $(READY)
 	$(PYTEST) --tier core -p tools.cpu_seconds
 
-# These and the rest: lessons, pages in a browser, samples of the drills, the wheel, families of models.
-test-all: test
+# All tests: also lessons, pages in a browser, samples of the drills, the wheel, families of models.
+test-all: $(READY)
+	$(PYTEST) -p tools.cpu_seconds
+
+# What `make test` leaves out, for CI, which has run that.
+test-rest: $(READY)
 	$(PYTEST) --tier rest -p tools.cpu_seconds
 
 # Each sweep with all of its cases and not a sample, and 300 settings for the estimate under a seed of today's date.
@@ -28,7 +32,8 @@ sweeps: $(READY)
 	CRIA_ALL=1 $(PYTEST)
 	CRIA_SEED=$$(date +%Y%m%d) CRIA_SETTINGS=300 $(PYTEST) tests/memory/test_estimate_error.py
 
-# All tests on the lowest versions that pyproject.toml allows, and on the newest, each in an environment of its own.
+# All tests on the lowest versions that pyproject.toml allows, which need PYTHON=python3.11, and on the newest. Each has an
+# environment of its own, of 3 GB and more.
 test-versions:
 	$(MAKE) test-all VENV=build/floor CONSTRAINTS=.ci/floor.txt
 	$(MAKE) test-all VENV=build/newest CONSTRAINTS=
@@ -57,8 +62,8 @@ serve: $(READY)
 
 check: test lint types
 
-# Everything, as it runs each night: hours on two cores.
-check-all: lint types test-all sweeps test-processors test-versions fuzz faults-unguarded mutants
+# Everything: many hours on two cores, and not with -j. Most of it runs each night (.github/workflows/nightly.yml).
+check-all: lint types sweeps test-processors test-versions fuzz faults-unguarded mutants
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
@@ -102,7 +107,7 @@ faults-unguarded: $(READY)
 	$(VENV)/bin/python -m tests.drills.faults --unguarded
 
 # Do the tests notice a broken package? 300 small changes of it (COUNT), drawn by today's date (SEED), one at a time, each
-# with the tests that concern it: hours on two cores. A second call continues; results are in build/mutants.
+# with the tests that concern it: hours on two cores. A second call with the same SEED continues; see build/mutants.
 mutants: $(READY)
 	$(PIP) --editable '.[mutants]'
 	$(VENV)/bin/python -m tools.mutants --seed $(or $(SEED),$(shell date +%Y%m%d)) --count $(or $(COUNT),300)

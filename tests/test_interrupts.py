@@ -234,6 +234,6 @@ def test_a_terminal_that_goes_away_does_not_stop_the_save(tmp_path):
     os.close(its)
     assert b"a step" in os.read(ours, 100)
     os.close(ours)
-    assert process.wait(timeout=60) == 130
+    assert process.wait(timeout=600) == 130
     assert (tmp_path / "saved").exists()
     assert signal.getsignal(signal.SIGHUP) == before

@@ -26,15 +26,25 @@ def root(tmp_path, monkeypatch):
         ("cria_tricks/one.py", "x = 2\n", True),
         ("benchmarks/results/one.json", "{ }", True),
         ("benchmarks/results/two.json", "{}", True),
+        ("benchmarks/results/card/two.json", "{}", True),
     ],
 )
 def test_what_changes_the_hash(root, file, text, changes):
     names = ["cria_tricks/one.py", "benchmarks/results", "benchmarks/results/one.json"]
     before = made_of.digest(names), made_of.digest([made_of.EVERYTHING])
+    (root / file).parent.mkdir(exist_ok=True)
     (root / file).write_text(text)
     os.utime(root / file, ns=(1, 1))
     after = made_of.digest(names), made_of.digest([made_of.EVERYTHING])
     assert [a != b for a, b in zip(after, before, strict=True)] == [changes] * 2
+
+
+def test_comments_count_where_a_page_shows_lines(root):
+    before = made_of.digest(["cria_tricks/one.py"]), made_of.digest([made_of.EVERYTHING], lines=True)
+    (root / "cria_tricks" / "one.py").write_text("# why\nx = 1\n")
+    os.utime(root / "cria_tricks" / "one.py", ns=(1, 1))
+    assert made_of.digest(["cria_tricks/one.py"]) == before[0]
+    assert made_of.digest([made_of.EVERYTHING], lines=True) != before[1]
 
 
 def test_a_file_that_is_gone_changes_it_too(root):
@@ -53,12 +63,13 @@ def test_a_file_that_is_gone_changes_it_too(root):
         ("open", ["build/other.json", "r", 0], []),
         ("subprocess.Popen", ["nvidia-smi", ["nvidia-smi", "-L"], None, None], []),
         ("subprocess.Popen", [sys.executable, [sys.executable, "-m", "cria_tricks"], None, None], [made_of.EVERYTHING]),
-        ("subprocess.Popen", ["/bin/sh", "cria plan smoke", None, None], [made_of.EVERYTHING]),
+        ("subprocess.Popen", ["/bin/sh", ["/bin/sh", "-c", "cd x && cria plan"], None, None], [made_of.EVERYTHING]),
+        ("os.system", [b"python -m cria_tricks"], [made_of.EVERYTHING]),
         ("os.fork", [], [made_of.EVERYTHING]),
     ],
 )
 def test_what_is_noted(root, event, arguments, notes):
-    if event != "subprocess.Popen" and arguments:
+    if event in ("open", "os.scandir", "os.listdir"):
         arguments[0] = str(root / arguments[0])
     made_of._hear(event, tuple(arguments))
     assert sorted(made_of._read) == notes
@@ -66,6 +77,10 @@ def test_what_is_noted(root, event, arguments, notes):
 
 def test_the_modules_that_are_imported_are_used(monkeypatch):
     monkeypatch.setattr(made_of, "_read", set())
+    monkeypatch.delitem(sys.modules, made_of.SPAWNS, raising=False)
     assert {"tools/made_of.py", "tests/test_made_of.py"} <= set(made_of.used())
     made_of._hear("os.fork", ())
+    assert made_of.used() == [made_of.EVERYTHING]
+    made_of._read.clear()
+    monkeypatch.setitem(sys.modules, made_of.SPAWNS, None)
     assert made_of.used() == [made_of.EVERYTHING]

@@ -120,7 +120,7 @@ def taken(path, *, until=3, cuda=True, **options) -> list[dict]:
 
 
 def _wait(condition):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 600
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
 

@@ -59,5 +59,5 @@ def test_the_command_line_says_warnings_so():
         "cli.app.command('warn')(lambda: warnings.warn_explicit('a\\nb', UserWarning, '/site-packages/peft/x.py', 1))\n"
         "sys.argv = ['cria', 'warn']; cli.main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (0, "warning: peft: a b\n")

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import time
 
 import pytest
 
@@ -192,12 +191,11 @@ def test_a_search_compares_few_enough_sets_for_five_seconds(model, monkeypatch):
     memory = Target.memory
     found.cache_clear()
     monkeypatch.setattr(Target, "memory", lambda self, *given: bills.append(1) or memory(self, *given))
-    began = time.perf_counter()
     try:
         found(kwanzaa(f"model={model}"))
     except OutOfMemory:
         assert model == "llama-3.1-70b"
-    assert 0 < len(bills) < 3000, time.perf_counter() - began
+    assert 0 < len(bills) < 3000
 
 
 def test_plan_says_what_it_chose_the_next_best_and_the_safer(run_cria):

@@ -29,8 +29,8 @@ SECONDS = 900
 """After which a cell is stopped: long enough that this stops a cell that hangs, and no slow cell on a busy machine."""
 FOUND, JSON = "exercises", "application/json"
 """Where in a notebook's metadata is what ``exercises.answer`` found, beside the files left, and how it comes there."""
-USED, STATE = "used", "state"
-"""Where there is what the lesson was made of, and the hash of it."""
+USED, LINES, STATE = "used", "lines", "state"
+"""Where there is what the lesson was made of, whether it shows lines of ours by number, and the hash of all that."""
 
 
 class LessonError(Exception):
@@ -48,8 +48,9 @@ def execute(lesson: Path) -> nbformat.NotebookNode:
     kept = KEPT / f"{lesson.stem}-{key(text + before + after)}.ipynb"
     if kept.exists():
         book = nbformat.read(kept, as_version=4)
-        if made_of.digest(book.metadata[USED]) == book.metadata[STATE]:
+        if made_of.digest(book.metadata[USED], book.metadata[LINES]) == book.metadata[STATE]:
             return book
+    at_first = made_of.digest([made_of.EVERYTHING], lines=True)
     book = nbformat.reads(text, as_version=4)
     book.cells = [nbformat.v4.new_code_cell(before), *book.cells, nbformat.v4.new_code_cell(after)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -67,7 +68,8 @@ def execute(lesson: Path) -> nbformat.NotebookNode:
     (book.metadata[FOUND],) = (output.data[JSON] for output in answered.outputs if JSON in output.get("data", ()))
     book.metadata[FOUND]["left behind"] = left
     book.metadata[USED] = book.metadata[FOUND].pop(USED)
-    book.metadata[STATE] = made_of.digest(book.metadata[USED])
+    book.metadata[LINES] = bool(re.search(r'\.py(:\d|", line \d)', str(book.cells)))
+    book.metadata[STATE] = made_of.digest(book.metadata[USED], book.metadata[LINES])
     for cell in book.cells:
         cell.metadata.pop("execution", None)  # when it ran
         for output in cell.get("outputs", ()):
@@ -76,7 +78,8 @@ def execute(lesson: Path) -> nbformat.NotebookNode:
     KEPT.mkdir(parents=True, exist_ok=True)
     for old in KEPT.glob(f"{lesson.stem}-*.ipynb"):
         old.unlink()
-    nbformat.write(book, kept)
+    if made_of.digest([made_of.EVERYTHING], lines=True) == at_first:  # nobody has edited it meanwhile
+        nbformat.write(book, kept)
     return book
 
 

@@ -73,19 +73,31 @@ def draw(seed: int, count: int, of: Sequence[str] = ()) -> list[MutationSpec]:
 
 def session(seed: int, count: int, of: Sequence[str] = (), tier: str = "") -> Path:
     """Find the database of a sample, or make it if it is not there yet."""
-    found = FOLDER / f"{'-'.join(filter(None, ['seed', str(seed), str(count), *of, tier]))}.sqlite"
+    found = _file(seed, count, of, tier)
     if not found.exists():
+        drawn = survivors(_file(seed, count, of, "core")) if tier == "rest" else draw(seed, count, of)
         FOLDER.mkdir(parents=True, exist_ok=True)
         with use_db(found) as database:
-            drawn = survivors(session(seed, count, of, "core")) if tier == "rest" else draw(seed, count, of)
             for number, mutation in enumerate(drawn):
                 database.add_work_item(WorkItem.single(f"{number:04}", mutation))
     return found
 
 
+def _file(seed: int, count: int, of: Sequence[str], tier: str) -> Path:
+    return FOLDER / f"{'-'.join(filter(None, ['seed', str(seed), str(count), *of, tier]))}.sqlite"
+
+
 def survivors(session: Path) -> list[MutationSpec]:
-    """List the mutants of a sample that its tests did not notice."""
+    """List the mutants of a sample that its tests did not notice.
+
+    Raises:
+        SystemExit: if not all of them were tried.
+    """
+    if not session.exists():
+        sys.exit("try them with --tier core first")
     with use_db(session) as database:
+        if any(database.pending_work_items):
+            sys.exit("some were not tried yet; run --tier core to its end first")
         done = sorted(database.completed_work_items, key=lambda pair: pair[0].job_id)
         return [item.mutations[0] for item, result in done if not result.is_killed]
 
@@ -165,7 +177,12 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=300, help="mutants")
     parser.add_argument("--workers", type=int, default=2, help="side by side")
     parser.add_argument("--of", nargs="+", default=[], help="folders of the package, instead of all of it")
-    parser.add_argument("--tier", default="", help="core: the tests of `make test`; rest: its survivors, by the others")
+    parser.add_argument(
+        "--tier",
+        choices=("core", "rest"),
+        default="",
+        help="core: the tests of `make test`; rest: its survivors, by the others",
+    )
     parser.add_argument("--show", action="store_true", help="print what was found, and try nothing")
     chosen = parser.parse_args()
     with use_db(session(chosen.seed, chosen.count, chosen.of, chosen.tier)) as database:

@@ -313,7 +313,7 @@ def on_post_build(config: Any) -> None:
 
 def sources() -> str:
     """A hash that changes with whatever changes the site: text, lessons, package, results, tools and libraries."""
-    found = hashlib.sha256(f"{key('')} {made_of.digest([made_of.EVERYTHING])}".encode())
+    found = hashlib.sha256(f"{key('')} {made_of.digest([made_of.EVERYTHING], lines=True)}".encode())
     folders = (ROOT / name for name in ("docs", "lessons", "tools"))
     files = [path for folder in folders for path in folder.rglob("*") if not set(MADE_HERE) & set(path.parents)]
     for path in sorted([*files, ROOT / "mkdocs.yml", ROOT / "pyproject.toml"]):
