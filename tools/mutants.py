@@ -13,6 +13,7 @@ Use:
 
 import argparse
 import fnmatch
+import itertools
 import random
 import shutil
 import subprocess
@@ -192,11 +193,7 @@ def main() -> None:
             refuse_red_tests(places[0], {_module(item) for item in pending}, chosen.workers, chosen.tier)
             with ThreadPoolExecutor(len(places)) as threads:
                 parts = [pending[n :: len(places)] for n in range(len(places))]
-                list(
-                    threads.map(
-                        lambda part: work(part[0], part[1], database, chosen.tier), zip(places, parts, strict=True)
-                    )
-                )
+                list(threads.map(work, places, parts, itertools.repeat(database), itertools.repeat(chosen.tier)))
         print(report(database))
 
 
