@@ -237,6 +237,21 @@ def test_one_planted_import_breaks_the_contracts(file: str, line: str, said: lis
     assert all(words in done.stdout for words in said), done.stdout
 
 
+def test_functions_of_autograd_are_static_and_their_gradients_have_no_gradient():
+    """A second derivative would go through a backward pass that was written for the first, and be wrong in silence."""
+    wanted = {"forward": {"staticmethod"}, "backward": {"staticmethod", "once_differentiable"}}
+    found = {
+        f"{path.stem}.{kind.name}.{method.name}": {ast.unparse(decorator) for decorator in method.decorator_list}
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for kind in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(kind, ast.ClassDef) and "autograd.Function" in " ".join(map(ast.unparse, kind.bases))
+        for method in kind.body
+        if isinstance(method, ast.FunctionDef) and method.name in wanted
+    }
+    assert len(found) > 40
+    assert {name: has for name, has in found.items() if not wanted[name.rsplit(".")[-1]] <= has} == {}
+
+
 def test_no_file_is_too_long_to_read():
     """A file is one topic, as long as its topic."""
     lines = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")}

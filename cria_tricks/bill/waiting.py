@@ -120,7 +120,7 @@ def _of_window(alone: Waiting, memory: StepFacts, each: int, below: int, pinned:
     blocks = memory.learning_blocks
     others = memory.window - 1
     output = block_input(memory)
-    gradient = output * (blocks > 0)
+    gradient = output if blocks else 0
     whole = others * (blocks * each + below)
 
     def more(line: Line, size: int) -> Line:

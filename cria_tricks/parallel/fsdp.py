@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from cria_tricks.bill.calls import Call
 from cria_tricks.bill.fsdp_bytes import sizes
@@ -66,6 +67,7 @@ class Gather(torch.autograd.Function):
         return whole
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         """Sum the gradients over all processes, and return this process's piece: (E) -> (E / N)."""
         piece = gradients[0].new_empty(gradients[0].numel() // dist.get_world_size())

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.parallel.ring_collectives import exchange, wait
@@ -139,6 +140,7 @@ class RingAttention(torch.autograd.Function):
         return out_BHTD
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of queries, keys and values; those of the keys and values travel with them."""
         q_BHTD, k_BKTD, v_BKTD, out_BHTD, lse_BHT = ctx.saved_tensors

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 
 def gather(piece_mD: torch.Tensor, n: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -68,6 +69,7 @@ class Gathered(torch.autograd.Function):
         return gather(piece, n, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Sum the gradients of all processes, because they all used these tokens; each takes its piece."""
         return reduce_scatter(gradients[0], ctx.group), None, None
@@ -84,6 +86,7 @@ class Scattered(torch.autograd.Function):
         return reduce_scatter(part, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Gather the gradients of all pieces, because each part went into all of them."""
         return gather(gradients[0], ctx.n, ctx.group), None
@@ -100,6 +103,7 @@ class Cut(torch.autograd.Function):
         return own(whole, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Gather the gradients of all pieces."""
         return gather(gradients[0], ctx.n, ctx.group), None
@@ -115,6 +119,7 @@ class Joined(torch.autograd.Function):
         return gather(piece, n, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Cut the gradient: it is whole in every process, so nothing is summed."""
         return own(gradients[0], ctx.group), None, None

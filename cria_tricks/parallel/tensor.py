@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.parallel.data_pipeline import add_up
@@ -85,6 +86,7 @@ class Copied(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Sum the gradients of all processes, of shape (..., D)."""
         total = gradients[0].clone()
@@ -103,6 +105,7 @@ class Summed(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return the gradient of the sum, of shape (..., D)."""
         return gradients[0], None

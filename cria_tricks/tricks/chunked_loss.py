@@ -19,6 +19,7 @@ import math
 from dataclasses import replace
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from cria_tricks.bill import loss
 from cria_tricks.bill.constants import FP32, TOKENS_PER_CHUNK
@@ -89,6 +90,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         (grad_ND,) = ctx.saved_tensors
         return grad * grad_ND, None, None, None

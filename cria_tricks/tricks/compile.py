@@ -23,6 +23,7 @@ from dataclasses import replace
 
 import torch
 from torch import fx
+from torch.autograd.function import once_differentiable
 
 from cria_tricks.bill import moved_bytes
 from cria_tricks.bill.facts import StepFacts
@@ -61,6 +62,7 @@ class _Fused(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         grads = [torch.empty_like(x) for x in ctx.saved_tensors]
         # contiguous(), because the gradient of a sum is one number, expanded to the shape.

@@ -19,6 +19,7 @@ import importlib.util
 from dataclasses import replace
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.work import Work
@@ -99,6 +100,7 @@ class _FlashAttention(torch.autograd.Function):
         return out_BKGTD
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_BKGTD):
         q_BKGTD, k_BKSD, v_BKSD, out_BKGTD, lse_BKGT = ctx.saved_tensors
         causal = ctx.causal

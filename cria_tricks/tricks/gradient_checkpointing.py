@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.operation import BlockTensors, WaitingBytes
@@ -80,6 +81,7 @@ class _Recompute(torch.autograd.Function):
         return block(x_BTD)  # inside a Function nothing is recorded, so the block keeps nothing
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_BTD):
         (x_BTD,) = ctx.saved_tensors
         x_BTD = x_BTD.detach().requires_grad_(ctx.needs_input_grad[1])  # the same bytes, cut off from what made them

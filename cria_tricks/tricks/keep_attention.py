@@ -25,6 +25,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from cria_tricks.bill.facts import StepFacts
@@ -82,6 +83,7 @@ class _Attend(torch.autograd.Function):
         return out_BHTD.view_as(q_BHTD)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_BHTD):
         q_BHTD, k_BHTD, v_BHTD, out_BHTD, lse_BHT = ctx.saved_tensors
         weights = (_scores(q_BHTD, k_BHTD) - lse_BHT[..., None]).exp()  # the softmax, from its log-sum-exp

@@ -138,6 +138,15 @@ def test_shards_give_the_rows_of_the_texts(vocabulary, duplicates, folder):
     assert sum(sizes) == sum(ends) * (2 if vocabulary == 2**16 else 4)
 
 
+def test_bands_have_the_same_key_only_where_all_their_numbers_are_equal():
+    signatures = np.random.default_rng(0).integers(0, 2**32, (200, repeats.BANDS * repeats.IN_BAND), np.uint32)
+    signatures[1::2] = signatures[::2]
+    for band in range(1, repeats.BANDS):  # one number of each band but the first differs, in its lowest bit
+        signatures[1::2, band * repeats.IN_BAND + band % repeats.IN_BAND] ^= np.uint32(1)
+    keys = repeats._band_keys(signatures)
+    assert [len(set(band.tolist())) for band in keys] == [100] + [200] * (repeats.BANDS - 1)
+
+
 def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 

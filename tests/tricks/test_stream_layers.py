@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from cria_tricks.adapter.merge import CPU
+from cria_tricks.bill import moved_bytes
 from cria_tricks.common.errors import BadInput, Interrupted
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.load.host_memory import MappedFile, Pinned
@@ -328,6 +330,15 @@ def test_a_head_needs_no_checkpointing():
     assert plan.streaming == {"source": "file"}
 
 
+def test_without_a_card_only_a_file_gains_something():
+    said = {
+        value: " ".join(resolve(with_settings(Recipe(), [*ON, f"tricks.stream_layers={value}"]), CPU).warnings)
+        for value in ("true", "file")
+    }
+    words = "stream_layers=true gains nothing without CUDA"
+    assert (words in said["true"], words in said["file"]) == (True, False)
+
+
 def test_mechanism_bill():
     """Llama-3.1-8B in NF4: 2 of 32 blocks are on the card, and 60 cross the link a micro-batch."""
     shape = find_shape("llama-3.1-8b")
@@ -346,6 +357,9 @@ def test_mechanism_bill():
     assert whole.peak_bytes - ours.peak_bytes == of_blocks[0] - of_blocks[1]
     work = folds.work(recipes[1], shape, t4.device)
     assert work.fetched_blocks == 60
+    half = folds.work(with_settings(recipes[1], ["tricks.quantization=none"]), shape, t4.device)
+    a_block = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
+    assert moved_bytes.fetched(half) == 60 * a_block, "q and o, k and v, the three of the MLP, in 16 bits"
 
     def added(tokens: int, *more: str) -> float:
         steps = [folds.step(with_settings(recipe, more), shape, t4, tokens).seconds for recipe in recipes]
