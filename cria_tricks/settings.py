@@ -36,6 +36,12 @@ class Data(Frozen):
     contract: bool = Field(False, description="every system prompt becomes one that shows the answer contract")
     max_length: int = Field(2048, ge=8, le=10_000_000, description="most tokens of a row", examples=[1024])
     overflow: Literal["truncate", "drop", "error"] = Field("truncate", description="what happens to a longer row")
+    eos: str = Field(
+        "",
+        max_length=100,
+        description="token that ends an answer; empty: the template's, or the tokenizer's EOS",
+        examples=["<|im_end|>"],
+    )
     overlap: int = Field(1, ge=1, description="tokens of a text repeated in its next row, untrained", examples=[32])
     stream: bool = Field(False, description="read training rows as they are needed, never all of them")
     min_words: int = Field(0, ge=0, description="leave shorter rows out [words]", examples=[5])

@@ -84,6 +84,7 @@ class Peft:
     """As peft's models: it has a config of what it adapts, and writes it in the order of a set."""
 
     peft_config: ClassVar = {}
+    generation_config = SimpleNamespace(eos_token_id=None)
 
     def save_pretrained(self, folder, **options):
         self.given = options
@@ -91,6 +92,8 @@ class Peft:
 
 
 class Tokenizer:
+    eos_token_id = chat_template = None
+
     def save_pretrained(self, folder):
         (folder / "tokenizer.json").write_text("{}")
 

@@ -29,7 +29,7 @@ def test_a_context_is_found_in_a_config_of_any_kind(tmp_path):
         return context_of(str(tmp_path))
 
     assert of(model_type="phi3", max_position_embeddings=4096, sliding_window=2047) == 4096, "a window is not it"
-    assert of(model_type="gemma3", text_config={"model_type": "gemma3_text"}) == 131_072, "what transformers takes"
+    assert of(model_type="gemma3_text") == 131_072, "what transformers takes"
     for unknown in ({}, {"max_position_embeddings": None}, {"max_position_embeddings": -1}):
         assert of(model_type="gpt2", **unknown) == 0
     assert context_of(str(tmp_path / "nowhere")) == 0
@@ -72,7 +72,7 @@ LLAMA = {"max_position_embeddings": 131_072}
             LLAMA | {"original_max_position_embeddings": 4096, "rope_scaling": {"type": "longrope", "factor": 64.0}},
             262_144,
         ),
-        ("gemma-3-4b", LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 131_072),
+        ("gemma-3-1b", LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 131_072),
         ("llama-2-7b", {"max_position_embeddings": 4096, "rope_scaling": None}, 4096),
         ("llama-2-7b", {"max_position_embeddings": 4096, "rope_scaling": {"rope_type": "yarn"}}, 4096),
         (

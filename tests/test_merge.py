@@ -134,11 +134,14 @@ def test_a_trained_head_is_merged_untied(tmp_path):
     assert torch.equal(whole["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
 
 
-def test_a_lora_over_a_tied_head_would_change_the_embedding_too_and_is_refused(tmp_path):
-    folder = adapter(tmp_path, "lora.r=4", "lora.target_modules=lm_head")
-    with pytest.raises(BadInput, match="16 bits explain .*; nothing was written"):
-        merge(folder)
-    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_a_lora_over_one_of_two_tied_ends_changes_only_that_one(target, tmp_path):
+    found = merge(adapter(tmp_path, "lora.r=4", f"lora.target_modules={target},q_proj"))
+    assert found["adapter_effect"] > found["bound"] >= found["largest_difference"]
+    whole = load_file(tmp_path / "merged" / "model.safetensors")
+    base = load_file(models.find(TINY).path + "/model.safetensors")["model.embed_tokens.weight"]
+    same = {name: torch.equal(whole[name], base) for name in ("lm_head.weight", "model.embed_tokens.weight")}
+    assert same == {"lm_head.weight": target != "lm_head", "model.embed_tokens.weight": target == "lm_head"}
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.5, 2.0, float("nan")])

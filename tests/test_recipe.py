@@ -53,6 +53,7 @@ eval = "nguzo_saba"
 contract = false
 max_length = 2048
 overflow = "truncate"
+eos = ""
 overlap = 1
 stream = false
 min_words = 0

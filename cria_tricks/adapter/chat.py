@@ -13,7 +13,7 @@ from cria_tricks.adapter.prompts import Format
 from cria_tricks.common.errors import usable_path
 from cria_tricks.load import cache
 from cria_tricks.load.adapters import without_adapter
-from cria_tricks.models import pretrained
+from cria_tricks.models import ends, pretrained
 
 
 def open_for_chat(
@@ -76,7 +76,8 @@ def answer(
             **cache.for_answers(model, prompt["input_ids"].shape[1] + max_new_tokens),
             max_new_tokens=max_new_tokens,
             do_sample=False,
-            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+            pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+            eos_token_id=ends.stops(tokenizer, model.generation_config.eos_token_id),
             streamer=streamer,
         )
     return tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)

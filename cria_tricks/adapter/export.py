@@ -18,7 +18,7 @@ from cria_tricks.common.errors import BadInput, usable_path
 from cria_tricks.common.names import hint, nearest
 from cria_tricks.data import sources
 from cria_tricks.load.model import quiet_libraries
-from cria_tricks.models import Weights, pretrained
+from cria_tricks.models import Weights, ends, pretrained
 
 FORMATS = ("gguf",)
 """What a model can be exported to."""
@@ -36,8 +36,8 @@ class _Source:
     title: str
     config: Any
     tokenizer: Any
+    chats: bool
     pieces: modelfile.Pieces | None
-    turn_end: int | None
     stops: list[int]
 
 
@@ -84,7 +84,7 @@ def export(
     source = _source(whole)
     say(f"loading {whole}, and answering a prompt")
     with waiting.doing(f"loading {whole}"):
-        ids = prompts.write(source.tokenizer, _prompt(source.tokenizer))["input_ids"][0].tolist()
+        ids = prompts.write(source.tokenizer, _prompt(source.chats))["input_ids"][0].tolist()
         original = gguf_proof.original(whole, source.tokenizer, ids, source.stops)
     found = _about(source, target)
     found["answer"] = source.tokenizer.decode(original.answer, skip_special_tokens=True)
@@ -149,37 +149,22 @@ def _source(whole: Path) -> _Source:
     gguf_layout.refuse(config, str(whole))
     tokenizer = pretrained.tokenizer(whole, str(whole))
     gguf_tokens.refuse(tokenizer, config.vocab_size, str(whole))
-    pieces = modelfile.pieces(tokenizer, gguf_tokens.adds_bos(tokenizer))
-    turn_end = None
-    if pieces:
-        after = tokenizer(pieces.assistant[1], add_special_tokens=False)["input_ids"]
-        # Only a control token can end an answer; a line break after it, or alone, cannot.
-        if after and after[0] in tokenizer.all_special_ids:
-            turn_end = after[0]
+    form = prompts.of_folder(whole, raw=False) or prompts.of_tokenizer(tokenizer)
+    pieces = modelfile.pieces(tokenizer, gguf_tokens.adds_bos(tokenizer)) if form.template else None
     title = whole.absolute().name
     if title in RESULTS:
         title = whole.absolute().parent.name
-    stops = _stops(whole, tokenizer, turn_end)
+    stops = ends.stops(tokenizer, ends.named_in(whole))
     if not stops:
         raise BadInput(f"{whole}: its tokenizer has no end token, so no answer would end; set eos_token in its config")
-    return _Source(whole, title, config, tokenizer, pieces, turn_end, stops)
+    return _Source(whole, title, config, tokenizer, form.template, pieces, stops)
 
 
-def _stops(whole: Path, tokenizer: Any, turn_end: int | None) -> list[int]:
-    """List the tokens that end an answer: of the tokenizer, the chat template and the generation config."""
-    found = [tokenizer.eos_token_id, turn_end]
-    path = whole / "generation_config.json"
-    if path.is_file():
-        ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        found += ends if isinstance(ends, list) else [ends]
-    return list(dict.fromkeys(end for end in found if end is not None))
-
-
-def _prompt(tokenizer: Any) -> Any:
-    """Return the prompt of the proof: the first held-out row of our own data, as a chat if there is a template."""
+def _prompt(chats: bool) -> Any:
+    """Return the prompt of the proof: the first held-out row of our own data, as a chat if it was trained on chats."""
     messages = sources.find("nguzo_saba", "eval").rows[0].messages
     asked = [dict(message) for message in messages if message["role"] != "assistant"]
-    if tokenizer.chat_template is None:
+    if not chats:
         return "\n".join(message["content"] for message in asked)
     return asked
 
@@ -214,7 +199,7 @@ def _write(file: Path, kind: str, source: _Source) -> None:
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[gguf_layout.ARCHITECTURES[source.config.model_type]])
     try:
         gguf_layout.describe(writer, source.config, kind, source.title)
-        gguf_tokens.write(writer, source.tokenizer, source.config.vocab_size, source.turn_end)
+        gguf_tokens.write(writer, source.tokenizer, source.config.vocab_size, ends.of_template(source.tokenizer))
         gguf_layout.write_tensors(writer, source.folder, source.config, kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -225,8 +210,7 @@ def _write(file: Path, kind: str, source: _Source) -> None:
 
 def _write_modelfile(aside: Path, source: _Source, wanted: Sequence[str], found: dict[str, Any]) -> None:
     kind = next(kind for kind in FOR_OLLAMA if kind in wanted)
-    chats = source.tokenizer.chat_template is not None
     system = prompts.trained_system(source.folder)
-    text = modelfile.write(f"model-{kind}.gguf", source.pieces, found["stops"], chats, system)
+    text = modelfile.write(f"model-{kind}.gguf", source.pieces, found["stops"], source.chats, system)
     (aside / "Modelfile").write_text(text, encoding="utf-8")
-    found["modelfile"] = {"file": f"model-{kind}.gguf", "template": source.pieces is not None or not chats}
+    found["modelfile"] = {"file": f"model-{kind}.gguf", "template": source.pieces is not None or not source.chats}

@@ -11,6 +11,7 @@ from cria_tricks import models
 from cria_tricks.common import atomic_files, safe_files
 from cria_tricks.common.errors import BadInput, first_line, usable_path
 from cria_tricks.load.adapter_files import SIDE_NETWORK, save_weights
+from cria_tricks.models import ends
 from cria_tricks.recipe import Recipe
 
 CONFIGS = ("adapter_config.json", SIDE_NETWORK)
@@ -52,6 +53,7 @@ def save(
     with atomic_files.new_folder(folder) as aside:
         save_weights(model, aside, weights)
         tokenizer.save_pretrained(aside)
+        ends.write(aside, tokenizer, model.generation_config.eos_token_id)
         config = adapter_config(aside)
         if config:
             content = json.loads(config.read_text())

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 from cria_tricks.adapter import model_card
 from cria_tricks.adapter.folder import CONFIGS, PROVENANCE, RECIPE, write_provenance
@@ -33,7 +34,7 @@ from cria_tricks.common.errors import BadInput, first_line, is_out_of_memory, us
 from cria_tricks.data import sources
 from cria_tricks.hardware import Device
 from cria_tricks.load.adapter_files import SIDE_NETWORK
-from cria_tricks.models import Weights, pretrained
+from cria_tricks.models import Weights, ends, pretrained
 from cria_tricks.recipe import Recipe, from_toml
 from cria_tricks.settings import Lora, Tricks
 
@@ -85,7 +86,7 @@ def merge(
     others = other_than_trained_over(folder, below, other_base)
     model, tokenizer = open_folder(folder, CPU, torch.float32, base=base, other_base=other_base, say=say)
     dtype = _stored_dtype(below)
-    rows = _rows(tokenizer, model.get_input_embeddings().num_embeddings)
+    rows = _rows(tokenizer, pretrained.vocabulary(model))
     unmerged = _logits(model, rows)
     # The limit: how much the unmerged model's logits change when it computes in 16 bits.
     with torch.autocast("cpu", dtype=dtype):
@@ -93,6 +94,7 @@ def merge(
     # How much the adapter changes the logits. If the rounding changes them about as much, the adapter is lost in it.
     with model.disable_adapter():
         plain = _logits(model, rows)
+    _untie(model.get_base_model())  # or the change of the one end would be added to the other, too
     whole = _merged(model, folder)
     with atomic_files.new_folder(target) as aside:
         whole.to(dtype).save_pretrained(aside)
@@ -106,6 +108,7 @@ def merge(
             check["other_base"] = "; ".join(others)
         _refuse_beyond_rounding(folder, check)
         tokenizer.save_pretrained(aside)
+        ends.write(aside, tokenizer, ends.named_in(aside))
         _describe(aside, folder, below, dtype, check)
     return {"merged": str(target), "dtype": _name(dtype), "base": below.name, **check}
 
@@ -120,6 +123,17 @@ def _refuse_unmergeable(folder: Path, config: Path | None) -> None:
         raise BadInput(f"{folder}: a learnt prompt is input and {NOTHING_TO_MERGE}; use it with peft or cria chat")
     if kind != "LORA":
         raise BadInput(f"{folder}: is a {kind} adapter, and only LoRA is merged here; try peft's merge_and_unload")
+
+
+def _untie(model: Any) -> None:
+    """Give the head a weight of its own, if it is tied to the embedding and one of the two is adapted."""
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return
+    if isinstance(head, BaseTunerLayer) or isinstance(embedding, BaseTunerLayer):
+        inner = getattr(head, "base_layer", head)
+        inner.weight = torch.nn.Parameter(inner.weight.detach().clone(), requires_grad=False)
 
 
 def _merged(model: Any, folder: Path) -> Any:

@@ -91,6 +91,8 @@ def open_folder(
         raise BadInput(
             f"{folder}: cannot be loaded: {first_line(error)}; is it whole? cria verify {folder} tells"
         ) from None
+    if below and config and config.name != SIDE_NETWORK and pretrained.changes_nothing(folder):
+        say(f"warning: {folder}: every B of the adapter is zero, as before training, so it changes nothing")
     return model.eval(), tokenizer
 
 

@@ -105,7 +105,7 @@ def train_rows(
         say(f"data.train: {tally.in_words()}")
     if not rows:
         raise BadInput(f"data.train={data.train}: {tally.in_words()}, so there is nothing to train on")
-    return tokenize(rows, tokenizer, data.max_length, data.overflow, data.overlap, tally)
+    return tokenize(rows, tokenizer, data.max_length, data.overflow, data.overlap, tally, bool(data.eos))
 
 
 def eval_rows(recipe: Recipe, held_out: DataSource, tokenizer: Any) -> TokenRows:
@@ -115,4 +115,4 @@ def eval_rows(recipe: Recipe, held_out: DataSource, tokenizer: Any) -> TokenRows
         BadInput: if a row cannot be evaluated.
     """
     data = recipe.data
-    return tokenize(held_out.rows, tokenizer, data.max_length, data.overflow, data.overlap)
+    return tokenize(held_out.rows, tokenizer, data.max_length, data.overflow, data.overlap, add_eos=bool(data.eos))

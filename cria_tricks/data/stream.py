@@ -144,7 +144,7 @@ class Stream(torch.utils.data.IterableDataset):
         if chat.text:
             tally.kinds[chat.kind] += 1
             return list(chunks(document(chat, self.tokenizer), data.max_length, data.overlap))
-        row, longer = token_row(chat, self.tokenizer, data.max_length, data.overflow)
+        row, longer = token_row(chat, self.tokenizer, data.max_length, data.overflow, bool(data.eos))
         if longer:
             tally.count(CUT if row else DROPPED, chat)
         if row is None:

@@ -7,6 +7,7 @@ from typing import Any
 from cria_tricks.common.errors import BadInput, first_line
 from cria_tricks.data.counts import Tally
 from cria_tricks.data.rows import Chat
+from cria_tricks.models import ends
 
 TokenRow = dict[str, list[int]]
 """``input_ids`` and ``labels`` of one row, T integers each; a packed row also has ``position_ids``."""
@@ -77,6 +78,7 @@ def tokenize(
     overflow: str = "truncate",
     overlap: int = 1,
     tally: Tally | None = None,
+    add_eos: bool = False,
 ) -> TokenRows:
     """Tokenise rows and label the tokens that are trained.
 
@@ -92,6 +94,7 @@ def tokenize(
             raises an error. A text is never longer, because it is cut into rows.
         overlap: how many tokens two neighbouring rows of a text share.
         tally: counts of what happened to the rows before; the kinds of rows are added to it.
+        add_eos: whether the last answer of a chat gets the EOS token if its template writes no end (``data.eos``).
 
     Raises:
         BadInput: if the chat template does not fit, a row has nothing left to train on, or no row is left.
@@ -104,7 +107,7 @@ def tokenize(
             tally.kinds[chat.kind] += 1
             rows += chunks(document(chat, tokenizer), max_length, overlap)
             continue
-        row, longer = token_row(chat, tokenizer, max_length, overflow)
+        row, longer = token_row(chat, tokenizer, max_length, overflow, add_eos)
         if row is None:
             dropped += 1
             continue
@@ -165,7 +168,9 @@ def labelled(ids: list[int], unlabelled: int) -> TokenRow:
     return {"input_ids": ids, "labels": [IGNORED] * unlabelled + ids[unlabelled:]}
 
 
-def token_row(chat: Chat, tokenizer: Any, max_length: int, overflow: str) -> tuple[TokenRow | None, bool]:
+def token_row(
+    chat: Chat, tokenizer: Any, max_length: int, overflow: str, add_eos: bool = False
+) -> tuple[TokenRow | None, bool]:
     """Tokenise one chat or completion row.
 
     Returns:
@@ -174,7 +179,7 @@ def token_row(chat: Chat, tokenizer: Any, max_length: int, overflow: str) -> tup
     Raises:
         BadInput: if the chat template does not fit, or the row has nothing left to train on.
     """
-    ids, labels = _chat(chat, tokenizer) if chat.messages else _completion(chat, tokenizer)
+    ids, labels = _chat(chat, tokenizer, add_eos) if chat.messages else _completion(chat, tokenizer)
     if all(label == IGNORED for label in labels[1:]):
         raise BadInput(f"{chat.where}: this model's chat template leaves out what the assistant says")
     labels[0] = IGNORED  # no token comes before the first one to predict it from
@@ -196,7 +201,7 @@ def token_row(chat: Chat, tokenizer: Any, max_length: int, overflow: str) -> tup
     return row, longer
 
 
-def _chat(chat: Chat, tokenizer: Any) -> tuple[list[int], list[int]]:
+def _chat(chat: Chat, tokenizer: Any, add_eos: bool) -> tuple[list[int], list[int]]:
     ids = template(chat.messages, tokenizer, chat.where)
     labels = [IGNORED] * len(ids)
     for turn, message in enumerate(chat.messages):
@@ -208,16 +213,24 @@ def _chat(chat: Chat, tokenizer: Any) -> tuple[list[int], list[int]]:
                     f"{chat.where}: this model's chat template rewrites earlier turns, so the assistant's tokens "
                     "cannot be told from the prompt; use rows with one assistant turn"
                 )
-            # Train up to the EOS token, which ends the turn. The template may write more after it, such as a line
-            # break; that is not trained.
-            end = len(until)
-            while end > len(prefix) + 1 and until[end - 1] != tokenizer.eos_token_id:
-                end -= 1
-            # A template may end turns with another token: then train the whole turn.
-            if until[end - 1] != tokenizer.eos_token_id:
+            # Train up to the token that ends the turn. The template may write more after it, such as a line break; that
+            # is not trained.
+            end = _turn_end(until, len(prefix), tokenizer.eos_token_id)
+            if end is None:
+                end = _turn_end(until, len(prefix), ends.of_template(tokenizer))
+            if end is None:  # train the whole turn; data.eos asks for an EOS token behind the last one
                 end = len(until)
+                if add_eos and end == len(ids):
+                    end += 1
+                    ids = [*ids, tokenizer.eos_token_id]
+                    labels.append(IGNORED)
             labels[len(prefix) : end] = ids[len(prefix) : end]
     return ids, labels
+
+
+def _turn_end(until: list[int], begin: int, end_token: int | None) -> int | None:
+    """Return the place behind the last such token from ``begin`` on; ``None`` if there is none."""
+    return next((place + 1 for place in range(len(until) - 1, begin - 1, -1) if until[place] == end_token), None)
 
 
 def _completion(chat: Chat, tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -93,6 +93,7 @@ def answer_rows(
     batch_size: int,
     max_new_tokens: int,
     text_length: int,
+    add_eos: bool = False,
     console: Console,
     system: str,
 ) -> None:
@@ -111,6 +112,7 @@ def answer_rows(
         batch_size: number of rows that are answered together.
         max_new_tokens: length limit of an answer (tokens).
         text_length: length of the rows into which a text is cut for its loss (tokens).
+        add_eos: as for :func:`cria_tricks.data.tokens.tokenize`.
         console: where progress is shown.
         system: the name of the system in the progress display.
 
@@ -130,7 +132,9 @@ def answer_rows(
                 with waiting.doing(f"answering {len(batch)} rows"):
                     written = _answered(model, tokenizer, {row: prompts[row] for row in batch}, max_new_tokens)
                 # One row at a time: a loss needs the logits of all tokens, while an answer needs only the last token's.
-                losses = {row: reference_loss(model, tokenizer, chats[row], text_length) for row in batch}
+                losses = {
+                    row: reference_loss(model, tokenizer, chats[row], text_length, add_eos=add_eos) for row in batch
+                }
                 answers.add({row: Written(*written[row], *losses[row]) for row in batch})
                 bar.advance(task, len(batch))
                 if not console.is_terminal:
@@ -169,7 +173,9 @@ def _answered(
     return answers
 
 
-def reference_loss(model: Any, tokenizer: Any, chat: Chat, text_length: int = sys.maxsize) -> tuple[float, int]:
+def reference_loss(
+    model: Any, tokenizer: Any, chat: Chat, text_length: int = sys.maxsize, *, add_eos: bool = False
+) -> tuple[float, int]:
     """Return the loss of a row, summed over its trained tokens (nats), and the number of these tokens.
 
     A text is cut into rows of ``text_length`` tokens, which overlap by one token, whatever ``data.overlap`` was in
@@ -179,7 +185,7 @@ def reference_loss(model: Any, tokenizer: Any, chat: Chat, text_length: int = sy
         Diverged: if the loss is not finite, or beyond what any model reaches (:data:`BROKEN`).
     """
     length = text_length if chat.text else sys.maxsize
-    rows = tokenize([chat], tokenizer, length).rows
+    rows = tokenize([chat], tokenizer, length, add_eos=add_eos).rows
     loss = 0.0
     pretrained.refuse_unknown_tokens(model, max(max(row["input_ids"]) for row in rows), "this model")
     for row in rows:

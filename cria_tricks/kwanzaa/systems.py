@@ -18,8 +18,8 @@ from cria_tricks.data.sources import DataSource
 from cria_tricks.kwanzaa.answers import Answers, Written
 from cria_tricks.models import identity
 from cria_tricks.predict.answer_time import Asked
-from cria_tricks.recipe import Recipe, from_toml
-from cria_tricks.settings import BATCH, NEW_TOKENS
+from cria_tricks.recipe import from_toml
+from cria_tricks.settings import BATCH, NEW_TOKENS, Data
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def answers_of_systems(
     prompts = prompt_ids(source.rows, tokenizer)
     with_what = _made_with(folder, below, model, settings)
     if any(chat.text for chat in source.rows):
-        with_what["text_length"] = length_of_texts(folder)
+        with_what["text_length"] = data_of(folder).max_length
     # Each system and the hash of its own files. The base has none: with_what describes its files for both systems.
     asked_for = {"adapter": fingerprint(folder)}
     if base:
@@ -93,6 +93,7 @@ def answers_of_systems(
                     batch_size=settings.batch_size,
                     max_new_tokens=settings.max_new_tokens,
                     text_length=with_what.get("text_length", sys.maxsize),
+                    add_eos=bool(data_of(folder).eos),
                     console=console,
                     system=system,
                 )
@@ -155,12 +156,9 @@ def _asked(model: Any, system: str, folder: Path, below: models.Weights | None, 
         yield open_base(below)
 
 
-def length_of_texts(folder: Path) -> int:
-    """Return the length of the rows into which texts are cut (tokens): that of the training, or the default."""
-    recipe = Recipe()
-    if (folder / RECIPE).is_file():
-        recipe = from_toml(folder / RECIPE)
-    return recipe.data.max_length
+def data_of(folder: Path) -> Data:
+    """Read how rows became tokens in training; the defaults, if the folder does not say it."""
+    return from_toml(folder / RECIPE).data if (folder / RECIPE).is_file() else Data()
 
 
 def base_name(folder: Path, must: bool = True) -> str:

@@ -9,7 +9,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from cria_tricks.data import tokens
 from cria_tricks.data.rows import Chat
 from cria_tricks.load import cache
-from cria_tricks.models import pretrained
+from cria_tricks.models import ends, pretrained
 
 
 def prompt_ids(chats: Sequence[Chat], tokenizer: Any) -> list[list[int]]:
@@ -48,10 +48,10 @@ def answer_batch(
     if len(prompts) > 1 and adapter is not None and adapter.is_prompt_learning:
         # With a learnt prompt, peft drops the position ids, so padding would shift the positions of every token.
         return [answer_batch(model, tokenizer, [prompt], max_new_tokens, stop)[0] for prompt in prompts]
-    ends = _end_tokens(model, tokenizer)
+    stops = ends.stops(tokenizer, model.generation_config.eos_token_id)
     pad = tokenizer.pad_token_id
     if pad is None:
-        pad = ends[0]
+        pad = stops[0]
     longest = max(map(len, prompts))
     padded = []
     masks = []
@@ -70,21 +70,21 @@ def answer_batch(
             max_new_tokens=max_new_tokens,
             do_sample=False,
             pad_token_id=pad,
-            eos_token_id=ends,
+            eos_token_id=stops,
             stopping_criteria=StoppingCriteriaList([_Asked(stop)] if stop else []),
         )
     found = []
     for new in out_BT[:, longest:].tolist():
-        answer = _until_end(new, ends)
-        ended = bool(answer) and answer[-1] in ends
+        answer = _until_end(new, stops)
+        ended = bool(answer) and answer[-1] in stops
         found.append((tokenizer.decode(answer, skip_special_tokens=True), len(answer), ended))
     return found
 
 
-def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
+def _until_end(tokens: list[int], stops: Sequence[int]) -> list[int]:
     """Cut off the padding behind the first end token; it is there because a batch runs until its last answer ends."""
     for place, token in enumerate(tokens):
-        if token in ends:
+        if token in stops:
             return tokens[: place + 1]
     return tokens
 
@@ -97,17 +97,3 @@ class _Asked(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **rest: Any) -> torch.Tensor:
         return torch.full((len(input_ids),), self.stop(), device=input_ids.device)
-
-
-def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """List the ids of the tokens that end an answer: the tokenizer's, and those of the model's generation config.
-
-    The tokenizer names only one. A chat model may end its turns with another one, which only the config names.
-    """
-    ends = [tokenizer.eos_token_id]
-    named = model.generation_config.eos_token_id  # a token, a list of them, or nothing
-    if isinstance(named, list):
-        ends += named
-    elif named is not None:
-        ends.append(named)
-    return list(dict.fromkeys(ends))

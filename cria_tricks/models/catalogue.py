@@ -204,11 +204,6 @@ CATALOGUE: dict[str, Entry] = {
         _gemma3(1152, 26, 4, 1, 6912, 262144, 32768, window=512),
         f"{LITGPT}; context: config.json of mlx-community/gemma-3-1b-pt-6bit",
     ),
-    "gemma-3-4b": Entry(
-        "google/gemma-3-4b-it",
-        _gemma3(2560, 34, 8, 4, 10240, 262208, 131072, window=1024),
-        f"{LITGPT}; vocabulary: config.json of Creekside/gemma-3, the text part alone",
-    ),
     "smollm3-3b": Entry(
         "HuggingFaceTB/SmolLM3-3B",
         _shape("smollm3", 2048, 36, 16, 4, 11008, 128256, 65536, 5e6, tie_word_embeddings=True),

@@ -17,6 +17,10 @@ LONGER_THAN_CONTEXT = (
     "data.max_length={context}, or take a model with a longer context"
 )
 """The warning about a row length that exceeds the model's context, for when the lengths of the rows are not known."""
+MORE_THAN_TEXT = (
+    "model {model}: {kind} takes more than text, such as images, and cria plans and trains models of text alone: name "
+    "one, such as gemma-3-1b"
+)
 SCALINGS = ("linear", "dynamic", "yarn", "longrope", "llama3")
 """The kinds of RoPE scaling in transformers that lengthen the context by a factor."""
 SCALED_ALREADY = ("gemma3_text",)
@@ -92,10 +96,13 @@ def find_config(model: str) -> dict[str, Any]:
     path = usable_path("model", model)
     if path.is_dir():
         path = path / "config.json"
-    if path.is_file():
-        return _read(path)
-    models.refuse_unknown(model)
-    return _read(network.config_of(model))
+    if not path.is_file():
+        models.refuse_unknown(model)
+        path = network.config_of(model)
+    config = _read(path)
+    if isinstance(config.get("text_config"), dict):
+        raise BadInput(MORE_THAN_TEXT.format(model=model, kind=config.get("model_type")))
+    return config
 
 
 def beyond_context(context: int, tokens: int) -> list[str]:
@@ -116,7 +123,6 @@ def context_of(model: str) -> int:
         config = find_config(model)
     except BadInput:
         return 0
-    config = config.get("text_config") or config  # a model that also takes images describes its text part there
     found = config.get("max_position_embeddings")
     if found is None:
         found = KINDS.get(str(config.get("model_type")), {}).get("max_position_embeddings")
@@ -131,7 +137,7 @@ def scaled_context(config: Mapping[str, Any], context: int) -> int:
     factor then counts from ``original_max_position_embeddings``, or from this length. The longer one is meant.
 
     Args:
-        config: the content of ``config.json``; of a model that also takes images the text part.
+        config: the content of ``config.json``.
         context: its ``max_position_embeddings``, or the default of its type.
     """
     # transformers 5 writes rope_parameters, for each kind of attention where these differ; before, it was rope_scaling,

@@ -11,6 +11,7 @@ class may list old tensors that its newer code ignores.
 
 import contextlib
 import io
+import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -94,12 +95,17 @@ def refuse_unknown_tokens(model: Any, highest_id: int, what: str) -> None:
     Raises:
         BadInput: if that id is not below the model's vocabulary size.
     """
-    vocabulary = model.get_input_embeddings().num_embeddings
-    if highest_id >= vocabulary:
+    words = vocabulary(model)
+    if highest_id >= words:
         raise BadInput(
-            f"{what}: its tokenizer gives token {highest_id}, and its vocabulary has {vocabulary}; the two do not "
+            f"{what}: its tokenizer gives token {highest_id}, and its vocabulary has {words}; the two do not "
             "belong together: put the model's own tokenizer into the folder"
         )
+
+
+def vocabulary(model: Any) -> int:
+    """Return how many tokens have an embedding, which an adapter may have wrapped."""
+    return model.get_input_embeddings().weight.shape[0]
 
 
 def causal_lm(folder: str | Path, name: str, **options: Any) -> Any:
@@ -255,14 +261,20 @@ def adapter(model: Any, folder: Path) -> Any:
 
     peft_probes.ignore_unusable()
     file = folder / "adapter_model.safetensors"
-    adapted = PeftModel.from_pretrained(model, str(folder))
     with safe_open(file, framework="np") as opened:
         stored = set(opened.keys())
+        # If words were added, or embedding or head are adapted, peft saves these two whole, too.
+        saved = {key for key in stored if key.startswith(_ends(model)) and "lora_" not in key}
+        rows = {opened.get_slice(key).get_shape()[0] for key in saved if key.endswith(".weight")}
+    if len(rows) == 1 and rows != {vocabulary(model)}:
+        model.resize_token_embeddings(*rows, mean_resizing=False)  # their numbers come from the file
+    _refuse_unsaved_words(folder, vocabulary(model))
+    adapted = PeftModel.from_pretrained(model, str(folder))
     # peft lists what it would write for this adapter, so the names are those of the file. Without False it would guess
     # whether to add the base's embeddings.
     wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
     missing = sorted(wanted - stored)
-    unknown = sorted(stored - wanted)
+    unknown = sorted(stored - wanted - saved)
     _refuse_wrapped(unknown, missing, f"adapter {folder}")
     if missing:
         raise BadInput(f"adapter {folder}: {_some(missing)} missing in {file.name}; {ADAPTER_AGAIN}")
@@ -275,6 +287,31 @@ def adapter(model: Any, folder: Path) -> Any:
     if broken:
         raise BadInput(f"adapter {folder}: {broken} in {file.name} holds NaN or infinity; train the adapter again")
     return adapted
+
+
+def changes_nothing(folder: Path) -> bool:
+    """Tell whether every B of a LoRA adapter is zero, as before training, so that it changes nothing."""
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as opened:
+        thin = [name for name in opened.keys() if ".lora_B." in name or ".lora_embedding_B" in name]  # noqa: SIM118
+        return bool(thin) and not any(opened.get_tensor(name).any() for name in thin)
+
+
+def _ends(model: Any) -> tuple[str, ...]:
+    """Return how peft's names of the weights of embedding and head begin."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return tuple(f"base_model.model.{path}." for path, module in model.named_modules() if module in ends)
+
+
+def _refuse_unsaved_words(folder: Path, words: int) -> None:
+    """Refuse an adapter that trains added words, if neither its file nor the base has them."""
+    trained = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("trainable_token_indices")
+    listed = trained.values() if isinstance(trained, dict) else [trained or []]
+    highest = max((number for numbers in listed for number in numbers), default=0)
+    if highest >= words:
+        raise BadInput(
+            f"adapter {folder}: trains token {highest}, and the base has {words}: its added tokens were not saved with "
+            "it (save_embedding_layers=False in peft); save it with them, or name the base that has them with --base"
+        )
 
 
 def _refuse(info: Mapping[str, Collection[Any]], name: str) -> None:

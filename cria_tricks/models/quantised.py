@@ -83,11 +83,8 @@ def refuse_file(path: Path, name: str) -> None:
 
 
 def _described(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a config says about quantised weights; of a model that takes images it may stand in the text part."""
-    text = config.get("text_config")
-    parts = [config, text] if isinstance(text, Mapping) else [config]
-    found = [part[field] for part in parts for field in FIELDS if isinstance(part.get(field), Mapping)]
-    return next((one for one in found if one), {})
+    """Return what a config says about quantised weights; empty if it says nothing."""
+    return next((config[field] for field in FIELDS if config.get(field) and isinstance(config[field], Mapping)), {})
 
 
 def _instead(name: str) -> str:

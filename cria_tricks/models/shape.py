@@ -202,20 +202,17 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
     """Read the shape of a model from its config.
 
     Args:
-        config: the content of ``config.json``; of a model that also takes images only the text part is used.
+        config: the content of ``config.json``.
         name: the model's name, also for error messages.
 
     Raises:
         BadInput: if the model is not a decoder of a known type, or a field is missing or not a positive whole number.
     """
-    whole = config
-    if isinstance(config.get("text_config"), Mapping):
-        config = config["text_config"]
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in KINDS:
         raise BadInput(f"model {name}: we cannot estimate model_type {kind!r}; supported: {', '.join(KINDS)}")
-    _refuse_other_heads(whole, name)
-    stored_by = quantised.settings_of(whole, name)
+    _refuse_other_heads(config, name)
+    stored_by = quantised.settings_of(config, name)
     config = {**KINDS[kind], **config}  # transformers' defaults stand for missing fields
     number = functools.partial(_number, config, name)
     for field in REQUIRED:  # all of them first, so that a missing field is named before any other error

@@ -96,7 +96,6 @@ def lines_of_peak(recipe: Recipe, plan: Plan, memory: Bill, evaluated: int) -> t
         evaluated: the tokens of the longest evaluation row; 0 for ``data.max_length``.
     """
     config = find_config(recipe.model)
-    config = config.get("text_config") or config  # of a model that also takes images, the part for text
     longest = recipe.data.max_length
     shape = AutoConfig.for_model(**config)
     run = dry_run(plan, shape, recipe.train.batch_size, longest, evaluated=evaluated or longest)

@@ -140,7 +140,6 @@ def answer(target: Target, recipe: Recipe, shorter: float, say: Callable[[str], 
     """
     plan = target.resolve(recipe)
     config = find_config(recipe.model)
-    config = config.get("text_config") or config  # of a model that also takes images, the part for text
     rows, tokens = recipe.train.batch_size, recipe.data.max_length
     expandable = recipe.train.expandable_segments
     made = film(

@@ -43,12 +43,12 @@ def prepare(
     source = open_files(sources.place_of_files(data.train))
     held_out = sources.find(data.eval, "eval")
     weights = models.find(recipe.model)
-    tokenizer = load_tokenizer(weights)
+    tokenizer = load_tokenizer(weights, data.eos)
     about = layout.made_of(data, source, held_out, tokenizer, weights.name)
     if out.exists():
         return _already_there(out, about)
     work = out.with_name(out.name + write.WORK)
-    job = write.Preparation(data, source, source.shards(), held_out, partial(load_tokenizer, weights), work)
+    job = write.Preparation(data, source, source.shards(), held_out, partial(load_tokenizer, weights, data.eos), work)
     try:
         return write.write(job, out, about, processes, progress)
     except BadInput as error:

@@ -7,6 +7,7 @@ been checked.
 import contextlib
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, set_seed
@@ -26,6 +27,7 @@ from cria_tricks.load.model import STARTS, count_trainable, load, load_tokenizer
 from cria_tricks.measure.memory import Meter, every_tensor
 from cria_tricks.measure.monitor import Monitor
 from cria_tricks.measure.profiler import Profile
+from cria_tricks.models import ends
 from cria_tricks.models.configs import context_of
 from cria_tricks.models.shape import Shape
 from cria_tricks.predict.evaluation import Evaluated
@@ -63,10 +65,12 @@ def carry_out(job: Job) -> dict[str, Any]:
     weights = models.fetch(models.find(recipe.model), job.folders.revision)
     refuse_unfit(plan, weights)
     began_over = job.folders.record_base(weights, other_base=job.other_base)
-    tokenizer = load_tokenizer(weights)
+    tokenizer = load_tokenizer(weights, recipe.data.eos)
     with doing("turning rows into tokens"):
         rows = _rows(job, tokenizer)
     job.warn(report.data_warnings(rows, recipe, context_of(weights.path)))
+    if any(part.tally.kinds.get("chat") for part in rows.values()) and not recipe.data.eos:
+        job.warn(ends.warnings(tokenizer, ends.named_in(Path(weights.path))))
     highest_id = max(part.highest_id for part in rows.values())
     numbers = count_trainable(plan, weights, highest_id)
     with world.entered_on_rank_zero(job.folders.claimed(numbers, plan.optimizer["bits"])):

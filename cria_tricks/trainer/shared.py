@@ -198,8 +198,17 @@ class SharedTrainer(ResumableTrainer):
         if not torch.isfinite(loss):
             raise Diverged(
                 f"the loss is {loss.item()} at step {self.state.global_step + 1}; stopped before the optimizer "
-                "touched any weight. Try a lower train.learning_rate" + (", or bf16" if self.args.fp16 else "")
+                f"touched any weight. {self._what_to_try()}"
             )
+
+    def _what_to_try(self) -> str:
+        """Say what may cure numbers that are not finite."""
+        done = self.state.global_step
+        if self.args.fp16:
+            instead = "bf16 or fp32" if self.plan.device.real_bf16 else "fp32"
+            cure = f"fp16 ends at 65,504: try tricks.precision={instead}"
+            return f"{cure}, or a lower train.learning_rate" if done else f"No weight has moved yet. {cure}"
+        return "Try a lower train.learning_rate" if done else "No weight has moved yet: look at the model and its dtype"
 
     def forward_and_backward(self, model, inputs, num_items_in_batch):
         """Compute a micro-batch's loss and its gradients, as transformers does; a pipeline does it in another way."""
@@ -233,7 +242,7 @@ class SharedTrainer(ResumableTrainer):
         tokens = int(self.world.sum(torch.tensor(tokens)).item())
         loss = self.world.sum(total).item() / tokens
         if not math.isfinite(loss):
-            raise Diverged(f"the evaluation loss is {loss} at step {self.state.global_step}")
+            raise Diverged(f"the evaluation loss is {loss} at step {self.state.global_step}. {self._what_to_try()}")
         metrics = {
             f"{metric_key_prefix}_loss": loss,
             f"{metric_key_prefix}_tokens": tokens,

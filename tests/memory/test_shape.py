@@ -5,12 +5,16 @@ import re
 from dataclasses import replace
 
 import pytest
+from transformers import AutoConfig
 
 from cria_tricks import models
 from cria_tricks.common.errors import BadInput
+from cria_tricks.load.model import built_empty
 from cria_tricks.models.catalogue import CATALOGUE, CONFIGS
 from cria_tricks.models.configs import KINDS
 from cria_tricks.models.shape import REQUIRED, find_shape, shape_of
+from cria_tricks.recipe import Recipe
+from cria_tricks.resolve import resolve
 
 PUBLISHED = {
     "smollm2": 134_515_008,
@@ -136,13 +140,18 @@ def test_a_window_counts_where_a_block_has_one(kind, fields, window):
     assert of(kind, **fields).window == window
 
 
-def test_of_a_model_that_also_sees_the_text_part_is_read():
-    """Gemma-3-4B's config, which leaves out heads and vocabulary."""
+def test_a_model_that_also_sees_is_refused(tmp_path):
+    """An adapter of Gemma-3-4B would lie in its vision tower, too, for which there are no rows and no bill."""
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
-    seeing = {"model_type": "gemma3", "vision_config": {"hidden_size": 1152}, "text_config": text}
-    shape = shape_of(seeing, "gemma-3-4b")
-    assert (shape.kind, shape.heads, shape.kv_heads, shape.vocabulary) == ("gemma3_text", 8, 4, 262_208)
-    assert shape.weights == parameters(text) == 3_880_263_168
+    config = {"model_type": "gemma3", "vision_config": {"hidden_size": 1152}, "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput, match="gemma3 takes more than text, such as images"):
+        find_shape(str(tmp_path))
+    built = AutoConfig.for_model(
+        "gemma3", text_config={**text, "num_hidden_layers": 1}, vision_config={"num_hidden_layers": 1}
+    )
+    with pytest.raises(BadInput, match="gemma3 takes more than text, such as images"):
+        built_empty(resolve(Recipe()), built, "this-one")
 
 
 def test_widths_by_hand():

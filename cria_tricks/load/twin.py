@@ -1,0 +1,341 @@
+"""Try a technique on a tiny twin of a model, and refuse the families of models in which it is not exact.
+
+Packing is exact only if a model keeps documents apart by their positions, checkpointing only if a block may run twice,
+and every loss only if the model's head adds up what it is told to. transformers has more than a hundred families, and
+no list of names would outlive its next version. So a twin of the model is built: its class and its config, with fewer
+heads, fewer words, narrower matrices, a window of a few tokens, and only so many blocks that each kind of block is
+there. On it both ways are computed, with random weights in fp32. A twin takes a second or two, once for each class,
+version and kind of config: what it has shown is kept in the cache folder.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import AutoModelForCausalLM
+
+from cria_tricks.common import packages
+from cria_tricks.common.errors import BadInput, first_line
+from cria_tricks.data.batches import PadToLongest
+from cria_tricks.data.tokens import IGNORED
+from cria_tricks.load.losses import chunked_loss_sum, full_loss_sum
+from cria_tricks.models import weight_files
+from cria_tricks.step_plan import Plan
+from cria_tricks.tricks.packing import IMPLEMENTATION, pack
+
+WORDS = 96
+WINDOW = 8
+HEADS = 2
+LENGTHS = (14, 19)
+"""Tokens of the two rows: more than the twin's window, and more than one chunk of recurrent blocks' kernels needs."""
+LARGEST = 200_000_000
+"""A twin with more weights is not built [weights]."""
+EQUAL = 1e-3
+"""Largest difference, as a share of the compared numbers' standard deviation. Rounding in fp32 gives 1e-5 or less; of a
+neighbour that should not be seen, 1e-2 at the least."""
+UNTRIED = "a tiny one cannot be built"
+_COUNTED = re.compile(r"(^|_)(n_head|heads|heads_kv|n_groups|num_query_groups)$")
+"""Fields of a config that count heads or groups of heads."""
+_WIDE = re.compile(
+    r"^(hidden_size|d_model|n_embd|dim|n_inner|d_ff|dff|lru_width|d_inner|hidden_dim|embedding_size|mamba_d_ssm"
+    r"|word_embed_proj_dim|attention_hidden_size|ffn_hidden_size|feed_forward_hidden_size|.*ffn_dim"
+    r"|.*intermediate_(size|dim).*|moe_.*_size)$"
+)
+"""Fields that are a width of the whole model, that is, a multiple of the number of heads."""
+
+
+class Unequal(Exception):
+    """A twin has shown that two ways, which should be equal, are not; the message says it."""
+
+
+def refuse(plan: Plan, model: Any, name: str) -> None:
+    """Refuse a plan with a technique that is not exact in a model's family.
+
+    Args:
+        plan: what would run.
+        model: the model, built without its weights.
+        name: what errors call it.
+
+    Raises:
+        BadInput: names the family, what was found, and what to set instead.
+    """
+    kind = model.config.model_type
+    instead = {
+        "loss": "take a model of another family",
+        "packing": "set tricks.packing=false",
+        "checkpointing": "set tricks.gradient_checkpointing=false",
+        "chunked loss": "set tricks.chunked_loss=false",
+    }
+    wanted = ["loss"]
+    wanted += ["packing"] if plan.collator else []
+    wanted += ["checkpointing"] if plan.checkpointing.get("blocks") else []
+    wanted += ["chunked loss"] if plan.loss["kind"] == "chunked" else []
+    found = tried(model, plan.model.get("attn_implementation", ""), wanted)
+    for technique in wanted:
+        said = found[technique]
+        if said.startswith(UNTRIED):
+            raise BadInput(
+                f"model {name}: {technique} cannot be tried for models of kind {kind}: {said}; {instead[technique]}"
+            )
+        if said:
+            raise BadInput(
+                f"model {name}: {technique} is not exact in models of kind {kind}: on a tiny one {said}; "
+                f"{instead[technique]}"
+            )
+
+
+def tried(model: Any, attention: str, techniques: Sequence[str]) -> dict[str, str]:
+    """Try techniques on a twin of a model, or look up what an earlier twin has shown.
+
+    Args:
+        model: a causal language model, which may be on the meta device.
+        attention: the attention function that would run.
+        techniques: keys of :data:`TRIALS`.
+
+    Returns:
+        For each technique what is wrong with it, in words; empty if it is right.
+    """
+    if attention == "flash_attention_2":  # it needs a GPU; it is told of documents in the same way as these two
+        attention = IMPLEMENTATION if model._supports_sdpa else "eager"
+    config = model.config
+    about = json.dumps({**_sizeless(config), "attention": attention}, sort_keys=True, default=str)
+    versions = [importlib.metadata.version(package) for package in ("torch", "transformers")]
+    key = f"{type(model).__name__} {' '.join(versions)} {hashlib.sha256(about.encode()).hexdigest()[:16]}"
+    known: dict[str, str] = weight_files.remembered(key) or {}
+    missing = [technique for technique in techniques if technique not in known]
+    if missing:
+        # Outside of what may count or replace the operations of the model itself, and on the CPU whatever is chosen.
+        with _disable_current_modes(), torch.device("cpu"):
+            twin, why = _twin(model, attention)
+            for technique in missing:
+                known[technique] = f"{UNTRIED} ({why})" if why else _said(TRIALS[technique], twin)
+        weight_files.remember({key: known})
+    return known
+
+
+def _said(trial: Callable[[Any], None], twin: Any) -> str:
+    """Carry out a trial, and return what it has found; empty if all was equal."""
+    try:
+        trial(twin)
+    except Unequal as error:
+        return str(error)
+    except Exception as error:  # of a family's own code, which may refuse what it is given in any way
+        packages.pass_on(error)
+        return f"it ends in {type(error).__name__}: {first_line(error).removesuffix('.')}"
+    return ""
+
+
+def _twin(model: Any, attention: str) -> tuple[Any, str]:
+    """Build a twin with drawn weights; or ``None``, and why there is none."""
+    why = "it would be too large"
+    blocks = _blocks_needed(model)
+    for narrower in _divisors(model.config):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            try:
+                config = shrunk(model.config, blocks, narrower)
+                with torch.device("meta"):
+                    empty = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+                if sum(weight.numel() for weight in empty.parameters()) > LARGEST:
+                    continue
+                chosen = {"attn_implementation": attention} if attention else {}
+                twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen).eval()
+                twin.config.use_cache = False
+                for weight in twin.parameters():
+                    if weight.dim() > 1:
+                        torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+                _logits(twin, _rows()[:1])
+                return twin, ""
+            except Exception as error:  # of a family's own code, which may refuse a small config in any way
+                packages.pass_on(error)
+                why = f"{type(error).__name__}: {first_line(error)}"
+    return None, why
+
+
+def shrunk(config: Any, blocks: int, narrower: int) -> Any:
+    """Return a config like this one, but of a small model.
+
+    Args:
+        config: transformers' config of a model.
+        blocks: the number of blocks that are left, from the first on.
+        narrower: heads and widths are divided by it.
+    """
+    names = type(config).attribute_map or {}
+    layers = names.get("num_hidden_layers", "num_hidden_layers")
+    made: dict[str, Any] = {}
+    for field, value in _fields(config).items():
+        if field == layers:
+            value = blocks
+        elif isinstance(value, list) and len(value) == config.num_hidden_layers:
+            value = [_narrowed(one, narrower) if _WIDE.match(field) else one for one in value[:blocks]]
+        elif field == "per_layer_config" and isinstance(value, dict):
+            value = {block: one for block, one in value.items() if int(block) < blocks}
+        elif type(value) is int and value > 1 and _COUNTED.search(field):
+            value = max(1, value // narrower)
+        elif _WIDE.match(field):
+            value = _narrowed(value, narrower)
+        made[field] = value
+    return type(config)(**made)
+
+
+def _narrowed(width: Any, by: int) -> Any:
+    """Divide a width; one that leaves a rest becomes a multiple of 16, which the kernels of experts need."""
+    if type(width) is not int or width < 2:
+        return width
+    return width // by if width % by == 0 else -(-width // by // 16) * 16
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """Return the fields of a config, with few words, a short window and no dropout, and without names of files."""
+    found = {}
+    words = (type(config).attribute_map or {}).get("vocab_size", "vocab_size")
+    for field, value in config.to_dict().items():
+        if field in ("quantization_config", "model_type", "transformers_version", "architectures", "_name_or_path"):
+            continue
+        if field == "dtype":
+            continue
+        if field == words or field.startswith("vocab_size"):
+            value = WORDS
+        elif field.endswith("_token_id"):
+            value = None if value is None else {"pad": 0, "bos": 1, "eos": 2}.get(field[:3], 3)
+        elif "window" in field and type(value) is int:
+            value = min(value, WINDOW)
+        elif re.search("drop", field) and isinstance(value, float):
+            value = 0.0
+        found[field] = value
+    return found
+
+
+def _sizeless(config: Any) -> dict[str, Any]:
+    """Return the fields that decide what a twin shows: those that are no size."""
+    return {field: value for field, value in _fields(config).items() if type(value) is not int or value < HEADS}
+
+
+def _divisors(config: Any) -> list[int]:
+    """Return by what to divide heads and widths: so that few heads are left; if that fails, four, one, and all."""
+    heads = _fields(config).get((type(config).attribute_map or {}).get("num_attention_heads", "num_attention_heads"))
+    if type(heads) is not int:  # a model without attention, or with other numbers in each block
+        heads = getattr(config, "num_heads", 0) or 1
+    divisors = [by for by in range(2, heads) if heads % by == 0]
+    few = [max((by for by in divisors if heads // by >= left), default=heads) for left in (HEADS, 4)]
+    return list(dict.fromkeys((*few, heads, 1)))
+
+
+def _blocks_needed(model: Any) -> int:
+    """Return how many of the first blocks have each kind of block among them, and two at least."""
+    config = model.config
+    layers = getattr(config, "num_hidden_layers", 0)
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == layers]
+    if not lists:
+        return 2
+    named = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [""] * layers
+    kinds = [
+        (named[number], *sorted(f"{path} {type(part).__name__}" for path, part in block.named_modules()))
+        for number, block in enumerate(lists[0])
+    ]
+    return max(2, *(kinds.index(kind) + 1 for kind in kinds))
+
+
+def _rows() -> list[dict[str, list[int]]]:
+    """Draw two rows; the first five tokens of each are no labels."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randint(4, WORDS, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [{"input_ids": ids, "labels": [IGNORED] * 5 + ids[5:]} for ids in drawn]
+
+
+@torch.no_grad()
+def _logits(twin: Any, rows: Sequence[dict[str, list[int]]]) -> torch.Tensor:
+    """Compute the logits of a batch of rows, shape (B, T, V)."""
+    batch = PadToLongest(0)(rows)
+    del batch["labels"]
+    return twin(**batch, use_cache=False).logits
+
+
+def _compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Raise an error if two tensors of one shape differ by more than rounding."""
+    difference = ((found - expected).abs().max() / expected.std()).item()
+    if not difference <= EQUAL:
+        raise Unequal(f"{what} differ by {difference:.2g} standard deviations")
+
+
+def _loss(twin: Any) -> None:
+    """Compare the head's loss with the sum over the trained tokens, and look whether a token sees later ones."""
+    one, other = _rows()
+    later = {**other, "input_ids": [*other["input_ids"][:-1], 4 + (other["input_ids"][-1] + 1) % (WORDS - 4)]}
+    before = slice(None, -1)
+    _compare(_logits(twin, [later])[:, before], _logits(twin, [other])[:, before], "logits before a token that changes")
+    batch = PadToLongest(0)([one, other])
+    logits = _logits(twin, [one, other])[:, :-1].float()
+    expected = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum").item()
+    with torch.no_grad():
+        _compare_losses(full_loss_sum(twin, batch).item(), expected)
+
+
+def _compare_losses(found: float, expected: float) -> None:
+    if not abs(found / expected - 1) <= EQUAL:
+        raise Unequal(f"the loss is {found:.4g} and not {expected:.4g}, the sum over the trained tokens")
+
+
+def _packing(twin: Any) -> None:
+    """Compare the logits of packed rows with those of each row alone."""
+    rows = _rows()
+    (packed,) = pack(rows, sum(LENGTHS))
+    first, second = sorted(rows, key=lambda row: packed["input_ids"][: len(row["input_ids"])] != row["input_ids"])
+    alone = torch.cat([_logits(twin, [first]), _logits(twin, [second])], dim=1)
+    # Only if a row sees its neighbour where nothing keeps them apart can the comparison show anything.
+    joined = {name: packed[name] for name in ("input_ids", "labels")}
+    begin = len(first["input_ids"])
+    if ((_logits(twin, [joined]) - alone)[:, begin:].abs().max() / alone.std()).item() < 10 * EQUAL:
+        raise Unequal("it does not show whether a row sees its neighbour")
+    _compare(_logits(twin, [packed]), alone, "logits of packed rows and of each row alone")
+
+
+def _gradients(twin: Any, loss: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return all gradients of a loss, in one line."""
+    weights = [weight for weight in twin.parameters() if weight.requires_grad]
+    found = torch.autograd.grad(loss(), weights, allow_unused=True)
+    return torch.cat([gradient.flatten() for gradient in found if gradient is not None])
+
+
+def _checkpointing(twin: Any) -> None:
+    """Compare the gradients with and without checkpointed blocks."""
+    batch = PadToLongest(0)(_rows())
+    twin.train()
+    try:
+        expected = _gradients(twin, lambda: full_loss_sum(twin, batch))
+        enable = getattr(twin, "activation_checkpointing_enable", None) or twin.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+        found = _gradients(twin, lambda: full_loss_sum(twin, batch))
+    finally:
+        twin.eval()
+        with_blocks = getattr(twin, "activation_checkpointing_disable", None) or twin.gradient_checkpointing_disable
+        with_blocks()
+    _compare(found, expected, "gradients with and without it")
+
+
+def _chunked(twin: Any) -> None:
+    """Compare the chunked loss with the sum over the trained tokens."""
+    rows = _rows()
+    batch = PadToLongest(0)(rows)
+    logits = _logits(twin, rows)[:, :-1].float()
+    expected = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum").item()
+    head = twin.get_output_embeddings()
+    head.requires_grad_(False)  # the chunked loss is for a frozen head
+    with torch.no_grad():
+        _compare_losses(chunked_loss_sum(twin, batch, 8).item(), expected)
+    head.requires_grad_(True)
+
+
+TRIALS: dict[str, Callable[[Any], None]] = {
+    "loss": _loss,
+    "packing": _packing,
+    "checkpointing": _checkpointing,
+    "chunked loss": _chunked,
+}
+"""For each technique what is tried; it raises :class:`Unequal`, or any error of the family's own code."""

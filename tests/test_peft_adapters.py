@@ -1,0 +1,83 @@
+"""Adapters as plain peft writes them open, answer and merge as in peft: new words, saved modules, adapted ends."""
+
+import json
+import re
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cria_tricks import models
+from cria_tricks.adapter.chat import answer
+from cria_tricks.adapter.merge import merge
+from cria_tricks.adapter.opening import open_folder
+from cria_tricks.load.model import load_tokenizer
+
+TINY = "random:tiny"
+NEW = 40  # more than the rows that the base's embedding has left over
+KINDS = {
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+    "both ends": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    "saved head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "saved ends": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "some words": {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [5, 6]}},
+    "new words": {"target_modules": ["q_proj"]},
+    "new words, saved": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "new words, trained": {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [5, -1]}},
+}
+
+
+@pytest.fixture
+def written(tmp_path, request):
+    """An adapter that peft has written, and the logits and the model that it had."""
+    config = json.loads(json.dumps(KINDS[request.param]))
+    base = AutoModelForCausalLM.from_pretrained(models.find(TINY).path, dtype=torch.float32)
+    tokenizer = load_tokenizer(models.find(TINY))
+    torch.manual_seed(0)
+    if "new" in request.param:
+        tokenizer.add_tokens([f"<new{number}>" for number in range(NEW)])
+        base.resize_token_embeddings(base.get_input_embeddings().num_embeddings + NEW)
+        if "trainable_token_indices" in config:
+            config["trainable_token_indices"]["embed_tokens"][1] = len(tokenizer) - 1
+    made = peft.get_peft_model(base, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **config))
+    for weight in made.parameters():
+        if weight.requires_grad:
+            weight.data += 0.05 * torch.randn_like(weight)
+    made.save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    about = tmp_path / "adapter" / "adapter_config.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"base_model_name_or_path": TINY}))
+    return tmp_path / "adapter", made.eval()
+
+
+@pytest.mark.parametrize("written", KINDS, indirect=True)
+def test_it_answers_and_is_merged_as_in_peft(written):
+    folder, theirs = written
+    ids = torch.tensor([[5, 6, 7, 8, theirs.get_input_embeddings().weight.shape[0] - 1]])
+    with torch.no_grad():
+        expected = theirs(ids).logits
+    model, tokenizer = open_folder(folder, dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.allclose(model(ids).logits, expected, atol=1e-5)
+    assert isinstance(answer(model, tokenizer, [{"role": "user", "content": "?"}], 2), str)
+    found = merge(folder)
+    assert found["largest_difference"] <= found["bound"]
+    whole = AutoModelForCausalLM.from_pretrained(found["merged"], dtype=torch.float32)
+    with torch.no_grad():
+        assert (whole(ids).logits - expected).abs().max() <= 2 * found["bound"]
+    assert len(AutoTokenizer.from_pretrained(found["merged"])) == len(tokenizer)
+
+
+def test_an_adapter_that_was_never_trained_is_warned_of(tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(models.find(TINY).path)
+    made = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    made.save_pretrained(tmp_path / "adapter")
+    load_tokenizer(models.find(TINY)).save_pretrained(tmp_path / "adapter")
+    said: list[str] = []
+    open_folder(tmp_path / "adapter", base=TINY, say=said.append)
+    assert re.search("every B of the adapter is zero, as before training, so it changes nothing", " ".join(said))
+    said.clear()
+    merge(tmp_path / "adapter", base=TINY, say=said.append)
+    assert "so it changes nothing" in " ".join(said)
