@@ -43,6 +43,9 @@ _BETWEEN: dict[tuple[int, int], Each] = {
         (42, 66),
     ),  # with trained norms; fp32 LoRA, whose norms are frozen, moves up to 6 % less
 }
+# The part of the first pairs that belongs to the inputs of products: their casts, and the sums of the gradients that
+# several matrices give to a shared input.
+_OF_INPUTS = {HALF: (0, 18), MIXED: (30, 66), FULL: (0, 36)}
 # Traffic for one element of an adapter's input. peft casts the input to fp32, and autocast casts it back to 16 bits: 6
 # bytes each. The first is not needed if the input is fp32 already, and neither is needed if products are fp32, too.
 _ADAPTER_CAST = {HALF: 12, MIXED: 6, FULL: 0}
@@ -319,3 +322,27 @@ def fetched(work: Work) -> float:
     """Return the bytes of the weights of streamed blocks that come from the host."""
     of_block = work.stored_itemsize * sum(d_in * d_out for d_in, d_out in work.shape.packable.values())
     return work.fetched_blocks * of_block
+
+
+def in_pieces(work: Work, before: Count, pieces: int) -> tuple[int, int]:
+    """Count the traffic between the products of a block if N processes divide the tokens of its residual stream.
+
+    Sequence parallelism (``parallel/sequence.py``) divides norms and residual sums. The inputs of products are
+    gathered, so what is done to them is whole in each process.
+
+    Args:
+        work: the step of one of the processes.
+        before: counts it without that.
+        pieces: the number of processes, N.
+
+    Returns:
+        Bytes for one position of the whole rows in one block, forward and backward.
+    """
+    key = work.hidden_itemsize, work.compute_itemsize
+    fused = _FUSED_BLOCKS[key][0] if work.written_in_place else (0, 0)
+    divided = (each - less - whole for each, less, whole in zip(_BETWEEN[key][0], fused, _OF_INPUTS[key], strict=True))
+    forward, backward = (
+        total - round(work.shape.width * each * (1 - 1 / pieces))
+        for total, each in zip(before(work), divided, strict=True)
+    )
+    return forward, backward

@@ -8,14 +8,19 @@ process shrinks. Therefore, at some N, doubling N gains almost nothing.
 
 The time of the collectives is added to the computing time. What a strategy can hide behind the backward pass is given
 as ``overlap``. The computing time is the estimate of ``bill/step_time.py`` for the work of one process, the middle of a
-range. The N at which more GPUs stop helping is no better known. One link stands for all: where a ring crosses several
-links, take the slowest.
+range. The N at which more GPUs stop helping is no better known.
+
+One link stands for all: where a ring crosses several links, take the slowest. Between machines the ports of a machine
+add up (:meth:`Link.over`), because NCCL lays a ring through each of them. This needs NVLink inside the machines: over
+PCIe several ports help little (NCCL's author: nccl issue 412).
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
+from cria_tricks.bill import moved_bytes, step_time
 from cria_tricks.bill.calls import Call, ring_share
 from cria_tricks.bill.step_time import HEAD
 from cria_tricks.common.errors import BadInput
@@ -31,7 +36,7 @@ StrategyTraffic = Callable[[Recipe, Shape, int], list[Call]]
 
 @dataclass(frozen=True)
 class Link:
-    """A link between processes, as one of them sees it, in one direction.
+    """A link between processes, as one of them sees it, in one direction; between machines, one port of each machine.
 
     Attributes:
         name: its name.
@@ -54,6 +59,13 @@ class Link:
         """The rate that collectives reach [bytes/s]."""
         return self.peak * self.reached
 
+    def over(self, ports: float) -> "Link":
+        """Return the link of a ring that has so many ports of each machine; 1/2 if two groups share a port.
+
+        If each card has a port, a ring has as many as it has cards in a machine. A single send has one at most.
+        """
+        return replace(self, peak=self.peak * ports, reached=self.reached * (_TOGETHER if ports > 1 else 1))
+
     def seconds(self, call: Call) -> float:
         """Estimate the time that a call takes in one optimizer step, all its repetitions together [s]."""
         n = call.processes
@@ -62,8 +74,13 @@ class Link:
         return call.times * (self.start + hops * self.hop) + call.sent / self.rate
 
 
-# NCCL 2.30's constants for large calls over a ring [s], from src/graph/tuning.cc: the start of a call, and one hop over
-# NVLink, over PCIe and over a network.
+_TOGETHER = 86 / (4 * 24)
+"""What several ports of a machine reach together, of the sum of what each reaches alone [ratio]: two machines of eight
+A100s reached 86 GB/s over four HDR ports each, and 24 over one (measured: nccl-tests issue 175, nccl issue 1048)."""
+
+# NCCL 2.30's constants for large calls over a ring (its protocol Simple) [s], from src/graph/tuning.cc: the start of a
+# call, and one hop over NVLink, over PCIe and over a network. For small calls NCCL takes the protocol LL, which starts
+# after 6.6e-6 and hops in 0.6e-6, 1.0e-6 and 2.7e-6, at a lower rate. So small calls take less than these say.
 _START = 8.4e-6
 _NVLINK = 3.4e-6
 _PCIE = 5.7e-6
@@ -211,11 +228,15 @@ def compute_seconds(recipe: Recipe, shape: Shape, card: Card, strategy: str, pro
     if strategy == "pipeline":
         return _through_the_stages(recipe, shape, card, processes)
     own_recipe, own_shape = local(recipe, shape, strategy, processes)
+    own = folds.work(own_recipe, own_shape, card.device)
+    if recipe.parallel.sequence and strategy in ("tensor", "ddp_tensor"):
+        pieces = processes if strategy == "tensor" else recipe.parallel.tensor_size
+        own = replace(own, between=partial(moved_bytes.in_pieces, before=own.between, pieces=pieces))
     total = 0.0
     # The ring repeats keys and values itself, for a kernel that takes no grouped heads (parallel/ring_attention.py).
     repeated = with_settings(recipe, ["tricks.expand_kv=true"]) if strategy == "context" else recipe
     whole = folds.step(repeated, shape, card)
-    for part in folds.step(own_recipe, own_shape, card).parts:
+    for part in step_time.step(own, card).parts:
         if part.name == "optimizer" and strategy == "fsdp":
             total += part.seconds / processes  # each process updates only its own 1 / N of the weights
         elif part.name == "attention" and strategy == "context":

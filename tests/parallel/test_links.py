@@ -29,6 +29,18 @@ def test_what_links_are_sold_as():
         assert LINKS[name].peak == both_ways / 2
 
 
+def test_the_ports_of_a_machine_add_up_as_measured():
+    """Two machines of eight A100s: 86 GB/s over four HDR ports, 24 over one (nccl-tests issue 175, nccl issue 1048)."""
+    port = LINKS["hdr"]
+    assert port.over(1) == port
+    assert port.rate == pytest.approx(24e9)
+    assert port.over(4).rate == pytest.approx(86e9)
+    assert port.over(1 / 4).rate == pytest.approx(6e9), "four groups share it"
+    call = Call("all_gather", 8_000_000_000, 1, 8, "seven of eight gigabytes")
+    assert port.over(4).seconds(call) == pytest.approx(7e9 / 86e9, rel=2e-3)
+    assert port.seconds(call) == pytest.approx(7e9 / 24e9, rel=2e-3)
+
+
 def test_a_hop_takes_what_nccl_reckons_with():
     """Microseconds, of its src/graph/tuning.cc for a ring of large calls; any call starts with 8.4."""
     microseconds = {name: round(1e6 * link.hop, 3) for name, link in LINKS.items()}
@@ -95,6 +107,21 @@ def test_tensor_parallelism_divides_the_blocks_and_not_the_head():
     for name, divided in (("blocks forward", 4), ("attention", 4), ("head", 1)):
         assert by_name[0][name] == divided * by_name[1][name], name
     assert compute_seconds(LORA, SHAPE, CARD, "tensor", 4) == part.seconds
+
+
+@pytest.mark.parametrize(("strategy", "processes", "pieces"), [("tensor", 4, 4), ("ddp_tensor", 8, 2)])
+def test_sequence_parallelism_divides_the_seconds_of_norms_and_sums(strategy, processes, pieces):
+    # Rows so long that the card, and not the host that starts its kernels, takes the time.
+    grouped = with_settings(LORA, [f"parallel.tensor_size={pieces}", "data.max_length=8192"])
+    plain, divided = (
+        compute_seconds(with_settings(grouped, [f"parallel.sequence={on}"]), SHAPE, CARD, strategy, processes)
+        for on in ("false", "true")
+    )
+    # In 16 bits 84 bytes for each number of the residual stream forward, and 188 backward. No block is checkpointed.
+    tokens = 8192 * 8 / (processes / pieces)
+    moved = tokens * SHAPE.layers * SHAPE.width * (84 + 188)
+    rate = CARD.memory_rate * CARD.reached.memory
+    assert plain - divided == pytest.approx(moved * (1 - 1 / pieces) / rate, rel=1e-6)
 
 
 def test_the_ring_repeats_keys_and_values_itself_so_it_never_takes_the_kernel_for_grouped_heads():

@@ -6,13 +6,19 @@ import pytest
 import torch
 
 from cria_tricks import recipes
+from cria_tricks.bill import moved_bytes
 from cria_tricks.common.errors import BadInput
+from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
+from cria_tricks.measure.counting import Traffic
 from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import dtensor, sequence, tensor
 from cria_tricks.predict.per_process import per_process
-from cria_tricks.recipe import with_settings
+from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
+from cria_tricks.tricks import folds
+from tests.hardware import models
+from tests.hardware.test_cost import MODES, WIDE
 from tests.parallel import steps
 from tests.parallel.strategies import SHAPE, alone, formula, spread, worst
 from tests.sweeps import sample
@@ -162,6 +168,43 @@ def test_losses_and_gradients_of_padded_and_packed_rows_of_odd_lengths(request, 
         assert process["tokens found"] == {-(-22 // ranks.size)}
         # Gemma's norms give fp32, whatever they are given.
         assert worst(process["found"], process["wanted"]) < (1e-6 if kind == "gemma2" else 1e-9)
+
+
+class Between(Traffic):
+    """The traffic between products, without collectives and the copies that they need."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        copies = ("clone", "copy_", "new_empty", "select_backward")
+        if func.name().startswith("c10d") or func.overloadpacket.__name__ in copies:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def moved(recipe: Recipe, in_pieces: bool, layers: int) -> list[int]:
+    """Bytes that a process moves in the forward pass and in the backward pass of a row of 64 tokens."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    model, plan = models.model(recipe, "sdpa", **WIDE, num_hidden_layers=layers)
+    tensor.split(model, mesh, sequence=in_pieces)
+    with Between() as forward:
+        loss = models.loss(model, plan, models.batch(1, 64))
+    with Between() as backward:
+        loss.backward()
+    return [forward.others, backward.others]
+
+
+@pytest.mark.parametrize("mode", ["16 bits, lean", "16 bits, lean, blocks", "full, 16-bit products", "full"])
+def test_a_block_moves_so_many_bytes_less(two, mode):
+    recipe = with_settings(Recipe(), MODES[mode])
+    work = folds.work(recipe, models.shape(**WIDE), T4)
+    found = moved_bytes.in_pieces(work, work.between, 2)
+    for way, name in enumerate(("forward", "backward")):
+        counted = []
+        for in_pieces in (False, True):
+            fewer, more = (two.run(moved, recipe, in_pieces, layers)[0][way] for layers in (2, 3))
+            counted.append((more - fewer) / 64)
+        assert work.between(work)[way] - found[way] == pytest.approx(counted[0] - counted[1], rel=0.02), name
 
 
 def test_bytes_on_the_wire_stay_those_of_the_sums():
