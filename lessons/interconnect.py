@@ -738,7 +738,7 @@ for rank, took in enumerate(ranks.run(waiting, 2)):
 #
 # **The link reaches much less than the table says.** `nvidia-smi topo -m` shows what joins two cards, and with
 # `NCCL_DEBUG=INFO` NCCL logs the path that it takes: P2P between two cards, SHM through the host's memory, or NET. The
-# rates for PCIe presume P2P. Many virtual machines do not allow it, so measure there.
+# rates for PCIe presume P2P. In a virtual machine it may be slow or missing, so measure there.
 
 # %% tags=["deep"]
 times = {"1 card": compute_seconds(bf16, shape, A100, "tensor", 1)}
@@ -878,7 +878,8 @@ course.check(3, break_even_bytes, of_break_even, "a number of bytes")
 #   19(1) (latency and rate; doubling for small messages).
 # - nccl-tests, `doc/PERFORMANCE.md`: the two bandwidths. What links reach: the sources in `LINKS`; for NVLink of an
 #   A100 and for four ports it was measured by nccl-tests (issue 175, and nccl issue 1048). NCCL's author on ports that
-#   add up: nccl issue 412; on the protocol LL and its rate: nccl issue 281.
+#   add up: nccl issue 412; on the protocol LL and its rate: nccl issue 281. P2P in virtual machines: NCCL's user guide,
+#   troubleshooting, GPU Direct.
 # - Amdahl 1967, *Validity of the single processor approach*, AFIPS 30. Li et al. 2020, arXiv 2006.15704, section 3.2
 #   (buckets, overlap).
 # - NVML API reference, `nvmlUtilization_t`: a card is busy while a kernel executes, whatever it does. axolotl,

@@ -135,7 +135,7 @@ N = 8  # cards
 RATE = 0.525 * 312e12
 LINK_RATES = {  # bytes a second in one direction, as collectives reach them
     "NVLink of an A100": 232.5e9,
-    "InfiniBand HDR": 24e9,
+    "InfiniBand HDR": 24e9,  # one port: each card in a machine of its own
     "10 Gbit Ethernet": 1.177e9,
 }
 
@@ -210,7 +210,7 @@ for name, rate in LINK_RATES.items():
         f"{math.ceil(1 / ratio(way, 1, rate)):,} tokens"
         for way in (data, sharded, context)
     ]
-    waits = 1 / (1 + ratio(tensor, 1, rate))  # nothing hides what it sends
+    waits = 1 / (1 + ratio(tensor, 1, rate))  # if nothing hides what it sends
     cells += [f"{ratio(tensor, 1, rate):.2f} times, waits {waits:.0%}"]
     cells += [f"{ratio(pipe, 1, rate):.1f} times"]
     lines.append((name, *cells))
@@ -230,6 +230,7 @@ assert round(243_543 / 2048) == 119
 assert [line[2] for line in lines[:2]] == ["822 tokens", "7,963 tokens"]
 assert [line[3] for line in lines[:2]] == ["3,523 tokens", "34,125 tokens"]
 assert [line[4][-3:] for line in lines[:2]] == ["20%", "71%"]
+assert round(1 / (1 + ratio(tensor, 1, LINKS["hdr"].over(4).rate)), 2) == 0.40
 assert [round(ratio(tensor, 1, rate), 1) for rate in LINK_RATES.values()] == [4, 0.4, 0]
 assert 2 < ratio(pipe, 1, LINK_RATES["10 Gbit Ethernet"]) < 2.5
 
@@ -281,10 +282,10 @@ course.show(
 
 # %% [markdown]
 # The table says from how many tokens the first three ways pay. With *tensor* and *pipeline* $n$ cancels. There the
-# link, the number of cards and the model's width decide, and for a pipeline also its depth. Nothing hides the sums of
-# *tensor*, because the next operation needs them, so a card waits 20 % of the time on NVLink, and 71 % on InfiniBand.
-# So *tensor* stays inside a machine, and a pipeline may cross Ethernet. ([Our small job](interconnect.py) is different,
-# because norms, head and loss, which we leave out here, stay whole.)
+# link, the number of cards and the model's width decide, and for a pipeline also its depth. If nothing hides the sums
+# of *tensor*, a card waits 20 % of the time on NVLink, and 71 % on InfiniBand, or 40 % if two machines have four ports
+# each. (Async tensor parallelism hides a part.) So *tensor* stays inside a machine, and a pipeline may cross Ethernet.
+# ([Our small job](interconnect.py) also has norms, head and loss.)
 #
 # **Step 3: fill the bubble of a pipeline.** Each stage of a [pipeline](pipeline_parallel.py) waits at the beginning and
 # at the end of a step, and this time is the [bubble](../docs/glossary.md#bubble). The backward pass has two halves: B
@@ -435,13 +436,12 @@ for model, width in {"Mixtral 8x7B": 14_336, "DeepSeek-V3": 2048}.items():
 course.reveal(guess, "DeepSeek-V3")
 course.show_table(table(("computing / sending", *list(LINK_RATES)[:2]), lines))
 assert experts(2048, 24e9) < 1 < experts(14_336, 24e9)
-assert round(2 * experts(2048, 24e9), 2) == 1.54
 assert find_shape("mixtral-8x7b").inner == 14_336
 
 # %% [markdown]
-# Newer mixtures have many narrow experts, which makes the ratio worse. The report on DeepSeek-V3, with another cluster,
-# names a "computation-to-communication ratio of approximately 1:1" (section 3.2.1). That lies between our 0.77 and the
-# 1.54 of half our `RATE`, which is near the MFU of section 1.
+# Newer mixtures have many narrow experts, which makes the ratio worse. The report on DeepSeek-V3 names a
+# "computation-to-communication ratio of approximately 1:1" (section 3.2.1). It is no check of ours: its H800 cards send
+# tokens to experts in 8 bits, and to at most four machines.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: cures for narrow experts, and the memory of zero bubble

@@ -498,9 +498,10 @@ print(f"{summed / MIB:,.0f} MiB in {times} calls; ddp {of_ddp / MIB:.0f} MiB")
 course.reveal(guess, summed / of_ddp, "times")
 
 # %% [markdown]
-# **Time.** Hardly any of these sums can overlap with computation, because the next matrix needs the result. The table
-# of predicted seconds takes rates that NCCL really reaches, such as 24 GB a second on PCIe 4.0 (see [the
-# interconnect](interconnect.py)). In the last column the cards share rows.
+# **Time.** Here no sum overlaps with computation, because the next matrix needs the result. So these times are an upper
+# bound: torch and Megatron can split a product, and send one part while they compute the next (*async tensor
+# parallelism*). The predicted seconds take rates that NCCL reaches ([the interconnect](interconnect.py)). With
+# *sequence* the cards also divide the tokens of norms and residual sums. In the last column they share rows.
 
 
 # %% Helper: predicted seconds of a step tags=["hide-input"]
@@ -512,14 +513,18 @@ def seconds(card, recipe, cards, link, way="tensor"):
     return step_seconds(computed, sent, LINKS[link]).seconds
 
 
+in_pieces = with_settings(job, ["parallel.sequence=true"])
+
+
 # %%
 links = {"PCIe 4.0": "pcie4", "NVLink": "nvlink_a100", "10 Gbit Ethernet": "10gbe"}
 found, lines = {}, []
 for cards in (1, 2, 4, 8):
     found[cards] = [seconds("a100", job, cards, link) for link in links.values()]
+    found[cards].append(seconds("a100", in_pieces, cards, "nvlink_a100"))
     found[cards].append(seconds("a100", job, cards, "pcie4", "ddp"))
     lines.append([str(cards), *(f"{one:.2f}" for one in found[cards])])
-titles = ("A100s", *links, "data parallel, PCIe 4.0")
+titles = ("A100s", *links, "NVLink, sequence", "data parallel, PCIe 4.0")
 course.show_table(table(titles, lines))
 
 
@@ -528,9 +533,10 @@ one_sum = 2 * 2048 * shape.width  # of a row, in bf16
 adapters = 4 * 16 * job.lora.r * (5 + 2) * shape.width  # in fp32, once
 assert summed == 8 * 16 * (2 + 1 + 2) * one_sum + adapters
 assert round(of_ddp / MIB) == 43
-on_pcie, on_nvlink, on_ethernet, shared = zip(*found.values(), strict=True)
+on_pcie, on_nvlink, on_ethernet, divided_too, shared = zip(*found.values(), strict=True)
 assert round(on_pcie[0] / on_pcie[3], 1) == round(on_nvlink[0] / on_nvlink[1], 1) == 1.4
 assert round(on_nvlink[0] / on_nvlink[3], 1) == 2.1
+assert [round(divided_too[0] / divided_too[n], 1) for n in (1, 3)] == [1.6, 2.2]
 assert min(on_ethernet[1:]) > 3 * on_ethernet[0]
 assert abs(shared[1] / on_nvlink[3] - 1) < 0.1
 single = folds.step(job, shape, CARDS["a100"])
@@ -539,6 +545,11 @@ _divided = 2 * (_computed[0] - _computed[1])
 assert abs(_computed[0] - _divided * 3 / 4 - _computed[2]) < 1e-3
 assert round(_computed[0], 2) == 1.63
 assert round(_computed[0] - _divided, 2) == 0.57
+_parts = {part.name: part.seconds for part in single.parts}
+assert round(_parts["head"] + _parts["loss"], 2) == 0.24
+_in_pieces = compute_seconds(in_pieces, shape, A100, "tensor", 2)
+assert [round(took, 2) for took in (_computed[1], _in_pieces)] == [1.10, 0.98]
+assert round(2 * _in_pieces - _computed[0], 2) == 0.34
 _sent = [sum(call.sent for call in tensor.traffic(job, shape, n)) for n in (2, 4)]
 # exercise 3 has the same answer with two cards and with four
 _rates = [
@@ -579,15 +590,16 @@ course.show(
     over_links,
     "Figure 3. Predicted, middles of ranges (1.3 to 2.0 seconds for one card; all "
     "share this error). With tensor parallelism each doubling "
-    "gains less, because the sums stay, and 0.57 of the 1.63 seconds are not divided, "
-    "such as the loss and the work on hidden states between blocks.",
+    "gains less, because the sums stay, and 0.57 of the 1.63 seconds are not divided: "
+    "head and loss (0.24) and the work on hidden states between blocks. With "
+    "parallel.sequence=true only 0.34 are not divided.",
 )
 
 # %% [markdown]
-# Over PCIe eight cards are only 1.4 times as fast as one. Over NVLink two are 1.4 times and eight 2.1 times as fast.
-# Over Ethernet a step takes more than three times as long as on one card. Two cards on plain PCIe that share *rows* are
-# about as fast as eight on NVLink that share matrices. So share rows whenever you can, and cut matrices if a card
-# cannot hold the model with one row.
+# Over PCIe eight cards are only 1.4 times as fast as one. Over NVLink two are 1.4 times and eight 2.1 times as fast, or
+# 1.6 and 2.2 times with `parallel.sequence=true`. Two cards on plain PCIe that share *rows* are about as fast as eight
+# on NVLink that share matrices. So share rows whenever you can, and cut matrices if a card cannot hold the model with
+# one row.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: five sums or two, and slower cards
@@ -706,7 +718,9 @@ assert round(1 - _sharded / needs["llama-2-13b"][0], 2) == 0.42
 # loss and the norm of the gradient, twice, and the loss of an evaluation.
 #
 # With `parallel.sequence=true` a process also has only some of the tokens of norms and hidden states between blocks.
-# This is Megatron's *sequence parallelism*, and without checkpointing it sends as many bytes.
+# This is Megatron's *sequence parallelism*, and without checkpointing it sends as many bytes. It divides the norms and
+# the residual sums, so two A100s compute 0.98 seconds of our step instead of 1.10 (predicted). What is done to the
+# inputs of matrices stays whole, because these are gathered first.
 
 # %% tags=["deep"]
 folder = tempfile.TemporaryDirectory()
@@ -744,10 +758,9 @@ for name, settings in (("two", []), ("two, fused", ["tricks.fused_lora=true"])):
 
 # %% [markdown]
 # ## 6. Where it breaks
-# **Some models and settings cannot be cut.** For our switch the number of processes
-# must divide the heads, those of keys and values, and the MLP's columns. (Two divides the 1,536 columns below, but not
-# 9 and 3 heads.) Weights in 4 bits are packed before they could be cut. 8-bit AdamW takes no cut weights, and fp16's
-# loss scaler takes no mixture of cut and whole ones. Our switch refuses all of these:
+# **Some models and settings cannot be cut.** For our switch the number of processes must divide the heads, those of
+# keys and values, and the MLP's columns. Weights in 4 bits are packed before they could be cut. 8-bit AdamW takes no
+# cut weights, and fp16's loss scaler takes no mixture of cut and whole ones. Our switch refuses all of these:
 
 # %%
 cannot = ["model=smollm2", "tricks.quantization=nf4"]
@@ -968,7 +981,8 @@ course.check(3, break_even_rate, course.about(rate, hint), "a number of bytes a 
 #
 # ## In one breath
 # - **Saves** all but $1/N$ of the blocks' matrices, of one of LoRA's two matrices next to each, and of the wide
-#   activations inside a block. The embedding, the head and the hidden states between blocks stay whole.
+#   activations inside a block. Our embedding and head stay whole, and without `parallel.sequence=true` also the hidden
+#   states between blocks.
 # - **Costs** two sums of $B\,T\,D$ numbers (rows, tokens, width) forward and two backward in every block, for which all
 #   processes wait, and one more with checkpointing. Once a step the gradients of LoRA's whole matrices are summed.
 # - **Exact within rounding**, if every `f` and `g` is in its place, and the gradients of whole matrices are summed. A
@@ -981,7 +995,8 @@ course.check(3, break_even_rate, course.about(rate, hint), "a number of bytes a 
 # ## Sources
 # - Shoeybi et al. 2019, *Megatron-LM*, arXiv 1909.08053, section 3 (outputs first, then inputs; f and g; the cut
 #   head).
-# - Korthikanti et al. 2022, arXiv 2205.05198, section 4 (sequence parallelism).
+# - Korthikanti et al. 2022, arXiv 2205.05198, section 4 (sequence parallelism). Async tensor parallelism: torch 2.13,
+#   `torch/_inductor/config.py` (`_micro_pipeline_tp`).
 # - torch 2.13: `torch/distributed/tensor/parallel/style.py`. transformers 5.23: `distributed/tensor_parallel.py`.
 # - Rates of links, each with its source: `cria_tricks/predict/links.py`; of cards: `cria_tricks/hardware/cards.py`.
 # - Ours: `cria_tricks/parallel/tensor.py`, `tests/parallel/test_tensor.py`.

@@ -110,7 +110,8 @@ LINKS: dict[str, Link] = {
                    "100 Gbit/s; TCP's payload at best, frames of 1,500 bytes; one connection reaches less"),
 }  # fmt: skip
 """Links by name. NCCL has one hop latency for all networks. A hop over TCP takes longer, so the figures for Ethernet
-are the best case."""
+are the best case. Those for PCIe presume that cards copy to each other directly (peer-to-peer). In a virtual machine
+this may be slow, or NCCL copies through the host's memory (NCCL's user guide, troubleshooting)."""
 
 
 @dataclass(frozen=True)

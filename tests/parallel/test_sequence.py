@@ -13,6 +13,7 @@ from cria_tricks.hardware.cards import CARDS
 from cria_tricks.measure.counting import Traffic
 from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import dtensor, sequence, tensor
+from cria_tricks.predict.links import compute_seconds
 from cria_tricks.predict.per_process import per_process
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
@@ -225,14 +226,18 @@ def test_the_page_has_the_estimates(tokens, processes):
     card = CARDS["a100"].device
     plain = ["tricks.quantization=none", "tricks.double_quantization=false", "tricks.optimizer=adamw"]
     shape = find_shape("llama-3.2-1b")
-    peaks, sent = [], []
+    peaks, sent, computed = [], [], []
     for more in ([], [ON]):
         settings = [*plain, "tricks.paged_optimizer=false", f"data.max_length={tokens}", *more]
         recipe = with_settings(recipes.capstone(card), settings)
         peaks.append(f"{per_process(recipe, shape, card, 'tensor', processes).peak_bytes / 2**20:,.0f} MiB")
         sent.append(f"{sum(call.sent for call in tensor.traffic(recipe, shape, processes)) / 1e9:.0f} GB")
+        computed.append(f"{compute_seconds(recipe, shape, CARDS['a100'], 'tensor', processes):.1f} s")
     row = " | ".join([f"{tokens:,}", str(processes), *peaks, *sent])
-    assert f"| {row} |" in Path(__file__).parents[2].joinpath("docs/reference/parallel.md").read_text()
+    page = Path(__file__).parents[2].joinpath("docs/reference/parallel.md").read_text()
+    assert f"| {row} |" in page
+    if (tokens, processes) == (8192, 8):
+        assert f"compute {computed[1]} of a\nstep instead of {computed[0]}" in page
 
 
 def test_switch():
