@@ -26,7 +26,7 @@ from cria_tricks.bill.step_time import HEAD
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.cards import Card
 from cria_tricks.models.shape import Shape
-from cria_tricks.predict.per_process import local, stages_of
+from cria_tricks.predict.per_process import local, stages_of, stream_pieces
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import folds
 
@@ -230,9 +230,8 @@ def compute_seconds(recipe: Recipe, shape: Shape, card: Card, strategy: str, pro
         return _through_the_stages(recipe, shape, card, processes)
     own_recipe, own_shape = local(recipe, shape, strategy, processes)
     own = folds.work(own_recipe, own_shape, card.device)
-    if recipe.parallel.sequence and strategy in ("tensor", "ddp_tensor"):
-        pieces = processes if strategy == "tensor" else recipe.parallel.tensor_size
-        own = replace(own, between=partial(moved_bytes.in_pieces, before=own.between, pieces=pieces))
+    pieces = stream_pieces(recipe, strategy, processes)
+    own = replace(own, between=partial(moved_bytes.in_pieces, before=own.between, pieces=pieces))
     total = 0.0
     # The ring repeats keys and values itself, for a kernel that takes no grouped heads (parallel/ring_attention.py).
     repeated = with_settings(recipe, ["tricks.expand_kv=true"]) if strategy == "context" else recipe

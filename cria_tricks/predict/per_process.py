@@ -105,8 +105,7 @@ def _alike(
     """Estimate a training step in one of several processes that all need the same."""
     own, part = local(recipe, shape, strategy, processes)
     memory = facts(own, part, device, tokens, trained_tokens)
-    if recipe.parallel.sequence and strategy in ("tensor", "ddp_tensor"):
-        memory = replace(memory, stream_pieces=processes if strategy == "tensor" else recipe.parallel.tensor_size)
+    memory = replace(memory, stream_pieces=stream_pieces(recipe, strategy, processes))
     if strategy in ("ddp", "zero1", "zero2"):
         # DDP's buckets exist from the beginning of the step, and new gradients are added to them. So they count as
         # gradients of earlier micro-batches.
@@ -136,7 +135,7 @@ def local(recipe: Recipe, shape: Shape, strategy: str, processes: int) -> tuple[
     """
     if strategy not in STRATEGIES:
         raise BadInput(f"strategy {strategy}: there are {', '.join(STRATEGIES)}")
-    tensor = {"tensor": processes, "ddp_tensor": recipe.parallel.tensor_size}.get(strategy, 1)
+    tensor = _tensor_size(recipe, strategy, processes)
     if processes % tensor:
         raise BadInput(f"{strategy}: {processes} processes make no groups of {tensor}")
     # The data-parallel shares into which the micro-batches of a step are divided.
@@ -151,6 +150,15 @@ def local(recipe: Recipe, shape: Shape, strategy: str, processes: int) -> tuple[
     refuse_undivided(shape.name, shape.heads, shape.kv_heads, shape.inner, tensor)
     heads, kv_heads, inner = (width // tensor for width in (shape.heads, shape.kv_heads, shape.inner))
     return own, replace(shape, heads=heads, kv_heads=kv_heads, inner=inner)
+
+
+def stream_pieces(recipe: Recipe, strategy: str, processes: int) -> int:
+    """Return how many processes divide the tokens of the residual stream and of the norms among them."""
+    return _tensor_size(recipe, strategy, processes) if recipe.parallel.sequence else 1
+
+
+def _tensor_size(recipe: Recipe, strategy: str, processes: int) -> int:
+    return {"tensor": processes, "ddp_tensor": recipe.parallel.tensor_size}.get(strategy, 1)
 
 
 def _of_own_tokens(
