@@ -312,9 +312,10 @@ assert worst < 1e-5
 # size of a chunk, $C$, does not occur in it.
 #
 # If the head trains as well, its gradient is the gradient of the logits times the hidden states, added up over the
-# chunks. It has $V D$ numbers and must be kept in fp32 from the forward pass on. The package refuses a head that
-# trains, because this gradient would take $4\,V D$ bytes, which is 1,002 MiB for Llama-3.2-1B. (Its computation is one
-# more unit of FLOPs in section 4, for every way of computing the loss.)
+# chunks. It has $V D$ numbers, 1,002 MiB of fp32 for Llama-3.2-1B, and our way would keep it from the forward pass on.
+# Full fine-tuning holds such a gradient in any case, and torch's and Liger's functions compute it. Ours does not, so
+# the package refuses a head that trains. (Its computation is one more unit of FLOPs in section 4, for every way of
+# computing the loss.)
 
 # %% tags=["deep"]
 u = 2.0**-24
@@ -532,10 +533,10 @@ course.show_worth("chunked_loss")
 # moment is the loss in either case. The predicted time rises by 0.6 %, because our loss passes over the logits more
 # often. (No public run trains in fp32 on a T4, so both times may be 0.6 to 1.7 times as long.)
 #
-# The saving grows with the row. To be safe, we fill only 11,847 of a T4's 15,095 MiB: 5 % stay free, CUDA takes 398,
-# and torch's allocator may keep up to 2,094 unused. Weights, optimizer states and gradients stay as large; the other
-# lines, 770 MiB for 2,048 tokens, grow with the row. (The last block stays the largest moment.) Before, a row of 4,374
-# tokens fitted. How many may it have now?
+# The saving grows with the row. A row *fits*, as in `cria plan`, if 5 % of the card stays free: tensors fill 11,847 of
+# a T4's 15,095 MiB, CUDA takes 398, and torch's allocator may keep 2,094 unused. Weights, optimizer states and
+# gradients stay as large; the other lines, 770 MiB for 2,048 tokens, grow with the row. (The last block stays the
+# largest moment.) Before, a row of 4,374 tokens fitted. How many fit now?
 
 # %% Your guess: tokens of the longest row that fits a T4 now tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -573,6 +574,8 @@ grows = sum(
 )
 assert round(grows / MIB) == 770
 assert target.memory(after, 18_624).peak.name == "last block"
+assert room.verdict == "fits"
+assert target.memory(after, 18_625).verdict == "tight"
 
 # %% Draw figure 3 tags=["hide-input"]
 course.show(
@@ -595,10 +598,11 @@ course.show(
 # | TRL 1.16 | 4,096 tokens × 32,768 words | logits twice | skipped, on a card | SFTTrainer's default |
 # | Cut Cross-Entropy | tiles that never leave the chip | logits twice | skipped | leaves tiny gradients out; Triton |
 #
-# TRL and Cut Cross-Entropy cut the words as well. That needs a log-sum-exp that is merged slice by slice (exercise 3),
-# and it adds up each token's gradient over the slices. TRL does this in fp32, because the sum drifted in 16 bits. Cut
-# Cross-Entropy reduces the memory of Gemma 2's loss from 24 GB to 1 MB. Its README asks for an Ampere card, and a T4 is
-# older. If your torch has `linear_cross_entropy` (from 2.13 on), the next cell compares it with ours.
+# `use_liger_kernel=True` of the Trainer switches Liger's on. TRL and Cut Cross-Entropy cut the words as well. That
+# needs a log-sum-exp that is merged slice by slice (exercise 3), and it adds up each token's gradient over the slices.
+# TRL does this in fp32, because the sum drifted in 16 bits. Cut Cross-Entropy reduces the memory of Gemma 2's loss from
+# 24 GB to 1 MB. Its README asks for an Ampere card, and a T4 is older. If your torch has `linear_cross_entropy` (from
+# 2.13 on), the next cell compares it with ours.
 
 # %% tags=["deep"]
 frozen = hidden.detach().requires_grad_()
@@ -901,8 +905,8 @@ course.check(
 # - **Exact within rounding**: the gradient is as close to the truth as that of plain cross entropy, for any chunk.
 # - **When**: the vocabulary is large and the model small, or rows are long. Then it is among the first things to switch
 #   on.
-# - **When not**: something reads the logits (accuracy, distillation), the head trains or has an adapter, or the
-#   vocabulary is small.
+# - **When not**: something reads the logits (accuracy, distillation), or the vocabulary is small. With our switch also
+#   if the head trains or has an adapter.
 #
 # ## Sources
 # - Wijmans et al. 2024, *Cut Your Losses in Large-Vocabulary Language Models*, arXiv 2411.09009, section 4; the

@@ -21,8 +21,7 @@
 # [The lesson on long rows](long_rows.py) made rows several times as long on one card: it cut the MLP into tiles and
 # sent block inputs to the host. But attention still grows with the row. [Data parallelism](data_parallel.py),
 # [sharding](sharding.py) and [pipelines](pipeline_parallel.py) give each process whole [rows](../docs/glossary.md#row),
-# and [tensor parallelism](tensor_parallel.py) keeps the hidden states of whole rows. Therefore this lesson cuts the row
-# itself.
+# and [tensor parallelism](tensor_parallel.py) keeps the hidden states of whole rows. So we cut the row itself.
 #
 # ## 1. The bill
 # The job is that of [the lesson on long rows](long_rows.py): QLoRA of Llama-3.1-8B with checkpointing, the chunked loss
@@ -457,14 +456,15 @@ assert 200 < computing[-1] / computing[0] < 300
 # backward pass a process then sends $N - 1$ times its keys and values, and $N$ times twice as many bytes.
 #
 # Llama 3 was trained with a different method: it gathers all keys and values of a row in every process at once. That
-# needs more memory than a ring, but fewer calls, and with 8 key heads the keys are small. The layout of $2N$ chunks
-# comes from there. *DeepSpeed Ulysses* is a third method: before attention, an all-to-all exchanges tokens for heads,
-# so each process computes whole rows of some heads.
+# needs more memory than a ring, but fewer calls, and with 8 key heads the keys are small. Its paper describes the
+# layout of $2N$ chunks, too. The library ring-flash-attention had it earlier, and *Striped Attention* shares causal
+# work evenly by another layout. *DeepSpeed Ulysses* is a third method: before attention, an all-to-all exchanges tokens
+# for heads, so each process computes whole rows of some heads.
 
 # %% [markdown]
 # ## 5. The production switch
-# PyTorch has a switch of its own, which is experimental in torch 2.13. It runs on CUDA cards only and takes no mask, so
-# no padded or [packed](packing.py) rows. (`labels` asks for a loss; `shift_labels` are used as they are.)
+# PyTorch has a switch of its own, which is experimental in torch 2.13. It runs on CUDA cards only and, with sdpa, takes
+# no mask, so no padded or [packed](packing.py) rows. (`labels` asks for a loss; `shift_labels` are used as they are.)
 
 # %%
 print(context.PLAIN)
@@ -557,6 +557,8 @@ assert [[round(peak) for peak in both] for both in peaks.values()] == [
 # %% [markdown] tags=["deep"]
 # ### Deeper: what PyTorch's switch still needs
 # By default each process gathers all keys and values, as in Llama 3. `set_rotate_method("alltoall")` makes it a ring.
+# For FlexAttention, torch 2.13 has private parts that take masks of documents (`_create_cp_block_mask`,
+# `_PerDocumentHeadTailLoadBalancer`).
 #
 # **Gradients and the mean.** Each process has the mean loss and the gradients of its own tokens. Pass
 # `num_items_in_batch`, the number of labels of the whole row, so that its loss is its part of the mean, and then
@@ -735,7 +737,8 @@ course.check(
 # ## Sources
 # - Liu, Zaharia and Abbeel 2023, *Ring Attention with Blockwise Transformers for Near-Infinite Context*, arXiv
 #   2310.01889, section 3. Grattafiori et al. 2024, *The Llama 3 Herd of Models*, arXiv 2407.21783, section 3.3.2 (2N
-#   chunks; Llama 3 gathers all keys and values at once instead of a ring).
+#   chunks; Llama 3 gathers all keys and values at once instead of a ring). The zigzag layout before it:
+#   zhuzilin/ring-flash-attention (2024-02). Brandon et al. 2023, *Striped Attention*, arXiv 2311.09431.
 # - Dao 2023, *FlashAttention-2*, arXiv 2307.08691, algorithm 2 (the backward pass from the log-sum-exp).
 # - Jacobs et al. 2023, *DeepSpeed Ulysses*, arXiv 2309.14509.
 # - torch 2.13: `torch/distributed/tensor/experimental/_context_parallel/_attention.py`. transformers 5.23:

@@ -18,9 +18,9 @@
 # > exact: each reader reads its rows once a pass, also over a stop / about 25 minutes / after [checkpoint and
 # > resume](checkpoint_and_resume.py)
 #
-# Our job has only 107 rows. Here a folder of books takes their place, as in *continued pretraining*, where the adapter
-# trains on whole texts. The number of rows does not change the memory of the card, so this lesson is about the memory
-# of the [host](../docs/glossary.md#host).
+# Here a folder of books takes the place of our 107 rows, as in *continued pretraining*, where the adapter trains on
+# whole texts. The number of rows does not change the memory of the card, so this lesson is about the memory of the
+# [host](../docs/glossary.md#host).
 #
 # ## 1. The bill
 # With our tokenizer, 200 MB of English are about 60 million tokens. A program can hold them in four ways:
@@ -716,8 +716,8 @@ for kind, copy in {"as it is": chat, **dict(both.copies(chat))}.items():
 # ## 6. Where it breaks
 # **The evaluation loss is much too good.** Test questions are in the training data, unchanged or with another name
 # ([leakage](../docs/glossary.md#leakage)). A hash of the words finds only unchanged ones. The cure is
-# `data.leakage=drop`. The package's `Guard` compares the words and word pairs of the *question*, and reports a
-# similarity of 0.5 or more. We plant test questions with another name in `nguzo_saba`, a small data set:
+# `data.leakage=drop`. The package's `Guard` compares the words and word pairs of the *question* (of a text, sequences
+# of eight words), and reports a similarity of 0.5 or more. We plant test questions with another name in `nguzo_saba`:
 
 # %% Helper: copies of the test questions with another name tags=["hide-input"]
 other_name = {"Ujima": "Imani", "Montgomery": "Mobile", "NAACP": "SNCC"}
@@ -754,8 +754,7 @@ assert not any(map(guard.find, sources.find("nguzo_saba", "train").rows))
 
 # %% [markdown]
 # In the Kwanzaa data the guard finds 15 of the 107 training rows. They ask 8 of the 27 test questions: two word for
-# word, six with another name or subject. (The recipe `kwanzaa_curated` of [the last lesson](kwanzaa.py) leaves them
-# out.)
+# word, six with another name or subject. (The recipe `kwanzaa_curated` of [Kwanzaa](kwanzaa.py) leaves them out.)
 #
 # **Each row comes twice in a run of two processes.** Each process opened the whole stream, so the loss falls as usual,
 # on half as many rows. The cure is sharing the readers, or `split_dataset_by_node`.
@@ -766,6 +765,11 @@ assert not any(map(guard.find, sources.find("nguzo_saba", "train").rows))
 # %% [markdown] tags=["deep"]
 # ### Deeper: the rows that a shuffle buffer loses
 # We stop a stream of `datasets` after 37 of 120 rows, and continue from its saved state. Its buffer holds 20 rows.
+#
+# Other tools for rows at scale, which we have not tried: torchdata's `StatefulDataLoader` (`use_stateful_dataloader` of
+# accelerate) saves the position of a loader, MosaicML Streaming and WebDataset read shards over the network, and
+# Megatron-LM maps indexed files. Several sources are mixed by weight with `interleave_datasets(sources,
+# probabilities=...)` of `datasets`; our package cannot do that.
 
 
 # %% tags=["deep"]

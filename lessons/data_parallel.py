@@ -161,8 +161,8 @@ course.show(
 
 # %% [markdown]
 # The exchange takes about 4 ms of 7.3 seconds, because only LoRA's weights train: full fine-tuning would send 110 times
-# as much. The peak stays at 1,516 MiB in each card, because each holds the whole model. (The seconds are predicted, 6.0
-# to 9.0 for two cards. For one, other lessons say 15.2 instead of 14.7, because they count all tokens as trained.)
+# as much. The peak stays at 1,516 MiB in each card. (The seconds are predicted, 6.0 to 9.0 for two cards. For one,
+# other lessons say 15.2 instead of 14.7, because they count all tokens as trained.)
 #
 # Many tutorials suggest `device_map="auto"` for two cards. It puts the first blocks on card 0 and the last ones on
 # card 1. But each block needs the result of the one before, so only one card computes at a time (Figure 1). That helps
@@ -174,8 +174,8 @@ course.show(
 # torch's library for CPUs; on GPUs it would be NCCL. `ranks.run(f)` sends the function `f`, with the variables that it
 # uses, to both processes, and returns both results.
 #
-# The toy has a small model, and rows of the real lengths divided by 16, with random words. `loss_sum` is a sum over
-# the [trained tokens](../docs/glossary.md#trained-tokens), and we divide it by their number.
+# The toy has a small model, and rows of the real lengths divided by 16. `loss_sum` is a sum over the [trained
+# tokens](../docs/glossary.md#trained-tokens), and we divide it by their number.
 
 # %%
 import time
@@ -580,7 +580,8 @@ print(diff(resolve(job, T4), resolve(shared, T4, processes=2)))
 # The last lines are what our switch changes: each process takes four of the eight micro-batches. transformers 5.23
 # takes the right mean (`average_tokens_across_devices` is on by default). But it does *not* divide the window: two
 # processes take 16 rows a step, so the run makes half as many steps, and no message says so. There, set
-# `gradient_accumulation_steps=4` yourself. The complete command:
+# `gradient_accumulation_steps=4` yourself. (A larger global batch has less noisy gradients, and needs another learning
+# rate.) The command:
 #
 # ```bash
 # cria launch kwanzaa --on torchrun --nproc 2 --set parallel.strategy=ddp \
@@ -735,7 +736,7 @@ ranks.close()
 #    until the last gradient has arrived. `layers` is a list of pairs (seconds, bytes) in the order of the backward
 #    pass. A bucket is sent as soon as it holds at least `bucket_bytes`, or when the layers end. Buckets travel one
 #    after the other, each for `start` seconds plus its bytes divided by `rate`. Then try 1 KiB, 25 MiB and 1 GiB on
-#    `[(0.04, 2_818_048)] * 16`, start 0.0005, rate 12e9: which is fastest? (The solution says why.)
+#    `[(0.04, 2_818_048)] * 16`, start 0.0005, rate 12e9: which is fastest?
 
 # %% tags=["exercise"]
 bytes_sent = None

@@ -18,7 +18,7 @@
 # > three steps / exact: no bit of the run changes by samples and a trace / about 25 minutes / after [data at
 # > scale](data_at_scale.py)
 #
-# So far we predicted a step of our job, QLoRA of Llama-3.2-1B on a T4, and now we look at a run.
+# We look at a run of our job, QLoRA of Llama-3.2-1B on a T4.
 #
 # ## 1. The bill
 # Four numbers are called "the memory of the run":
@@ -305,7 +305,7 @@ def our_line():
 
 # %% [markdown]
 # The evaluation below keeps one fp32 loss of 4 bytes for each batch. How many bytes does each batch really leave in
-# memory? (`N` and `D` are above.)
+# memory?
 
 # %% Your guess: bytes that each batch leaves in memory tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -495,8 +495,7 @@ course.show(
 # In the middle of a step a sample takes about 250 microseconds, so one a second costs 0.025 % (`make bench-monitor`,
 # two quiet AMD EPYC cores). What a card's driver costs has not been measured.
 #
-# A trace costs more, because torch records every operator. So we trace only three steps, whose seconds are no
-# benchmark.
+# A trace costs more, because torch records every operator. So we trace only three steps.
 #
 # ## 5. The production switch
 # In plain PyTorch, the profiler writes a trace, and the allocator writes a snapshot:
@@ -546,13 +545,18 @@ course.show_table(table(("operator", "calls", "share of the time"), lines))
 # Libraries that report have defaults. trackio (0.43) asks the Hugging Face hub for your name, and sends the curves to
 # the Space that the variable `TRACKIO_SPACE_ID` names. The cure is to read what `report_to` switches on, and to unset
 # that variable. Our tracker ignores it and writes files.
+#
+# Weights & Biases collects such curves, too. NVIDIA's DCGM counts how busy the tensor cores are, which `nvidia-smi`
+# does not, and Nsight Systems draws a trace of a card's kernels. A loss that jumps, or a gradient norm that grows, says
+# that the training itself is ill: our report has both for each step. [Many cards](many_cards.py) computes the share of
+# a card's peak that a run reaches (MFU).
 
 # %% [markdown]
 # ## 6. Where it breaks
 # **The card is 100 % busy, and the run is slow.** A card counts as busy while any kernel runs, whatever the kernel does
-# ([utilisation](../docs/glossary.md#utilisation)). As an analogy, we keep a core busy with two loops: one multiplies
-# large matrices, and the other adds to a single number. How many times as many operations a second does the first loop
-# reach?
+# ([utilisation](../docs/glossary.md#utilisation)). As an analogy, a core runs two loops: one multiplies large matrices,
+# and the other adds to a single number. *Busy* is the share of the time in which their work runs. How many times as
+# many operations a second does the first loop reach?
 
 # %% Your guess: times as many operations a second tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -560,24 +564,32 @@ guess = 0  # @param {type:"number"}
 
 # %% Helper: measure the rate of a loop tags=["hide-input"]
 def rate(work, flops, seconds=0.4):
-    """Work for a while: products and sums in a second of processor time, and the cores
-    that were busy."""
-    began, before, times = time.perf_counter(), time.process_time(), 0
-    while time.perf_counter() - began < seconds:
+    """Work for a while: operations in a second of processor time, and the share of the
+    time in which work ran, which is what a card calls busy."""
+    began, before, times, busy = time.perf_counter(), time.process_time(), 0, 0.0
+    while (start := time.perf_counter()) - began < seconds:
         work()
+        busy += time.perf_counter() - start
         times += 1
-    busy = time.process_time() - before
-    return times * flops / busy, busy / (time.perf_counter() - began)
+    return times * flops / (time.process_time() - before), busy / (start - began)
 
 
 # %%
 A, one = torch.randn(512, 512), torch.zeros(1)
+
+
+def add_often():  # a kernel that does nearly nothing, again and again
+    for _ in range(10_000):
+        one.add_(1)
+
+
 products, busy = rate(lambda: A @ A, 2 * 512**3)
 print(f"large matrices: {busy:4.0%} busy, {products:16,.0f} operations a second")
-sums, busy = rate(lambda: one.add_(1), 1)  # busy with the work of Python and torch
-print(f"one number:     {busy:4.0%} busy, {sums:16,.0f} operations a second")
+sums, busy_adding = rate(add_often, 10_000)
+print(f"one number:     {busy_adding:4.0%} busy, {sums:16,.0f} operations a second")
 course.reveal(guess, products / sums, "times")
 assert products > 1000 * sums
+assert min(busy, busy_adding) > 0.9  # whatever else the machine does
 
 # %% [markdown]
 # Compare tokens a second with the estimate, and look at the power: a T4 whose kernels only wait stays far below its 70
@@ -609,16 +621,15 @@ assert live.peak >= 256 * MIB > 4 * (max(samples) - samples[0])
 #
 # **A run of several processes stands still, and prints nothing.** Each process waits for the others in the next
 # collective ([data parallelism](data_parallel.py)), so one that never arrives stops all of them. torch's *flight
-# recorder* keeps the last collectives of each process, and *py-spy* reads the stack of a running process:
+# recorder* keeps the last 2,000 collectives of each process, and *py-spy* reads the stack of a running process:
 #
 # ```bash
-# TORCH_FR_BUFFER_SIZE=100 torchrun --nproc-per-node 2 train.py
 # py-spy dump --pid PID  # one process, if the system allows it
 # cria doctor --hang PID  # all processes of the run
 # ```
 #
 # Below, two processes sum a tensor once a step, and rank 1 waits for rows that nobody sends. One process will be in
-# `all_reduce`. Is it the one that is wrong?
+# `all_reduce`. Is it the wrong one?
 
 
 # %% Helper: print the stacks that py-spy finds tags=["hide-input"]
@@ -649,9 +660,10 @@ assert (counts, code) == ([(5, 4), (4, 4)], 1)
 
 # %% [markdown]
 # It is the other one, because rank 0 began its fifth collective, and rank 1 did not. Without the tools you would read
-# only the last line, which the *waiting* process printed. So look at the rank that is in no collective.
-# `parallel.timeout` ends a run that hangs, by default after 10 minutes, here after 15 seconds. The page [When it
-# hangs](../docs/guide/when_it_hangs.md) says how to read the recorder.
+# only the last line, which the *waiting* process printed. So look at the rank that is in no collective. (On cards a
+# collective of NCCL only starts work, so stacks tell less. There read the recorder, which NCCL writes to a file at a
+# timeout: [When it hangs](../docs/guide/when_it_hangs.md).) `parallel.timeout` ends a run that hangs, by default after
+# 10 minutes, here after 15 seconds.
 #
 # ## 7. Exercises
 # 1. **Predict.** On a free T4, others trained Llama-3.2-1B by QLoRA with checkpointing, at 1,060 tokens a second. A

@@ -11,17 +11,17 @@
 # # Pipeline parallelism: fill the wait
 # > **Promise.** A model does not fit your card, so you load it onto two cards with `device_map="auto"`. It runs, but
 # > two cards are only as fast as one, because they take turns. You will cut a model into two stages and let
-# > micro-batches follow each other, so that a ninth of the time is idle instead of half. The gradients stay exact, and
-# > you will know when a pipeline pays.
+# > micro-batches follow each other, so that at best a ninth of the time is idle instead of half. The gradients stay
+# > exact, and you will know when a pipeline pays.
 # >
 # > **Card.** saves blocks, of which each of $S$ stages holds $L/S$ / costs $(S-1)/(k+S-1)$ of each stage's time, with
 # > $k$ micro-batches a step, and rows of one length / exact within rounding / about 25 minutes / after [tensor
 # > parallelism](tensor_parallel.py)
 #
 # ## 1. The bill
-# Our job, QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens, fits one T4. But Llama-3.1-70B does not fit
-# an A100 of 40 GB even in 4 bits. [Sharding](sharding.py) would gather all of its weights for every micro-batch, and
-# [tensor parallelism](tensor_parallel.py) would sum hidden states in every block, so both want fast links.
+# Our job, QLoRA of Llama-3.2-1B on 107 rows of up to 2,048 tokens, fits one T4. But Llama-3.1-70B does not fit an A100
+# of 40 GB even in 4 bits. [Sharding](sharding.py) would gather all of its weights for every micro-batch, and [tensor
+# parallelism](tensor_parallel.py) would sum hidden states in every block, so both want fast links.
 #
 # The simplest cut sends much less: the first blocks go to card 0, and the last ones to card 1. Each such part is a
 # *stage*. A *device map* (`model` in the table) does this in one process. [Pipeline
@@ -675,8 +675,8 @@ course.show(
 # %% [markdown]
 # ## 5. The production switch
 # `parallel.strategy=model` is the device map, and `parallel.strategy=pipeline` starts several processes. There our
-# trainer takes all micro-batches of a step at once, and torch's schedule orders their passes. The complete command, and
-# both ways in plain code:
+# trainer takes all micro-batches of a step at once, and torch's schedule orders their passes. The command, and both
+# ways in plain code:
 #
 # ```bash
 # cria launch kwanzaa --on torchrun --nproc 2 \

@@ -19,8 +19,8 @@
 #
 # ## 1. The bill
 # With [data parallelism](data_parallel.py) each of $N$ processes holds the same weights, the same gradients after the
-# all-reduce, and the same optimizer states. [ZeRO](../docs/glossary.md#zero), the *zero redundancy optimizer*, removes
-# the copies in three stages:
+# all-reduce, and the same optimizer states. [ZeRO](../docs/glossary.md#zero), the *zero redundancy optimizer* of
+# DeepSpeed, removes the copies in three stages:
 #
 # 1. A weight's optimizer states are needed only when it is updated. So process $r$ keeps the states of the $r$-th part
 #    of the weights, updates this part, and sends it to the others.
@@ -207,9 +207,9 @@ course.show(
 # two T4s are *tight*, and four fit.
 #
 # ## 2. From scratch, in three steps
-# **Step 1: cut the weights.** The toy has four blocks, and to make cutting easy, the weights of a block are one vector
-# of $E$ numbers. Process $r$ of $N$ keeps the $r$-th piece of each vector, and nothing else of the model. `Ranks(2)`
-# starts two [processes](../docs/glossary.md#rank), and `ranks.run(f)` calls `f` in both.
+# **Step 1: cut the weights.** The toy has four blocks, and the weights of a block are one vector of $E$ numbers.
+# Process $r$ of $N$ keeps the $r$-th piece of each vector, and nothing else of the model. `Ranks(2)` starts two
+# [processes](../docs/glossary.md#rank), and `ranks.run(f)` calls `f` in both.
 
 # %%
 import math
@@ -476,6 +476,11 @@ assert on_link / seconds < 0.05
 _calls = {call.why: call.sent / 1e6 for call in fsdp.traffic(job, shape, 2)}
 assert [round(size) for size in _calls.values()] == [1064, 1064, 90, 1051]
 _of_full = sum(call.sent for call in fsdp.traffic(full, shape, 2))
+_of_half = sum(
+    call.sent / (2 if call.kind == "all_gather" else 1)
+    for call in fsdp.traffic(full, shape, 2)
+)
+assert round(1 - _of_half / _of_full, 2) == 0.32  # if weights travelled in 16 bits
 _full_step = folds.step(
     with_settings(full, ["tricks.gradient_accumulation=4"]),
     shape,
@@ -492,9 +497,10 @@ _with_fsdp = 2 * ring_share("all_gather", 2) + ring_share("reduce_scatter", 2)
 assert _with_fsdp == 1.5 * ring_share("all_reduce", 2)
 
 # %% [markdown]
-# These are 2,127 MB of blocks in 4 bits, 1,051 of the 16-bit embedding, and 90 of gradients (four sums):
-# over seventy times the bytes of DDP, but less than a twentieth of the step. Full fine-tuning takes 2.3 s next to 9.1 s
-# of computing, unless prefetching overlaps them. (Predicted, at 12.2 GB a second on PCIe 3.0.)
+# These are 2,127 MB of blocks in 4 bits, 1,051 of the 16-bit embedding, and 90 of gradients (four sums): over seventy
+# times the bytes of DDP, but less than a twentieth of the step. Full fine-tuning gathers fp32, as stored (16 bits are
+# in the next fold), and takes 2.3 s next to 9.1 s of computing, unless prefetching overlaps them. (Predicted, at 12.2
+# GB a second on PCIe 3.0.)
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: when gradients are reduced, and what that does to the peak and the link
@@ -503,6 +509,10 @@ assert _with_fsdp == 1.5 * ring_share("all_reduce", 2)
 # (`parallel.reduce=micro_batch`). In full fine-tuning it halves the gradients at the peak, and 37 % more bytes travel.
 # QLoRA has so few gradients that it does not matter. If the link is slow and the card has room, choose
 # `parallel.reduce=step`. With it full fine-tuning of our model does not fit two T4s at all, and is tight on four.
+#
+# `MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)`, an argument of `fully_shard`, gathers
+# 16 bits. Then 32 % fewer bytes travel in full fine-tuning, and whole weights take half at the peak. But it casts
+# norms, too, so the losses are not those of one process. Therefore our switch gathers weights as they are stored.
 #
 # Gradient clipping also differs from a single process, because it looks at the norm of all gradients. So the processes
 # add up the squares of their pieces' norms, and take the square root of the sum.
@@ -537,7 +547,7 @@ print(diff(resolve(job, T4), resolve(shared, T4, processes=2)))
 # %% [markdown]
 # Every block is a group, and so are embedding and head if they are two matrices. If one matrix is both (a *tied*
 # embedding, as in Llama-3.2-1B), it belongs to the last call, and stays whole through both passes. Our trainer loads
-# the whole model on each card before it cuts it. The complete command for full fine-tuning:
+# the whole model on each card before it cuts it. The command for full fine-tuning:
 #
 # ```bash
 # cria launch kwanzaa --on torchrun --nproc 2 \
@@ -621,6 +631,10 @@ course.show(
 # A toy has an embedding and a head of 16 MiB each. First both belong to the call on the whole model, and then each is a
 # group of its own. The second way saves more than 30 MiB at the peak, with the same loss.
 # (`reshard_after_forward=False` keeps the head whole after the forward pass, because the backward pass begins with it.)
+#
+# In the Trainer the switch is `fsdp=True`, and transformers chooses the blocks as groups. With `fp16=True` or
+# `bf16=True` accelerate then gathers and reduces in 16 bits. DeepSpeed, which the Trainer takes as `deepspeed=`, has
+# all three stages. We have tried neither.
 
 
 # %% tags=["deep"]
@@ -668,7 +682,7 @@ assert own < together - 30 * MIB
 # **`got mixed torch.Tensor and DTensor`.** `fully_shard` turns each weight into a
 # [DTensor](../docs/glossary.md#dtensor): a piece that knows of the whole. torch's operations take DTensors, but the
 # kernels of bitsandbytes, such as [8-bit AdamW](optimizers.py), do not. The cure is `tricks.optimizer=adamw`, whose
-# 32-bit states the cards divide among them. Our switch refuses the pair before it loads anything.
+# 32-bit states the cards divide among them.
 
 
 # %%

@@ -19,10 +19,10 @@
 # The course does one real job on one small card: it fine-tunes the language model Llama-3.2-1B on 107
 # [rows](../docs/glossary.md#row) (training examples) of at most 2,048 tokens (pieces of words). The card is an NVIDIA
 # T4, which Google Colab lends for free. A program can use 14.74 [GiB](../docs/glossary.md#gib) of its memory, and the
-# plain job needs more than twice as much. Each lesson adds one technique, until the job needs 1.5 GiB.
+# plain job needs more than twice as much. (Plain means fp32 and eager attention. transformers 5 starts lower: with the
+# checkpoint's dtype, and sdpa.) Each lesson adds one technique, until the job needs 1.5 GiB.
 #
-# You need basic PyTorch: tensors, modules and `loss.backward()`. Some cells ask for your guess before they show a
-# number.
+# You need basic PyTorch: tensors, modules and `loss.backward()`. Some cells ask for a guess.
 
 # %% Imports and settings tags=["hide-input"]
 from cria_tricks import course
@@ -32,6 +32,12 @@ from cria_tricks.bench.style import Theme
 from cria_tricks.hardware import T4
 from cria_tricks.measure.counting import SavedBytes, peak_bytes
 from cria_tricks.measure.memory import LiveBytes
+from cria_tricks.predict.allocator import (
+    LARGE_SEGMENT,
+    OWN_SEGMENT,
+    ROUND_LARGE,
+    SMALL_SEGMENT,
+)
 from cria_tricks.recipe import with_settings
 
 MIB, GIB = 2**20, 2**30
@@ -44,8 +50,8 @@ bill_of_llama = course.bill(plain)
 # badly the model predicted each next token. The *backward pass* computes a gradient for each weight: how the loss
 # changes when this weight changes. At the end the *optimizer* updates the weights; ours is AdamW.
 #
-# Five kinds of tensors take memory during such a step. Here they are for Llama-3.2-1B and one row of 2,048 tokens. All
-# $P$ = 1,235,814,400 weights are trained (*full fine-tuning*), and every number is stored in fp32, in 4 bytes.
+# Five kinds of tensors take memory, here for Llama-3.2-1B and one row of 2,048 tokens. All $P$ = 1,235,814,400 weights
+# are trained (*full fine-tuning*), and every number is stored in fp32, in 4 bytes.
 #
 # - **Weights** are the numbers that the model consists of: $4P$ bytes, 4.6 GiB.
 # - **Gradients**: one number for each weight, made by the backward pass. $4P$ bytes, 4.6 GiB.
@@ -58,8 +64,7 @@ bill_of_llama = course.bill(plain)
 #   GiB.
 #
 # Before rounding, these five *lines* add up to 35.9 GiB. But the card needs less, because they are never all in memory
-# together. *The bill* of a step lists only what is in memory at its fullest moment. We look at this in a model small
-# enough to count every byte.
+# together. *The bill* of a step lists only what is in memory at its fullest moment. We count this in a small model.
 
 # %% Check these numbers tags=["hide-input"]
 lines = {line.name: line.bytes / GIB for line in bill_of_llama.lines}
@@ -125,8 +130,8 @@ class Tiny(nn.Module):
 
 # %% [markdown]
 # **Step 2: predict each line** from the formulas of section 1, with $P = VD + L\,(4D^2 + 2DH)$ weights. A block saves
-# $8D + 2H + 4$ numbers for each token, and $T^2$ attention weights for each row. (The first deeper part lists them.)
-# The sixth line, batch and mask, is small. How large are the logits?
+# $8D + 2H + 4$ numbers for each token, and $T^2$ attention weights for each row. The sixth line, batch and mask, is
+# small. How large are the logits?
 
 # %% Your guess: KiB of the logits, all three tensors tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -159,9 +164,9 @@ print(f"{'sum of all lines':20}{sum(bill().values()) / KIB:8,.1f} KiB")
 course.reveal(guess, bill()["logits"] / KIB, "KiB")
 
 # %% [markdown]
-# **Step 3: a counter.** PyTorch shows every operation to a *dispatch mode*, also those of the backward pass and of the
-# optimizer. After each operation our mode notes how many bytes are in memory. Several tensors can be views of one
-# *storage*, which holds the bytes. So the mode counts each storage once, until the last tensor that uses it is gone.
+# **Step 3: a counter.** PyTorch shows every operation of a step to a *dispatch mode*. After each operation our mode
+# notes how many bytes are in memory. Several tensors can be views of one *storage*, which holds the bytes. So the mode
+# counts each storage once, until the last tensor that uses it is gone.
 
 
 # %%
@@ -498,7 +503,7 @@ if study:
 #
 # ## 5. The production switch
 # Ask for a bill before a run. This command prints that of the plain job, and downloads no weights. Its verdict is 40.6
-# GiB, because it adds CUDA's own memory and the most that the allocator may take:
+# GiB, because it adds CUDA's own memory and our estimate of what the allocator may take:
 #
 # ```bash
 # cria plan baseline --model llama-3.2-1b --set data.max_length=2048 --rows-full --gpu t4
@@ -538,7 +543,7 @@ for name, size in by_hand.items():
 
 # %% [markdown]
 # The peak is 31.3 GiB. As in the small model, it has no line for the 4.6 GiB of gradients, because they do not exist
-# yet. Suppose that a perfect trick removes all 3,006 MiB of logits. How much lower is the peak then?
+# yet. How much lower is the peak without the 3,006 MiB of logits?
 
 # %% Your guess: MiB by which the peak falls without any logits tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -650,11 +655,11 @@ assert round(course.bill(course.CAPSTONE).peak_bytes / 1e9, 1) == 1.6
 # ## 6. Where it breaks
 # Our counter has a capacity, so a CPU can show two failures of a card.
 #
-# **`CUDA out of memory. Tried to allocate 512.00 MiB.`** The message names the size of the *one* tensor that did not
-# fit, so look for its shape. A block's attention scores take $4 \cdot 32 \cdot 2{,}048^2$ bytes, exactly 512 MiB. By a
-# dry run, the plain job stops there on a T4, in the eleventh block. In the small model, the logits of 256 KiB do not
-# fit. Cure: [FlashAttention](flash_attention.py) for scores; for logits, fewer rows at once or a [chunked
-# loss](chunked_loss.py).
+# **`CUDA out of memory. Tried to allocate 512.00 MiB.`** The message names what PyTorch asked the card for. From 10 MiB
+# on, that is *one* tensor, rounded up to whole 2 MiB, so look for its shape. (For smaller tensors it asks for 2 or 20
+# MiB.) A block's attention scores take $4 \cdot 32 \cdot 2{,}048^2$ bytes, exactly 512 MiB. By a dry run, the plain job
+# stops there on a T4, in the eleventh block. In the small model, the logits of 256 KiB do not fit. Cure:
+# [FlashAttention](flash_attention.py) for scores; for logits, fewer rows at once or a [chunked loss](chunked_loss.py).
 #
 # **The first step runs, and the second stops with `CUDA out of memory`.** AdamW makes its states in the first update,
 # so the first forward and backward pass ran without them. Cure: test two steps with your longest rows.
@@ -680,6 +685,9 @@ print("2,500 KiB, two steps:", try_on(2_500, steps=2))
 assert 4 * T1 * V1 == 4 * D1 * V1 == 1002 * MIB
 one_scores = 4 * HEADS * T1 * T1
 assert one_scores == 512 * MIB
+# PyTorch asks for tensors of 10 MiB and more in whole 2 MiB, else for 2 or 20 MiB
+assert (OWN_SEGMENT, ROUND_LARGE) == (10 * MIB, 2 * MIB)
+assert (SMALL_SEGMENT, LARGE_SEGMENT) == (2 * MIB, 20 * MIB)
 ten_blocks = 4 * P1 + by_hand["saved activations"] * 10 / L1
 # The eleventh block has its scores, the scaled scores and those with the mask at once.
 assert ten_blocks < T4.memory_bytes < ten_blocks + 3 * one_scores
