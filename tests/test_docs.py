@@ -1,6 +1,7 @@
 """What the written pages say is so: links lead somewhere, quoted messages are ours, computed figures are computed."""
 
 import ast
+import importlib.metadata
 import importlib.util
 import re
 import sys
@@ -157,6 +158,18 @@ def test_a_message_among_the_symptoms_is_what_the_library_says(symptom, file):
         r", cuda:.*|\b0\b|\{\.\.\.\}|gguf|'\w+'|recompile_limit.*|(?<=failed) (?=reading)", symptom
     ):  # what is filled in
         assert part.strip().encode() in text, part
+
+
+def test_the_flight_recorder_keeps_as_many_collectives_as_the_pages_say():
+    """By default, and so without a variable in the commands that they print."""
+    package = Path(importlib.util.find_spec("torch").origin).parent
+    header = (package / "include/torch/csrc/distributed/c10d/FlightRecorder.hpp").read_text(encoding="utf-8")
+    if importlib.metadata.version("torch").startswith("2.13"):
+        assert re.search(r'"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}, 2000\)', header)
+    for path in ("docs/guide/when_it_hangs.md", "lessons/monitoring.py"):
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert "the last 2,000 collectives" in " ".join(text.replace("\n# ", " ").split())
+        assert "TORCH_FR_BUFFER_SIZE=" not in text
 
 
 @pytest.mark.parametrize("row", ["T4", "T4, the fewest bytes", "L4", "A10G", "A100-80"])
