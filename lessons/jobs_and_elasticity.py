@@ -538,7 +538,7 @@ assert not short.finishes
 # %% [markdown]
 # **It trained here, and there it is out of memory.** The rented card is another one, and runs other kernels. The cure
 # is to ask for the bill of *that* card before you rent it. For example, full fine-tuning by the recipe `baseline`, with
-# rows of 1,024 tokens, needs 26.7 GiB: 20.6 of tensors, the rest for CUDA and the allocator.  `cria launch` refuses to
+# rows of 1,024 tokens, needs 26.7 GiB: 20.6 of tensors, the rest for CUDA and the allocator. `cria launch` refuses to
 # send this job to a T4 with 14.7 GiB, and accepts an A100.
 
 # %% Hold the numbers of this failure tags=["hide-input"]

@@ -147,8 +147,7 @@ _ = cria("data", DATA)
 # How many GiB does a training step of this run need? On a T4 the recipe leaves out checkpointing and the chunked loss,
 # because they cost nearly 40 % more time and the card has room. So it needs more than the earlier 1,516 MiB.
 # `cria plan` takes all rows as full, 2,048 tokens each, and adds 25 % that PyTorch's allocator may reserve, estimated
-# from 204 simulated settings. [An H200](../docs/benchmarks.md#a-first-sitting-on-an-h200), held to a T4's rules, took
-# 7,460 MiB in 42 steps of this shape, where 7,459 were predicted, and reserved 8 % more. No T4 has run it yet.
+# from 204 simulated settings.
 
 # %% Your guess: GiB that a training step needs tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -504,9 +503,11 @@ assert (round(losses[0], 2), round(losses[-1], 2)) == (1.66, 0.49)
 # %% [markdown]
 # ## 4. What it costs
 # The cell compares predicted and measured numbers of *this* run, and predicts the run on a T4. Its seconds are a range
-# because they come from six public runs, which reached 0.24 to 0.32 of a T4's peak rates. (On the H200, nine of 21
-# steps took up to 1.37 times the upper end of their range, eight of them with 4-bit weights.) A rented T4 costs \$0.40
-# to \$0.60 an hour (Hugging Face Jobs), and Colab's is free. The real rows hold only about a quarter of the tokens that
+# because they come from six public runs, which reached 0.24 to 0.32 of a T4's peak rates. [An
+# H200](../docs/benchmarks.md#a-first-sitting-on-an-h200), held to a T4's rules, took 7,460 MiB in 42 steps of this
+# shape, where 7,459 were predicted, and reserved 8 % more. (With other switches, nine of 21 steps took up to 1.37 times
+# the upper end of their range, eight of them with 4-bit weights.) No T4 has run it yet. A rented T4 costs \$0.40 to
+# \$0.60 an hour (Hugging Face Jobs), and Colab's is free. The real rows hold only about a quarter of the tokens that
 # the plan assumed, so the minutes shrink, too. (The 107 rows of `kwanzaa` take 4 to 6 minutes, or 6 to 9 if all were
 # full.)
 

@@ -18,7 +18,7 @@
 # > three steps / exact: no bit of the run changes by samples and a trace / about 25 minutes / after [data at
 # > scale](data_at_scale.py)
 #
-# We look at a run of our job, QLoRA of Llama-3.2-1B on a T4.
+# We predicted our job, QLoRA of Llama-3.2-1B on a T4. Now we look at a run.
 #
 # ## 1. The bill
 # Four numbers are called "the memory of the run":
@@ -493,7 +493,7 @@ course.show(
 
 # %% [markdown]
 # In the middle of a step a sample takes about 250 microseconds, so one a second costs 0.025 % (`make bench-monitor`,
-# two quiet AMD EPYC cores). What a card's driver costs has not been measured.
+# two quiet AMD EPYC cores). A card's driver has not been measured.
 #
 # A trace costs more, because torch records every operator. So we trace only three steps.
 #
