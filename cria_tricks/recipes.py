@@ -215,7 +215,7 @@ def full_1b(device: Device | None = None) -> Recipe:
     """All weights of Llama-3.2-1B on a free T4, with rows of up to 1,024 tokens.
 
     By estimate, no T4 has run it: tensors take at most 11.3 GiB, in a dry run PyTorch's allocator reserves 11.8 GiB,
-    and with an upper limit for what it may reserve and CUDA's own memory ``cria plan`` counts 13.9 GiB. The weights and
+    and with an estimate of what it may reserve and CUDA's own memory ``cria plan`` counts 13.9 GiB. The weights and
     AdamW's 8-bit states take 8.4 GiB. So each weight takes its step in the backward pass, and no gradient waits. This
     rules out gradient accumulation, and a limit for the norm of all gradients.
     """
@@ -345,9 +345,9 @@ def get(recipe: Recipe | str | Path, device: Device | None = None) -> Recipe:
 def _on_oom(device: Device | None) -> str:
     """Return what a named recipe does when memory runs out: it goes on with a smaller set, but not on a GPU.
 
-    That a run which has gone on in this way learns the same is shown on a CPU only. Until a result of a GPU is
-    committed, ``--set train.on_oom=adapt`` asks for it there. (:func:`baseline` stops on every device, because its
-    switches are off on purpose.)
+    On a GPU only a test of a tiny model has shown that a run which has gone on in this way learns the same (an H200).
+    Until a real run shows it, ``--set train.on_oom=adapt`` asks for it there. (:func:`baseline` stops on every device,
+    because its switches are off on purpose.)
     """
     return "stop" if (device or this_device()).kind == "cuda" else "adapt"
 

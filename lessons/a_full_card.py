@@ -12,8 +12,8 @@
 # > 32,046 MiB. You learn the rule behind this, so that you can tell beforehand how much a switch can save. Then you see
 # > why `CUDA out of memory` comes although the tensors would fit, and which setting prevents it.
 #
-# > **Card.** saves 1.4 GiB that PyTorch reserves in our example and no tensor uses / costs nothing that we know of, and
-# > no card has measured it / exact: no number of a run changes / about 25 minutes / after [fused LoRA](fused_lora.py)
+# > **Card.** saves 1.4 GiB that PyTorch reserves in our example and no tensor uses / costs nothing that we know of /
+# > exact: no number of a run changes / about 25 minutes / after [fused LoRA](fused_lora.py)
 #
 # The job is QLoRA of Llama-3.2-1B, with rows of 2,048 tokens, on a T4 with 14.74 GiB. Twelve switches have lowered the
 # [peak](../docs/glossary.md#peak) of its step from 32,046 to 1,516 MiB. We call this the *whole job*.
@@ -595,7 +595,7 @@ print("the fewest switches that fit on a T4:", *sorted(fewest))
 # **where memory is left over, switch off what costs time.** Below are the sets that no other set beats in both seconds
 # and memory, and what each changes in the whole job. ([`activation_offload`](long_rows.py) keeps block inputs on the
 # host. Fused LoRA is left out.) A row's seconds are predicted, with a range of 0.82 to 1.22 times. The memory includes
-# CUDA's own and the most that PyTorch may reserve.
+# CUDA's own and what PyTorch may reserve.
 
 # %%
 for setting in toggles.front(target, whole):
@@ -738,6 +738,9 @@ print(f"not {card.peak_reserved / GIB:.2f}")
 
 # %% Draw figure 4 tags=["hide-input"]
 assert round(card.peak_reserved / card.peak_allocated, 2) == 1.27
+sitting = results.read_json(results.COMMITTED / "h200-as-t4" / "second_sitting.json")
+on_a_card = next(case for case in sitting["cases"] if case["name"] == "kwanzaa")
+assert round(on_a_card["peak_reserved_bytes"] / GIB, 2) == 7.88
 assert card.peak_reserved == replay(events).reserved_bytes
 assert round((card.peak_reserved - wide.peak_reserved) / GIB, 1) == 1.4
 
@@ -1092,8 +1095,9 @@ assert free < failed.size / MIB < free + unallocated
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: why `torch.cuda.empty_cache()` in every step does not help
-# PyTorch gives free segments back by itself when the card is full, and stuck blocks stay where they are. Only *other*
-# processes gain memory. Your run loses time, because it must take the segments again.
+# PyTorch gives free segments back by itself when the card is full, and stuck blocks stay where they are. Only others
+# gain memory: other processes, and [paged states](optimizers.py), which CUDA manages. Your run loses time, because it
+# must take the segments again.
 
 # %% tags=["deep"]
 for script in ("a=30 -a", "a=5 b=5 c=5 d=5 -a -c"):
@@ -1241,7 +1245,9 @@ course.check(
 # - **Where memory is left over**, switch off what costs time: checkpointing first. `cria train kwanzaa --fit fastest`
 #   does it for you.
 # - **A card limits reserved bytes**, and free memory goes back to it only as whole segments. So 7.3 GiB of tensors
-#   reserve 9.27 GiB in our example, and 7.83 GiB with expandable segments, which change no number of the run.
+#   reserve 9.27 GiB in our example, and 7.83 GiB with expandable segments, which change no number of the run. (Both are
+#   predicted. With them [an H200](../docs/benchmarks.md#a-first-sitting-on-an-h200), held to a T4's rules, reserved
+#   7.88.)
 # - **When not**: if little is "reserved by PyTorch but unallocated", no setting helps.
 #
 # ## Sources

@@ -967,8 +967,9 @@ course.check(
 #   and $\sqrt{2C/M}$ of the time.
 # - **Exact**, bit for bit, if every part of the state is there, and versions and machine are the same. On a GPU some
 #   kernels add in no fixed order, with or without a stop (`torch.use_deterministic_algorithms` forbids them).
-# - **When**: always, if a run is longer than you would like to repeat. Test it by a kill and by comparing bits, because
-#   no curve shows what is missing.
+# - **When**: always, if a run is longer than you would like to repeat. Without a Drive, transformers can keep the
+#   newest checkpoint on the hub (`push_to_hub=True, hub_strategy="checkpoint"`). Test it by a kill and by comparing
+#   bits, because no curve shows what is missing.
 # - **When not**: for a run of seconds. And a checkpoint is not a result: publish the adapter, not the moments.
 #
 # ## Sources

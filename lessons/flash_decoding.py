@@ -678,8 +678,9 @@ assert abs(half_empty / nearly_full - 2) < 0.01
 
 # %% [markdown] tags=["deep"]
 # torch's flash kernel and flash-attn count pieces and SMs, and then choose the number of splits
-# (`num_splits_heuristic`, exercise 2). vLLM's `paged_attention_v2` cuts the past every 512 tokens and merges in a
-# second kernel. FlashInfer has `merge_state`, and it supports Turing, the generation of the T4.
+# (`num_splits_heuristic`, exercise 2). vLLM's older kernel `paged_attention_v2` cuts the past every 512 tokens and
+# merges in a second one; today vLLM takes FlashAttention, FlashInfer or a Triton kernel. FlashInfer has `merge_state`,
+# and it supports Turing, the generation of the T4.
 
 # %% [markdown]
 # ## 6. Where it breaks
@@ -935,7 +936,8 @@ course.check(
 # - **When**: long pasts, few conversations, many SMs. From compute capability 8.0 on, kernels split by themselves; on a
 #   T4 nothing splits.
 # - **When not**: in training, or after a short past, where a token mostly reads weights. First count how often your
-#   library moves the cache.
+#   library moves the cache. To serve many people take vLLM, and on your own computer llama.cpp ([Take it
+#   home](../docs/guide/take_it_home.md)).
 #
 # ## Sources
 # - Dao, Haziza, Massa, Sizov 2023, *Flash-Decoding for long-context inference*, pytorch.org/blog/flash-decoding.

@@ -412,7 +412,7 @@ assert torch.equal(gradient, same_gradient)
 
 # %% [markdown]
 # The input was kept for nothing. The package does not change bitsandbytes 0.50.2, so the bill in section 5 has these
-# bytes. Folded parts show two ways around: a checkpoint of your own, or none.
+# bytes. Folded parts show ways around: `use_reentrant=True`, a checkpoint of your own, or none.
 #
 # **Quality.** We fine-tuned SmolLM2-135M for 20 steps of one row and measured the loss on 9 other rows. int8 costs
 # 0.011 to 0.012 of loss, and NF4 costs 0.105 to 0.110 (the table of losses below). These runs were on a CPU, where
@@ -466,18 +466,25 @@ course.on_a_gpu("int8", off=step_of, on=f"{step_of} quantization=int8")
 # runs its forward pass without autograd, so no context of bitsandbytes is left after it. torch's `use_reentrant=True`
 # does the same, and frees these inputs in transformers, too.
 
+
 # %% tags=["deep"]
-in_memory, its_gradient = measure(MatMul8bitLt, checkpointed)
-print(f"our own checkpoint: {in_memory / KIB:.0f} KiB")
-assert in_memory == 8 * s
-assert torch.equal(gradient, its_gradient)
+def reentrant(block, x):
+    return checkpoint(block, x, use_reentrant=True)
+
+
+for way in (checkpointed, reentrant):
+    in_memory, its_gradient = measure(MatMul8bitLt, way)
+    print(f"{way.__name__}: {in_memory / KIB:.0f} KiB")
+    assert in_memory == 8 * s
+    assert torch.equal(gradient, its_gradient)
 
 # %% [markdown]
 # ## 5. The production switch
 # In plain Hugging Face code, int8 is a configuration, as NF4 is. The cell prints it, and then our bill. The threshold
-# of step 4 is `llm_int8_threshold`, and the head stays in 16 bits. In each block bitsandbytes keeps four inputs: one
-# for q, k and v together, one for o, one for gate and up, and one for down, which is four times as wide. The last
-# lines show what NF4 and int8 save, added to the lessons before and in the whole job (before: without, after: with).
+# of step 4 is `llm_int8_threshold` (0.0 skips the search for outliers), and the head stays in 16 bits. In each block
+# bitsandbytes keeps four inputs: one for q, k and v together, one for o, one for gate and up, and one for down, which
+# is four times as wide. The last lines show what NF4 and int8 save, added to the lessons before and in the whole job
+# (before: without, after: with).
 
 # %%
 print(int8.PLAIN)
@@ -516,6 +523,7 @@ print(f"there int8 saves {less:.1f} GiB of weights and keeps {more:.1f} GiB of i
 # %% Check the numbers in the text tags=["hide-input"]
 peaks = [course.bill(recipe).peak_bytes / MIB for recipe in (before, after, nf4)]
 assert [round(peak) for peak in peaks] == [2927, 2896, 1550]  # 1,549.5
+assert round(peaks[1] - kept / MIB - peaks[2]) == 451  # with use_reentrant=True
 whole_peaks = [
     course.bill(recipe).peak_bytes / MIB for recipe in (whole_in_16, whole_in_8, whole)
 ]
@@ -589,9 +597,9 @@ course.show(
 )
 
 # %% [markdown]
-# int8 saves 927 MiB of weights, and bitsandbytes keeps 896 MiB of inputs. The peak falls by 31 MiB only. NF4 keeps no
-# inputs and lowers the peak by 1,377 MiB. So our job takes NF4: with int8 its peak would be 2,863 - 1,516 = 1,347 MiB
-# higher. Both kinds of bytes are in memory at the peak.
+# int8 saves 927 MiB of weights, and bitsandbytes keeps 896 MiB of inputs. The peak falls by 31 MiB only. (With
+# `use_reentrant=True` it falls by about 927, and NF4 still saves 451 more.) NF4 keeps no inputs and lowers the peak by
+# 1,377 MiB. So our job takes NF4: with int8 its peak would be 2,863 - 1,516 = 1,347 MiB higher.
 #
 # The kept inputs grow with the tokens, and the saving grows with the weights. So in an 8B model int8 saves twice what
 # it keeps, and it makes the model fit.
@@ -611,7 +619,7 @@ course.show(
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: with peft's usual preparation the bill grows, and without checkpointing it falls
-# Most tutorials call `prepare_model_for_kbit_training` after loading. Our job leaves it out; see [lean
+# Many tutorials call `prepare_model_for_kbit_training` after loading. Our job leaves it out; see [lean
 # preparation](mixed_precision.py). With it, int8 does not save 31 MiB, but costs 1,892:
 
 # %% tags=["deep"]
@@ -796,12 +804,14 @@ course.check(3, tokens_that_use_it_up, of_tokens, "a number of tokens")
 #
 # ## In one breath
 # - **Saves** one of the two bytes of every frozen weight; the scales add 1.4 MiB. In our job the peak falls by 31 MiB.
-# - **Costs** 896 MiB of inputs that bitsandbytes keeps for nothing, if you use checkpointing, and time: generating text
-#   on a T4 takes 3 to 4 times as long as in fp16 (bitsandbytes 0.45). For training we have not measured it.
+# - **Costs** 896 MiB of inputs that bitsandbytes keeps for nothing, if you use checkpointing without
+#   `use_reentrant=True`, and time: generating text on a T4 takes 3 to 4 times as long as in fp16 (bitsandbytes 0.45).
+#   For training we have not measured it.
 # - **Approximate**: a number moves by at most half a step of its scale. For random numbers without outliers, an output
 #   is off by about 1.2 %.
 # - **When**: the model fits in 8 bits but not in 16, and quality matters more than speed; or rows are short.
-# - **When not**: a small model with long rows, where NF4 saves far more.
+# - **When not**: a small model with long rows, where NF4 saves far more. [What we left
+#   out](../docs/left_out.md#other-ways-to-store-weights) has other formats.
 #
 # ## Sources
 # - Dettmers et al. 2022, *LLM.int8()*, arXiv 2208.07339, sections 3.1 and 3.2; appendix D, table 5 for the speed.

@@ -474,7 +474,8 @@ for tokens in (2048, 16_384, 32_768):
 #
 # torch rounds each pinned tensor up to a power of two. An input of 32,768 tokens has exactly 256 MiB. With one more
 # token each of the 32 inputs takes 512 MiB. Colab's free machine has 12.7 GB, so its host stops this model at 32,768
-# tokens, whatever the card. Kaggle's machine has 29 GB, so there the T4 is the limit.
+# tokens, whatever the card. (With torch 2.13 `pinned_max_round_threshold_mb` stops the rounding of large tensors. Then
+# 37,925 tokens would take 12.4 GB.) Kaggle's machine has 29 GB, so there the T4 is the limit.
 
 # %% tags=["deep"]
 # in operations and in bytes a second: the share of its rate that a T4 reached in public
@@ -500,12 +501,14 @@ for tokens in (32_768, 32_769, 65_536):
     )
     assert on_colab == ("fits" if tokens == 32_768 else "does not fit")
     assert on_kaggle == "fits"
+not_rounded = LIBRARIES + L * 2 * D * 37_925
+assert f"{not_rounded / 1e9:.1f}" == "12.4" < f"{COLAB.memory_bytes / 1e9:.1f}"
 
 # %% [markdown]
 # ## 5. The production switch
-# In plain Hugging Face code, tiles take one call of the package, because transformers has none. Offload is a hook of
-# torch; it also copies the frozen weights that autograd saves, and ours does not. (The printed code is a test's. For
-# this job, load the base in NF4, and take tiles of 4,096 tokens.)
+# In plain Hugging Face code, tiles take one call of the package, because transformers has none (Liger has). Offload is
+# an argument, `offload`, since transformers 5.17; older ones need a hook, which copies frozen weights, too. (For this
+# job, load the base in NF4, and take tiles of 4,096 tokens.)
 #
 # ```bash
 # cria train long_8b
@@ -580,7 +583,7 @@ assert f"{slow.low / 36:.1f} to {slow.high / 36:.1f}" == "4.7 to 7.0"
 # If you switch tiles off again, you lose 14,466 tokens, and without offload 22,196. With the [fused
 # operations](fused_lora.py) as well (`tricks.fused_lora`, `tricks.fused_blocks`) the row has 63,688 tokens. All of this
 # is predicted, and needs a host with 20 GB, such as Kaggle's. **Colab's free machine has 12.7 GB, so there rows of the
-# 8B end at 32,768 tokens** (section 6).
+# 8B end at 32,768 tokens**, if torch rounds (section 6).
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: why the gains multiply
@@ -627,8 +630,8 @@ assert any("second norm" in line.why for line in at_the_peak)
 # **There is no message, but a weight never learns.** If you forget `down` in the arguments of the Function, it gets no
 # gradient. The cure is to pass every trained tensor of the MLP, adapters included.
 #
-# **`a compiled block chooses itself what it keeps`.** The package refuses tiles with `compile`, with mixtures of
-# experts and with tensor parallelism.
+# **`a compiled block chooses itself what it keeps`.** The package refuses tiles with `compile`, mixtures of experts and
+# tensor parallelism.
 
 # %%
 for weight in weights:
@@ -649,7 +652,8 @@ except BadInput as error:
 #
 # **The process is gone, without a message.** The memory of the host was full, so Linux ended the process. torch rounds
 # each pinned block input up to a power of two, so 32 inputs of 32,768 tokens take 8 GiB, and with one more token 16.
-# The cure is a larger host or a shorter row.
+# The cure is a larger host, a shorter row, or (untried) `PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:64`, torch
+# 2.13.
 #
 # ## 7. Exercises
 # 1. **Predict.** Llama-3.2-1B has 16 blocks of width 2,048. How many GiB of pinned memory do the inputs of a row of
@@ -783,6 +787,7 @@ course.check(
 # - Rhu et al. 2016, *vDNN*, arXiv 1602.08124, section 3 (offloading).
 # - Unsloth: README and documentation, "Unsloth Benchmarks" (40,724 tokens: Llama-3.1-8B, QLoRA, rank 32, one row); pull
 #   request 3867 (January 2026: offload and short rows on a B200).
-# - `torch/utils/checkpoint.py` of torch 2.13: early stop. torch's `CachingHostAllocator`: powers of two.
+# - `torch/utils/checkpoint.py` of torch 2.13: early stop. torch's `CachingHostAllocator`: powers of two, up to
+#   `pinned_max_round_threshold_mb`. transformers 5.23: `modeling_utils.py` (`offload`).
 # - Ours: `tiled_mlp.py` and `activation_offload.py` in `cria_tricks/tricks/`, `cria_tricks/predict/host.py`, and their
 #   tests.

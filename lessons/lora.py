@@ -485,7 +485,7 @@ course.show(
 # now the largest line, so the next lessons reduce them.
 #
 # Without LoRA, the finished job needs almost nine times as much. Four later switches go with it: 4-bit weights cannot
-# be trained, and the chunked loss needs a frozen head.
+# be trained, and our chunked loss needs a frozen head.
 #
 # ### How large a learning rate
 # **Begin with ten times the rate that you would use for full fine-tuning.** *LoRA Without Regret* (2025) tuned the rate
@@ -524,6 +524,8 @@ course.show(
 # - **Side network** (`tricks.peft=side_network`, our adaptation of ControlNet) trains a copy of each of the last two
 #   blocks. A matrix of zeros joins its output to that of the frozen block. As with the head, the blocks below save no
 #   activations.
+# - **New special tokens** need lines of the embedding. peft's `trainable_token_indices` trains these lines alone, and
+#   `modules_to_save` a copy of the whole matrix; this package has no setting for either.
 #
 # Head only and side network need less memory than LoRA at this point of the course, because they cut the gradient off.
 # Later lessons make activations small for LoRA too. In the finished job the side network needs 3,578 MiB, and LoRA
@@ -818,6 +820,7 @@ course.check(3, highest_rank, of_rank, "a rank, a whole number")
 # - **Reparametrised**: it starts at the base bit for bit, and learns $W + \frac{\alpha}{r} BA$, a change of rank $r$.
 # - **When to use it**: nearly always on a small card, on all matrices, with ten times the rate of full fine-tuning.
 # - **When not**: if the model must learn much new knowledge from many tokens, and the card has the memory.
+# - **Check** that an adapter arrives: load it with `PeftModel.from_pretrained`, and compare the loss on the same rows.
 #
 # ## Sources
 # - Hu et al. 2021, *LoRA*, arXiv 2106.09685, section 4.1. Eckart and Young 1936, *Psychometrika* 1, 211 (the limit).

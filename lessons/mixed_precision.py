@@ -11,7 +11,7 @@
 # # 16 bits: multiply in 16, learn in 32
 # > **Promise.** You cut the memory of this run nearly in half, and on a T4 its step should become 2 to 9 times as fast
 # > (predicted). You will know why fp16 needs a loss scale, what `Attempting to unscale FP16 gradients.` means, why a
-# > loss becomes `nan`, and which line of most QLoRA scripts costs 1,155 MiB once the weights have 4 bits.
+# > loss becomes `nan`, and which line of many QLoRA scripts costs 1,155 MiB once the weights have 4 bits.
 # >
 # > **Card.** saves two bytes of each frozen weight and of most activations, and time on tensor cores / costs rounding,
 # > and in fp16 a loss scale with a few skipped steps / approximate: inputs and results of matrix multiplications are
@@ -405,7 +405,7 @@ for name in ("fp16", "bf16"):
 
 # %% [markdown]
 # ## 4. What it costs
-# **A few steps.** The run above skipped three steps before the scale was low enough. Later doublings skip some.
+# **A few steps.** The run above skipped three steps before the scale was low enough.
 #
 # **Time** falls, if the card's tensor cores know the format. A T4's know only fp16. At the peak rate of a T4, the
 # multiplications of a row of 2,048 tokens would take 1.87 s in fp32 and 0.23 in fp16. But public runs in 16 bits reach
@@ -427,8 +427,8 @@ course.on_a_gpu("mixed_precision", off=step_of, on=f"{step_of} precision=fp16")
 # ## 5. The production switch
 # In plain Hugging Face code, mixed precision is the model's `dtype` and the trainer's `fp16` or `bf16`. Lean
 # preparation leaves out a call of peft, and turns off the casts of step 5. **For our job on a T4**, take script 2 with
-# `dtype="float16"` and `fp16=True` (not bf16), without `max_steps=1`. Pass `gradient_checkpointing=True`, too: on
-# 4-bit weights the call also switches checkpointing on.
+# `dtype="float16"` and `fp16=True` (not bf16), without `max_steps=1`. Pass `gradient_checkpointing=True`
+# (`activation_checkpointing` since transformers 5.23), too: on 4-bit weights the call also switches checkpointing on.
 
 # %%
 print("Script 1: all weights train, so they are stored in fp32")
@@ -497,7 +497,7 @@ for _recipe, _range in ((before, (4.94, 8.27, 13.84)), (after, (1.49, 1.83, 2.24
 # %% [markdown]
 # Frozen weights and saved activations take half. The peak is at the loss now, so lines of that moment appear (the
 # deeper part explains them). *16-bit copies of weights* are the adapters, cast by autocast. Lean preparation saves only
-# 66 MiB here. Yet in the whole job, which has [4-bit weights](nf4.py), it is worth 1,155 MiB, because most QLoRA
+# 66 MiB here. Yet in the whole job, which has [4-bit weights](nf4.py), it is worth 1,155 MiB, because many QLoRA
 # scripts call peft's `prepare_model_for_kbit_training`. It raises every weight that is still in 16 bits to fp32:
 #
 # - The embedding takes twice its bytes: +501 MiB.
@@ -505,9 +505,9 @@ for _recipe, _range in ((before, (4.94, 8.27, 13.84)), (after, (1.49, 1.83, 2.24
 # - The sum that passes from block to block (the residual stream) becomes fp32, so the inputs of $L$ blocks take $2LTD$
 #   bytes more (128 MiB), and what the loss reads 24.5: +152.5 MiB.
 #
-# Without lean preparation the whole job takes 2,671 MiB, *more* than in fp32 (2,364). So on a T4 use both
-# switches: in fp16, lean preparation cost 0.0001 of loss (one seed of a small model). In bf16 it cost 0.017 to 0.019
-# (three seeds), so on a newer card leave it out if memory allows.
+# Without lean preparation the whole job takes 2,671 MiB, *more* than in fp32 (2,364). So on a T4 use both switches: in
+# fp16, lean preparation cost 0.0001 of loss (one seed of a small model). In bf16 it cost 0.017 to 0.019 (three seeds,
+# 20 steps at one rate), but our recipes use it there, too.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: where peft's preparation spends 1,155 MiB, byte by byte
@@ -1154,10 +1154,11 @@ for dtype in (fp16, torch.float32):
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: how many updates vanish in 16-bit master weights
-# bf16 needs no scale, so nothing refuses 16-bit master weights there. Between $2^e$ and $2^{e+1}$ numbers of $p$
-# significant bits ($p = 11$ in fp16, 8 in bf16) are $2^{e+1-p}$ apart. An update $\eta$ below half of that, $2^{e-p}$,
-# is rounded back to where it came from. peft starts $A$ evenly between $\pm 1/\sqrt{D}$. Which share of its weights
-# does not move?
+# bf16 needs no scale, so nothing refuses 16-bit master weights there. TRL's `SFTTrainer` (1.16) converts the adapters
+# of a 4- or 8-bit model to bf16, so this part is about them. (On a T4, with `fp16=True`, they end in [an
+# error](../docs/symptoms.md#numbers).) Between $2^e$ and $2^{e+1}$ numbers of $p$ significant bits ($p = 11$ in fp16, 8
+# in bf16) are $2^{e+1-p}$ apart. An update $\eta$ below half of that, $2^{e-p}$, is rounded back to where it came from.
+# peft starts $A$ evenly between $\pm 1/\sqrt{D}$. Which share of its weights does not move?
 
 
 # %% tags=["deep"]
@@ -1428,6 +1429,8 @@ course.check(
 # - **When**: on every card with 16-bit units: fp16 on a T4, bf16 from compute capability 8.0 on. Keep what trains in
 #   fp32.
 # - **When not**: activations beyond 65,504 on a card without bf16, or full fine-tuning with eager attention.
+# - **Not in this lesson**: TF32, which from compute capability 8.0 on multiplies fp32 numbers of 11 significant bits
+#   (our fp32 seconds of an L4 are without it), and [FP8](../docs/left_out.md#fp8).
 #
 # ## Sources
 # - Micikevicius et al. 2018, *Mixed Precision Training*, arXiv 1710.03740, sections 3.1 (master weights), 3.2 (loss

@@ -13,8 +13,8 @@
 # > bitsandbytes, and you will know what the rounding costs in quality and the unpacking in time.
 # >
 # > **Card.** saves almost three quarters of the frozen matrices: 16 bits a weight become 4.1 / costs about 4 % of a
-# > step's time (predicted), and some quality / claim: approximate, each weight moves to the nearest of 16 levels /
-# > about 25 minutes / after [mixed precision](mixed_precision.py)
+# > T4's step (predicted, 2,048 tokens), and some quality / claim: approximate, each weight moves to the nearest of 16
+# > levels / about 25 minutes / after [mixed precision](mixed_precision.py)
 
 # %% Imports and settings tags=["hide-input"]
 import torch
@@ -406,11 +406,12 @@ course.on_a_gpu(
 
 # %% [markdown]
 # These seconds are predicted: for the 1.91 s our range is 1.56 to 2.34 s. Unpacking takes an eighth of the time of the
-# blocks' matrix multiplications, but adds only 4 % to a step, because two thirds are other work (norms, attention, head
-# and loss). It costs the same for any row, so it adds more than a third to a row of 256 tokens.
+# blocks' matrix multiplications, but adds only 4 % to a step, because two thirds are other work. It costs the same for
+# any row, so it adds more than a third to a row of 256 tokens. On [an
+# H200](../docs/benchmarks.md#a-first-sitting-on-an-h200) NF4 added 20 to 44 %, probably in the host.
 #
 # Without a GPU here, the table is from a CPU and a tiny model with few matrices, so its peak falls by only 4 %. Double
-# quantization cost 18 % there, because scales must be unpacked, too; for a T4 we predict no extra time.
+# quantization cost 18 % there; for a T4 we predict no extra time.
 #
 # **Quality.** We fine-tuned SmolLM2-135M for 20 steps of one row, with three seeds. *Loss* is that of 9 held-out rows,
 # *spread* the highest minus the lowest seed, and *fp4* bitsandbytes' other format, a 4-bit float.
@@ -430,8 +431,8 @@ if at_first:
 # %% [markdown]
 # NF4 costs 0.105 to 0.110 of loss, double quantization 0.002 to 0.003 more, and FP4 0.171 to 0.178. Before the first
 # step NF4 was 0.184 above fp32, so training repaired a part of the damage, because the adapter trains *on top of the
-# rounded base*. (Why `nf4 + loftq` seems best: see the deeper part.) In the paper, models of 7 to 65 billion weights
-# match 16 bits on the MMLU test after fine-tuning. We have not measured our 1B model.
+# rounded base*. (`nf4 + loftq`: see the deeper part.) In the paper, models of 7 to 65 billion weights match 16 bits on
+# the MMLU test after fine-tuning. We have not measured our 1B model.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: the three unpackings, counted
@@ -514,13 +515,15 @@ for case in ("nf4 + loftq", "nf4 + loftq, shuffled"):
 # %% [markdown] tags=["deep"]
 # Before training, LoftQ repairs only 0.007 of loss, and yet after training it ends even below fp32. The control (one
 # seed) shows why. It starts as far from zero, but the rows of its $E$ are shuffled, so that it repairs nothing, and it
-# still gains 0.121. So most of the gain comes from starting away from zero, and 20 steps are too few for a verdict.
+# still gains 0.121. So most of the gain comes from starting away from zero, and 20 steps are too few for a verdict. All
+# these runs have one learning rate (0.0005), and a change of the step size alone can move the loss by more than NF4
+# costs ([LoRA](lora.py)).
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: GPTQ
 # *GPTQ* rounds with the help of sample inputs. In Hugging Face's comparison of 2023 it generated text up to twice as
 # fast, was slower to train, and was as good: Llama-2-7B scored 53.2 in the mean of four tests, with bitsandbytes 53.4,
-# unrounded 54.3.
+# unrounded 54.3. [What we left out](../docs/left_out.md#other-ways-to-store-weights) has AWQ, HQQ and FP8.
 
 # %% [markdown]
 # ## 5. The production switch
@@ -549,6 +552,12 @@ assert round(seconds[1] / seconds[0], 2) == 1.36  # rows of 256 tokens
 now, then = (step(recipe, shape, CARDS["t4"]) for recipe in (after, before))
 assert round(now.seconds / then.seconds, 3) == 1.044
 assert (round(now.low, 2), round(now.high, 2)) == (1.56, 2.34)
+more = []  # on an H200, in three sittings
+for sitting in ("h200-as-t4/first", "h200-as-t4/second", "h200/second"):
+    measured = results.read_json(results.COMMITTED / f"{sitting}_sitting.json")
+    took = {case["name"]: case["median_seconds"] for case in measured["cases"]}
+    more.append(took["ladder_quantization"] / took["ladder_lean_preparation"] - 1)
+assert (round(100 * min(more)), round(100 * max(more))) == (20, 44)
 
 # %% [markdown]
 # The peak falls from 2,927 to 1,593 MiB, and to 1,550 with double quantization. The whole 1,377 MiB reach the peak,
@@ -571,7 +580,7 @@ course.show(
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: what peft's usual preparation gives back
-# Most tutorials call peft's `prepare_model_for_kbit_training` after loading a quantized model. Our job leaves it out:
+# Many tutorials call peft's `prepare_model_for_kbit_training` after loading a quantized model. Our job leaves it out:
 # that is the [lean preparation](mixed_precision.py). With the usual one, NF4 would save far less. See what the plan
 # changes, and the bill:
 
@@ -806,7 +815,7 @@ course.check(3, better_levels, of_better, "a tensor of 16 levels that rise")
 # - **Saves** almost three quarters of the frozen matrices: 16 bits a weight become 4.5, or 4.127 with double
 #   quantization. In our job the peak falls from 2,927 to 1,550 MiB.
 # - **Costs** unpacking before every matrix multiplication: 4 % of a step on a T4 (predicted), more for short rows. A
-#   model of 135M weights lost 0.11 after 20 steps; in the paper, large models lose nothing on MMLU.
+#   model of 135M weights lost 0.11 after 20 steps at one rate; in the paper, large models lose nothing on MMLU.
 # - **Approximate**: a weight moves by at most 0.152 of its scale; outputs for random inputs are off by 9 %.
 # - **When**: frozen matrices are a large part of the peak. The larger the model, the more it saves.
 # - **When not**: the peak is made of something else, so look at the bill first. Or you only generate text,

@@ -53,8 +53,8 @@ MIB = 2**20
 #
 # After [NF4](nf4.py) the peak of our job is 1,550 MiB, and only 86 MiB of that are states, because LoRA trains just 11
 # million weights. So we also bill a run that trains all 1,236 million weights. It has the earlier switches except for
-# LoRA, NF4, the chunked loss and lean preparation, which do not work with it. Its states take 9,428 MiB in 32 bits. How
-# many with `adamw_8bit`, if transformers keeps 32 bits for the embedding (263 of the 1,236 million weights)?
+# LoRA, NF4, the chunked loss and lean preparation, which here do not work with it. Its states take 9,428 MiB in 32
+# bits. How many with `adamw_8bit`, if transformers keeps 32 bits for the embedding (263 of the 1,236 million weights)?
 
 # %% Your guess: MiB of 8-bit states, if all weights train tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -267,8 +267,8 @@ course.show(
 # ### Step 3: states in pages
 # States are used in the optimizer's step only, and could be in the host's memory at other times. A paged optimizer cuts
 # them into *pages*. A page that is used must be on the card. If the card is full, the page whose last use is longest
-# ago leaves (*least recently used*, LRU). On a GPU, CUDA's *unified memory* does this. Here we build a *model* of it,
-# which counts the pages that move.
+# ago leaves (*least recently used*, LRU). On a GPU, CUDA's *unified memory* does nearly this. Here we build a *model*
+# of it, which counts the pages that move.
 
 # %%
 from collections import OrderedDict
@@ -509,8 +509,8 @@ for room in (2, 40, 79, 80):  # the package's pager moves as much as ours
     assert moved_bytes == (4 * PAGE * card.out, 4 * PAGE * card.back)
 
 # %% [markdown] tags=["deep"]
-# On a CUDA card one kernel does it all. We have read its source, but we have not run it. It differs from the CPU in
-# three places:
+# On a CUDA card one kernel does it all. On an H200 its steps followed our reference (`tests/gpu/test_numbers.py`). By
+# its source, it differs from the CPU in three places:
 #
 # - *Rounding.* The kernel takes the nearest level. But a negative $m$ that would become zero goes to the level below,
 #   so it keeps its sign. Our `pack` does the same. A CPU's table has no entry for zero, so even zero becomes a small
@@ -593,7 +593,7 @@ assert round(peak_8.peak_bytes / 2**30, 1) == 12.9
 # micro-batches, by [gradient accumulation](gradient_accumulation.py), the travel adds 14 % in 32 bits and 6 % in 8. So
 # take both switches, and many micro-batches. The host must hold what leaves: 9.2 GiB in 32 bits, of Colab's 11.8.
 #
-# We measured no card. (The deeper part has torchtune's report.)
+# We timed no full card. (Deeper: torchtune's report.)
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: torchtune's figures, our benchmarks, and why a CPU shows so little
@@ -768,9 +768,10 @@ course.show(
 # %% [markdown] tags=["deep"]
 # If torch gives the memory back, only the pages that were too many move, and only after long rows. As it keeps its
 # memory, one long row is enough, and from then on everything moves in every step. `torch.cuda.empty_cache()` before the
-# step should help. *Should*: we have no card to try it on. Next to an 8B model's work either is little. How fast
-# unified memory is depends on much: NVIDIA measured up to a factor of 100, by platform, hints, and how much is too
-# much. On Windows it is limited.
+# step should help. *Should*: we have not tried it. Next to an 8B model's work either is little. How fast unified memory
+# is depends on much: NVIDIA measured up to a factor of 100, by platform, hints, and how much is too much. On Windows it
+# is limited. And NVIDIA's driver sees when a page comes, not when it is used (`block_mark_memory_used`), so the order
+# of exercise 3 may gain less there.
 #
 # You will also meet "55 % less memory for 18 % fewer tokens a second" (pytorch/ao issue 1213). That compares fused
 # AdamW with paged 8-bit AdamW, so it mixes the saving of 8 bits with that of paging. The figures above are from
@@ -1166,14 +1167,17 @@ course.check(
 # ## In one breath
 # - **Saves** with 8 bits three quarters of AdamW's states, 8 bytes a trained weight become 2.03, but not those of
 #   embeddings and small tensors. With pages, it should save all large states while something else needs the room.
-# - **Costs** 0.0001 of loss in our runs. Paging costs PCIe traffic when the card is full, and if the optimizer's step
-#   itself has too little room, all states travel twice in every step (in our model; we measured no card).
+# - **Costs** 0.0001 of loss in our runs of 20 steps at one rate. Paging costs PCIe traffic when the card is full, and
+#   if the optimizer's step itself has too little room, all states travel twice in every step (in our model; we timed no
+#   full card).
 # - **8 bits are approximate**: a $v$ near its group's largest moves by at most 3.5 % of itself. **Moving pages is
-#   exact**, but `paged_adamw_32bit` is bitsandbytes' AdamW, which rounds differently from torch's (by 5e-07 in five
-#   steps).
+#   exact** (an H200 has confirmed it, also with a full card), but `paged_adamw_32bit` is bitsandbytes' AdamW, which
+#   rounds differently from torch's (by 5e-07 in five steps).
 # - **When**: all or most weights train, with many micro-batches a step. Full fine-tuning then falls from 20.4 to 11.2
 #   GiB (12.9 with eight micro-batches), without its pages.
 # - **When not**: with small adapters they save next to nothing. For long runs with $\beta_2$ near 1, compare first.
+# - **Others with fewer states**: `optim="adafactor"` and `"lion_8bit"`; GaLore and APOLLO ([All
+#   weights](weights_elsewhere.py), deeper part); [Muon](../docs/left_out.md#muon).
 #
 # ## Sources
 # - Dettmers et al. 2021, *8-bit Optimizers via Block-wise Quantization*, arXiv 2110.02861, section 2, appendix F.1.

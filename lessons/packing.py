@@ -561,9 +561,9 @@ for masked, grouped in ((True, False), (False, False), (False, True)):
 # %% [markdown]
 # ## 5. The production switch
 # With Hugging Face alone it is a collator, which lays a whole micro-batch into one sequence. Use it with FlashAttention
-# 2, on a newer card than a T4, because under sdpa's mask it computes 3.7 times the squares $T^2$ of the documents, and
-# padding only 1.56. The package packs into sequences of `data.max_length` tokens, and attends document by document.
-# With 6 sequences in a step the training stays comparable:
+# 2 or FlexAttention, on a newer card than a T4, because under sdpa's mask it computes 3.7 times the squares $T^2$ of
+# the documents, and padding only 1.56. The package packs into sequences of `data.max_length` tokens, and attends
+# document by document. With 6 sequences in a step the training stays comparable:
 #
 # ```bash
 # cria train kwanzaa --set tricks.packing=true --set tricks.gradient_accumulation=6
@@ -658,7 +658,7 @@ def train(alike, **more):
 # packs with `packing=True`: best-fit, the same positions and labels, no mask, and a micro-batch flattened into one
 # sequence. Its mode `"wrapped"` cuts documents anywhere and passes a mask of ones, so there they see each other by
 # design. FlashAttention 2 in transformers tells documents apart only in a batch of *one* sequence, and the package
-# refuses more.
+# refuses more. Unsloth can also take xformers' block-diagonal mask, whose kernel runs on a T4.
 #
 # Packing also saves passes, 82 instead of 107, and each pass unpacks all [NF4](nf4.py) weights. At the speeds of a T4's
 # data sheet that is 23 ms a pass, next to 184 ms for the matrix multiplications of the blocks on 2,048 tokens, so an

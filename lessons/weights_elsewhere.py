@@ -18,7 +18,7 @@
 # > exact, bit for bit, except fp16 steps that overflow / about 25 minutes / after [a full card](a_full_card.py)
 #
 # So far the job trained 11 million adapter weights, and the 1.24 billion others were frozen. Now all weights
-# train first, and then the frozen weights leave the card. All bytes and seconds are predicted, because no GPU has run
+# train first, and then the frozen weights leave the card. All bytes and seconds are predicted, because no T4 has run
 # these jobs yet.
 
 # %% Imports and settings tags=["hide-input"]
@@ -57,8 +57,8 @@ def refusal(recipe, setting):
 # ## 1. The bill
 # We train all 1.24 billion weights of Llama-3.2-1B on one row of 1,024 tokens. (With 2,048 it would be tight on a T4.)
 # [Mixed precision](mixed_precision.py) in fp16, [sdpa](flash_attention.py) and
-# [checkpointing](gradient_checkpointing.py) are on. Weights that train are stored in fp32, 4 bytes each, and so are
-# their gradients and the two [optimizer states](../docs/glossary.md#adamw) of AdamW. How many GiB are weights,
+# [checkpointing](gradient_checkpointing.py) are on. Here weights that train are stored in fp32, 4 bytes each, and so
+# are their gradients and the two [optimizer states](../docs/glossary.md#adamw) of AdamW. How many GiB are weights,
 # gradients and states together?
 
 # %% Your guess: GiB of weights, gradients and states tags=["predict"]
@@ -103,9 +103,9 @@ for name, recipe in ways.items():
 # its step when its gradient arrives, and frees the gradient. It needs `train.max_grad_norm=0`, which means no clipping;
 # section 6 shows why.
 #
-# Added to the plain step, steps in the backward pass save 3.6 GiB (20.4 to
-# 16.8), and not 4.6, because the embedding's gradients stay (deeper part). Without them, "both" would take 15.0 GiB
-# instead of 11.3. So only both together fit a T4, with 13.9 of 14.7 GiB at most.
+# Added to the plain step, steps in the backward pass save 3.6 GiB (20.4 to 16.8), and not 4.6, because the embedding's
+# gradients stay (deeper part). Without them, "both" would take 15.0 GiB instead of 11.3. So without
+# [paging](optimizers.py) only both together fit a T4, with 13.9 of 14.7 GiB.
 
 
 # %% Check the numbers of the text tags=["hide-input"]
@@ -579,6 +579,9 @@ assert (
 # **Why not keep the optimizer on the host, too?** DeepSpeed can do that, and the processor takes the step. For each
 # weight the host holds an fp32 copy (4 bytes), two states (8) and a gradient (2 or 4). For Llama-3.2-1B this is already
 # more than Colab's host has.
+#
+# **Why not store the weights in bf16, too?** torchtune's settings for one card do so, with paged 8-bit AdamW and steps
+# in the backward pass. That takes half of the weights' bytes, but [small updates are lost](mixed_precision.py).
 #
 # **Relatives**, with the figures of their authors; we measured none of them:
 #

@@ -423,7 +423,8 @@ course.show(
 # %% [markdown] tags=["deep"]
 # ### Deeper: failure 2, the leak, in transformers
 # Positions that start again tell transformers where the second document begins, but only if there is no attention mask
-# and no cache. A mask of ones hides nothing, so it looks harmless. However, it switches this detection off.
+# and no cache. A mask of ones hides nothing, so it looks harmless. However, it switches this detection off. So does a
+# cache, which models have by default.
 
 # %% tags=["deep"]
 torch.manual_seed(0)
@@ -431,11 +432,11 @@ first, other, second = torch.randint(1, 256, (3, 1, 24))
 positions = torch.arange(24).repeat(1, 2)
 
 
-def of_the_second(neighbour, **more):
+def of_the_second(neighbour, use_cache=False, **more):
     """Logits of the second document, (24, V)."""
     with torch.no_grad():
         both = torch.cat([neighbour, second], dim=1)
-        return model(both, position_ids=positions, use_cache=False, **more).logits[
+        return model(both, position_ids=positions, use_cache=use_cache, **more).logits[
             0, 24:
         ]
 
@@ -453,6 +454,8 @@ ask(
     {},
     ones,
 )
+with_a_cache = of_the_second(first, True), of_the_second(other, True)
+assert not torch.equal(*with_a_cache)  # leaks, too, without a mask
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: failure 3, a loss in bf16
@@ -786,7 +789,7 @@ print(f"it pays if it saves one run in {one_in:.0f}")
 #
 # ```python
 # assert all(max(row["labels"]) != -100 for row in rows)  # 1
-# batch = {"input_ids": ids, "position_ids": positions}  # 2: no attention_mask
+# batch = {"input_ids": ids, "position_ids": positions, "use_cache": False}  # 2: no mask
 # loss = F.cross_entropy(logits.float(), labels)  # 3
 # TrainingArguments("out", logging_nan_inf_filter=False)  # 4
 # eval_loss = sum(sums_of_losses) / sum(trained_tokens)  # 5: one sum for each batch

@@ -381,7 +381,7 @@ def test_what_it_cannot_do_is_refused(settings, why):
 
 
 def test_nothing_chooses_it():
-    """No result of a card shows it yet, so neither the search nor the suggestions name it."""
+    """No T4 has run it yet, so neither the search nor the suggestions name it."""
     recipe = with_settings(Recipe(), ["tricks.peft=lora", "tricks.gradient_checkpointing=true"])
     changes = suggestions(Target(find_shape("llama-3.2-1b"), T4), recipe)
     assert "tricks.activation_offload=true" in [change.set for change in changes]

@@ -257,7 +257,7 @@ def test_on_a_card_reserved_bytes_stand_below_the_measured_ones():
         "estimated_bytes": 70 * MIB, "measured_bytes": 65 * MIB, "expandable_segments": True
     }  # fmt: skip
     rows = (
-        "| reserved, estimated | 70.0 MiB | at most; expandable segments |\n"
+        "| reserved, estimated | 70.0 MiB | with what may stay unused; expandable segments |\n"
         "| reserved, measured | 65.0 MiB | by torch's allocator |\n"
     )
     assert rows in page.markdown(report)

@@ -57,7 +57,7 @@ def test_the_fastest_set_fits_with_a_margin_and_no_neighbour_that_fits_is_faster
 
 
 def test_the_kwanzaa_recipe_on_a_t4_is_what_is_found():
-    """But for the two fused toggles, which no card has run yet."""
+    """But for the two fused toggles, which no T4 has run yet."""
     fused = with_settings(recipes.kwanzaa(T4), ["tricks.fused_lora=true", "tricks.fused_blocks=true"])
     assert found(kwanzaa()).chosen.recipe == fused
     assert found(recipes.kwanzaa(T4)).chosen.recipe == fused

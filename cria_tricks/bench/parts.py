@@ -18,7 +18,7 @@ from cria_tricks.tricks import folds
 LOADING = {"cpu": 1.0, "cuda": 10.0}
 """Time that a case takes beside its steps and its dry run, to load the model above all [s].
 
-A case of ``random:tiny`` took about one on two EPYC cores. The figure for a GPU is a guess: no card has told yet.
+A case of ``random:tiny`` took about one on two EPYC cores. The figure for a GPU is a guess.
 """
 DRY_BLOCK = 1.0
 """Time of a dry run for each block of the model [s]: 0.9 to 2.7 on two busy EPYC cores, for Llama-3.2-1B."""

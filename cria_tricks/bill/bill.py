@@ -25,9 +25,9 @@ class Shares(NamedTuple):
 
     The allocator takes memory from a card in segments and keeps it. When rows of different lengths follow each other,
     some free parts of these segments are too small for the next tensors, so it takes more. ``predict/allocator.py``
-    models that event by event, which takes seconds. These shares are a rule for the closed form. It is an upper
-    estimate, because how tensors happen to lie cannot be told from sizes. A run can work with less, because a full
-    allocator first gives unused segments back to the card.
+    models that event by event, which takes seconds. These shares are a rule for the closed form. It should be
+    an upper estimate, because how tensors happen to lie cannot be told from sizes; an H200 reserved up to 7 % more. A
+    run can work with less, because a full allocator first gives unused segments back to the card.
 
     The shares are fitted on the replays of 204 drawn settings (``benchmarks/reserved.py``): whole models, a window of
     shorter rows before one of full rows, and no figure from a card. They are the smallest shares by which no replay is
@@ -57,7 +57,7 @@ SEGMENTS = Shares(1.248, 0.242, 0.414, 0.16)
 
 
 def unused_bytes(peak: Moment, *, expandable: bool, gradients_wait: bool = True) -> int:
-    """Return how many bytes more the allocator has reserved than tensors use, at most [bytes].
+    """Estimate how many bytes more the allocator may have reserved than tensors use [bytes].
 
     Args:
         peak: the fullest moment of the step.
@@ -139,7 +139,7 @@ class Bill:
 
     @property
     def unused(self) -> Line:
-        """The memory that torch's allocator has reserved and no tensor uses, at most; none on a CPU."""
+        """The memory that torch's allocator may have reserved and no tensor uses; none on a CPU."""
         expandable = self.facts.expandable_segments
         waits = not self.facts.steps_in_backward
         # An evaluation may have the fullest moment, and the allocator may still have reserved more for the training.
@@ -149,11 +149,11 @@ class Bill:
         )
         found = (max(reserved) - self.peak_bytes) * (self.facts.device.kind == "cuda")
         ways = "expandable segments" if expandable else "a segment for each large tensor"
-        return Line("reserved, not used", found, f"at most, with {ways}")
+        return Line("reserved, not used", found, f"estimated, with {ways}")
 
     @property
     def reserved_bytes(self) -> int:
-        """What ``torch.cuda.max_memory_reserved`` reports, at most."""
+        """What ``torch.cuda.max_memory_reserved`` may report: an H200 reported up to 7 % more."""
         return self.allocated_bytes + self.unused.bytes
 
     @property

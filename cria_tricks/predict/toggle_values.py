@@ -53,7 +53,7 @@ def choices(recipe: Recipe, device: Device, width: int) -> dict[str, tuple[Any, 
     they change how many tokens a step learns from. ``compile`` is left out, because the estimate knows its faster
     steps, but neither the time to compile nor the bytes that it saves. The values ``fp4``, whose estimate equals that
     of ``nf4``, and ``flash_attention_2``, which needs another package and a newer GPU, are left out, too, as is
-    ``stream_layers``, whose copies on a stream of their own no GPU has run yet.
+    ``stream_layers``, which an H200 has run on small blocks only.
 
     Args:
         recipe: what would be trained.

@@ -188,7 +188,9 @@ def _compared(report: Mapping[str, Any]) -> list[str]:
         rows.append(("measured, each process", each, "in the order of their ranks"))
     if found["reserved"]:
         ways = "expandable segments" if found["reserved"]["expandable_segments"] else "no expandable segments"
-        rows.append(("reserved, estimated", human(found["reserved"]["estimated_bytes"]), f"at most; {ways}"))
+        rows.append(
+            ("reserved, estimated", human(found["reserved"]["estimated_bytes"]), f"with what may stay unused; {ways}")
+        )
         rows.append(("reserved, measured", human(found["reserved"]["measured_bytes"]), "by torch's allocator"))
     return [
         "## Estimated and measured, largest training step",

@@ -154,8 +154,8 @@ def compare(memory: Bill | None, run: Run, meter: Meter, since: int = 0) -> dict
         with cuBLAS' workspaces and without CUDA's context. ``estimate``: the ``lines`` of the bill, which sum to the
         estimated peak; ``measured_bytes``, the highest peak of a step; ``unexplained_bytes``, which is measured minus
         estimated; and ``ratio``, which is estimated divided by measured. The last three are ``None`` if no step was
-        measured. ``reserved`` is ``None`` on a CPU; else it has ``estimated_bytes``, the most that torch's allocator
-        should reserve, ``measured_bytes``, and ``expandable_segments``.
+        measured. ``reserved`` is ``None`` on a CPU; else it has ``estimated_bytes``, what torch's allocator
+        may reserve, ``measured_bytes``, and ``expandable_segments``.
     """
     if memory is None:
         return {"estimated_peak_bytes": None, "estimate": None}

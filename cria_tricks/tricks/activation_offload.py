@@ -17,7 +17,7 @@ Ours     hooks of our own, because torch's save_on_cpu also copies the frozen we
          ones), although they are on the card anyway. transformers has save_on_cpu around each checkpointed block
          (activation_checkpointing_kwargs={"offload": True}), on the stream that computes. TRL
          (activation_offloading=True) has a stream of its own and holds up to five tensors on their way; overlapped
-         (``load/overlapped_offload.py``) holds one, so that a bill can count it. We have not run overlapped on a card
+         (``load/overlapped_offload.py``) holds one, so that a bill can count it
 
 Shapes: s = B T D elements, the input of one of L blocks.
 """

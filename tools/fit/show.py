@@ -90,7 +90,7 @@ def verdict(found: Found) -> str:
     else:
         says = f"{amount(least)} for tensors and CUDA of {amount(capacity)}"
         says += f": {amount(least - capacity)} too much." if least > capacity else "."
-        says += f" PyTorch may reserve up to {amount(needed - least)} besides."
+        says += f" PyTorch may reserve about {amount(needed - least)} besides."
     more = ""
     if any("longer than the model's context" in warning for warning in found["warnings"]):
         more += " Rows are longer than the model's context."
@@ -164,7 +164,7 @@ def facts(found: Found) -> str:
     own = f"Tensors need {amount(peak)} at the peak, CUDA {amount(least - peak)}. "
     items = [
         f"The peak is {PEAKS.get(found['peak_at'], found['peak_at'])}.",
-        f"{own}PyTorch may reserve up to {amount(needed - least)} more.",
+        f"{own}PyTorch may reserve about {amount(needed - least)} more.",
     ]
     timed = found["verdict"] != "does not fit"
     if timed:
