@@ -89,7 +89,7 @@ def test_a_family_without_checkpointing_is_found():
         (
             "ctrl",
             "tricks.gradient_checkpointing=true",
-            "of kind ctrl: on a tiny one .* CTRLLMHeadModel does not support .* gradient_checkpointing=false",
+            "of kind ctrl: on a tiny one .*CTRLLMHeadModel does not support .*gradient_checkpointing=false",
         ),
     ],
 )

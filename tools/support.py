@@ -75,7 +75,7 @@ def model_rows() -> list[tuple[str, ...]]:
         trained = "yes" if shape.kind in KINDS else "no"
         measured = "yes" if name in MEASURED else "not yet"
         billions = f"{shape.weights / 1e9:.2f}"
-        place = f"[{entry.hub}](https://huggingface.co/{entry.hub})"
+        place = f"[{entry.hub}](https://huggingface.co/{entry.hub})" if entry.hub else "its text part, for bills only"
         found.append((f"`{name}`", place, billions, f"`{shape.kind}`", "yes", trained, measured, entry.source or "-"))
     return found
 

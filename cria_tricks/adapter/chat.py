@@ -70,6 +70,7 @@ def answer(
     """
     prompt = prompts.write(tokenizer, said).to(model.device)
     pretrained.refuse_unknown_tokens(model, int(prompt["input_ids"].max()), "this model")
+    max_new_tokens = pretrained.room(model, prompt["input_ids"].shape[1], max_new_tokens)
     with torch.no_grad():
         out = model.generate(
             **prompt,

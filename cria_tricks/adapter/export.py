@@ -154,7 +154,7 @@ def _source(whole: Path) -> _Source:
     title = whole.absolute().name
     if title in RESULTS:
         title = whole.absolute().parent.name
-    stops = ends.stops(tokenizer, ends.named_in(whole))
+    stops = [token for token in ends.stops(tokenizer, ends.named_in(whole)) if tokenizer.convert_ids_to_tokens(token)]
     if not stops:
         raise BadInput(f"{whole}: its tokenizer has no end token, so no answer would end; set eos_token in its config")
     return _Source(whole, title, config, tokenizer, form.template, pieces, stops)

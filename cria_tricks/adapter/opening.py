@@ -114,6 +114,8 @@ def _loaded(
         forbid_cpu_repacking(model)
     elif rounding:
         model = model.dequantize()
+        # transformers keeps how a folder of packed weights was read, and could not undo that to save unpacked ones.
+        model._weight_conversions = None
     if config and config.name == SIDE_NETWORK:
         add_side_network(model, json.loads(config.read_text())["blocks"])
         load_side_network(model, folder)

@@ -62,6 +62,7 @@ def answer_batch(
     ids_BT = torch.tensor(padded, device=model.device)
     mask_BT = torch.tensor(masks, device=model.device)
     pretrained.refuse_unknown_tokens(model, int(ids_BT.max()), "this model")
+    max_new_tokens = pretrained.room(model, longest, max_new_tokens)
     with torch.no_grad():
         out_BT = model.generate(
             input_ids=ids_BT,

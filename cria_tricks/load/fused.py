@@ -44,7 +44,13 @@ NORMS = tuple(f"{family}RMSNorm" for family in ("Granite", "Llama", "Mistral", "
 
 
 def fuse(model: torch.nn.Module) -> torch.nn.Module:
-    """Replace the forward passes of all matrices with adapters, and of the MLPs around them, in place."""
+    """Replace the forward passes of all matrices with adapters, and of the MLPs around them, in place.
+
+    Raises:
+        BadInput: if no matrix has an adapter.
+    """
+    if not any(isinstance(module, LoraLayer) for module in model.modules()):
+        raise BadInput("fuse: no matrix of this model has an adapter; put LoRA on it first (peft.get_peft_model)")
     for module in list(model.modules()):
         children = dict(module.named_children())
         if type(module).__name__ in GATED_MLPS and all(isinstance(children[name], LoraLayer) for name in GATED):

@@ -22,7 +22,7 @@ from cria_tricks.load.adapters import add_adapter, modules_named
 from cria_tricks.load.device_map import device_map
 from cria_tricks.load.fused import PLAIN, by_triton, fuse, fuse_blocks, tile_mlps
 from cria_tricks.load.refusals import Facts, refuse
-from cria_tricks.models import Weights, ends, network, pretrained
+from cria_tricks.models import Weights, ends, network, pretrained, quantised
 from cria_tricks.models.configs import MORE_THAN_TEXT
 from cria_tricks.models.shape import BESIDE_HEAD
 from cria_tricks.processes.numbers import processes
@@ -103,13 +103,14 @@ def load(plan: Plan, weights: Weights) -> Loaded:
     return Loaded(model, weights)
 
 
-def count_trainable(plan: Plan, weights: Weights, highest_id: int = 0) -> int:
+def count_trainable(plan: Plan, weights: Weights, highest_id: int = 0, longest: int = 0) -> int:
     """Count the numbers that will train, from the model's shape alone, without its weights.
 
     Args:
         plan: what will run.
         weights: where the model is.
-        highest_id: the largest token id of the rows.
+        highest_id: the largest token id of the rows, their padding included.
+        longest: tokens of the longest row.
 
     Raises:
         BadInput: if the model cannot be loaded, or does not fit the plan or the rows.
@@ -117,6 +118,11 @@ def count_trainable(plan: Plan, weights: Weights, highest_id: int = 0) -> int:
     weights = models.fetch(weights)
     model = _refuse_unfit(plan, weights)
     pretrained.refuse_unknown_tokens(model, highest_id, f"model {weights.name}")
+    known = pretrained.positions(model)
+    if longest > known:
+        raise BadInput(
+            f"model {weights.name}: has {known} positions, and a row has {longest} tokens; set data.max_length={known}"
+        )
     if STARTS in plan.after_load:
         loftq.refuse_unreadable(model, plan, Path(weights.path))
     if "add_adapter" in plan.after_load:
@@ -155,7 +161,24 @@ def _refuse_unfit(plan: Plan, weights: Weights) -> Any:
     """Check the plan against the model's modules, and return the model, built without its weights."""
     if "fuse_blocks_by_triton" in plan.after_load:
         by_triton(plan.device)  # refused here, before weights are read
-    return built_empty(plan, pretrained.config(weights.path, weights.name), weights.name)
+    config = pretrained.config(weights.path, weights.name)
+    _refuse_other_rounding(plan, config, weights.name)
+    return built_empty(plan, config, weights.name)
+
+
+def _refuse_other_rounding(plan: Plan, config: Any, name: str) -> None:
+    """Refuse a plan that stores weights in another way than the folder does already."""
+    settings = quantised.settings_of(config.to_dict(), name)
+    if not settings:
+        return
+    stored = dict(setting.removeprefix("tricks.").split("=") for setting in settings)
+    kind = "int8" if plan.quantization.get("load_in_8bit") else plan.quantization.get("bnb_4bit_quant_type", "none")
+    double = str(bool(plan.quantization.get("bnb_4bit_use_double_quant"))).lower()
+    if kind != stored["quantization"] or double != stored.get("double_quantization", double):
+        raise BadInput(
+            f"model {name}: its weights are stored in {stored['quantization']} already, and in no other way; "
+            f"set {' and '.join(settings)}"
+        )
 
 
 def built_empty(plan: Plan, config: Any, name: str) -> Any:

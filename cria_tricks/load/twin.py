@@ -105,7 +105,7 @@ def tried(model: Any, attention: str, techniques: Sequence[str]) -> dict[str, st
         attention = IMPLEMENTATION if model._supports_sdpa else "eager"
     config = model.config
     about = json.dumps({**_sizeless(config), "attention": attention}, sort_keys=True, default=str)
-    versions = [importlib.metadata.version(package) for package in ("torch", "transformers")]
+    versions = [importlib.metadata.version(package) for package in ("cria_tricks", "torch", "transformers")]
     key = f"{type(model).__name__} {' '.join(versions)} {hashlib.sha256(about.encode()).hexdigest()[:16]}"
     known: dict[str, str] = weight_files.remembered(key) or {}
     missing = [technique for technique in techniques if technique not in known]
@@ -115,7 +115,7 @@ def tried(model: Any, attention: str, techniques: Sequence[str]) -> dict[str, st
             twin, why = _twin(model, attention)
             for technique in missing:
                 known[technique] = f"{UNTRIED} ({why})" if why else _said(TRIALS[technique], twin)
-        weight_files.remember({key: known})
+        weight_files.remember({key: {name: said for name, said in known.items() if not said.startswith(UNTRIED)}})
     return known
 
 
@@ -127,7 +127,7 @@ def _said(trial: Callable[[Any], None], twin: Any) -> str:
         return str(error)
     except Exception as error:  # of a family's own code, which may refuse what it is given in any way
         packages.pass_on(error)
-        return f"it ends in {type(error).__name__}: {first_line(error).removesuffix('.')}"
+        return f"it ends in {type(error).__name__}: {first_line(error).rstrip('.')}"
     return ""
 
 
@@ -327,9 +327,11 @@ def _chunked(twin: Any) -> None:
     expected = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum").item()
     head = twin.get_output_embeddings()
     head.requires_grad_(False)  # the chunked loss is for a frozen head
-    with torch.no_grad():
-        _compare_losses(chunked_loss_sum(twin, batch, 8).item(), expected)
-    head.requires_grad_(True)
+    try:
+        with torch.no_grad():
+            _compare_losses(chunked_loss_sum(twin, batch, 8).item(), expected)
+    finally:
+        head.requires_grad_(True)
 
 
 TRIALS: dict[str, Callable[[Any], None]] = {

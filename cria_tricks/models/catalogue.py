@@ -25,7 +25,8 @@ class Entry:
 
     Attributes:
         hub: the hub id of its instruction-tuned version; for some models that of a mirror, which does not ask to accept
-            a licence first.
+            a licence first. Empty for the text part of a model that takes more than text: it has a bill, as
+            ``random:NAME``, and cannot be trained.
         config: the fields of its ``config.json`` that decide shapes and bytes.
         source: where these fields were read, if not in the ``config.json`` of ``hub`` itself.
     """
@@ -204,6 +205,11 @@ CATALOGUE: dict[str, Entry] = {
         _gemma3(1152, 26, 4, 1, 6912, 262144, 32768, window=512),
         f"{LITGPT}; context: config.json of mlx-community/gemma-3-1b-pt-6bit",
     ),
+    "gemma-3-4b": Entry(
+        "",
+        _gemma3(2560, 34, 8, 4, 10240, 262208, 131072, window=1024),
+        f"{LITGPT}; vocabulary: config.json of Creekside/gemma-3, the text part alone",
+    ),
     "smollm3-3b": Entry(
         "HuggingFaceTB/SmolLM3-3B",
         _shape("smollm3", 2048, 36, 16, 4, 11008, 128256, 65536, 5e6, tie_word_embeddings=True),
@@ -279,7 +285,7 @@ class Configs(UserDict[str, dict[str, Any]]):
 CONFIGS = Configs({"tiny": TINY, **{name: entry.config for name, entry in CATALOGUE.items()}})
 """Name -> config, for every NAME in ``random:NAME``."""
 
-ALIASES: dict[str, str] = {name: entry.hub for name, entry in CATALOGUE.items()}
+ALIASES: dict[str, str] = {name: entry.hub for name, entry in CATALOGUE.items() if entry.hub}
 """Short name -> hub id."""
 
 

@@ -116,7 +116,7 @@ def warnings(tokenizer: Any, named: int | Iterable[int] | None) -> list[str]:
         ]
     if end not in (known or [tokenizer.eos_token_id]):
         token = tokenizer.convert_ids_to_tokens(end)
-        others = ", ".join(tokenizer.convert_ids_to_tokens(known)) or eos
+        others = ", ".join(tokenizer.convert_ids_to_tokens(one) or f"token {one}" for one in known) or eos
         return [
             f"the chat template ends an answer with {token}, and the base's generation stops at {others}: cria stops "
             f"at both, and so does the generation_config.json that is saved with the result; elsewhere pass "

@@ -13,6 +13,7 @@ import contextlib
 import io
 import json
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,29 @@ def vocabulary(model: Any) -> int:
     return model.get_input_embeddings().weight.shape[0]
 
 
+def positions(model: Any) -> int:
+    """Return how many positions a model has a vector for, if they are a table; else more than any row has."""
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        if isinstance(module, torch.nn.Embedding) and (name == "wpe" or "position" in name):
+            return module.num_embeddings - getattr(module, "offset", 0)
+    # GPT-J's family keeps sines in a buffer of each block.
+    tables = [buffer for path, buffer in model.named_buffers() if path.endswith("embed_positions")]
+    return len(tables[0]) if tables else sys.maxsize
+
+
+def room(model: Any, prompt: int, wanted: int) -> int:
+    """Return how many tokens may follow a prompt: as many as wanted, or as the model has positions left.
+
+    Raises:
+        BadInput: if no position is left.
+    """
+    known = positions(model)
+    if prompt >= known:
+        raise BadInput(f"the prompt has {prompt} tokens, and the model {known} positions; ask something shorter")
+    return min(wanted, known - prompt)
+
+
 def causal_lm(folder: str | Path, name: str, **options: Any) -> Any:
     """Load a causal language model; each of its tensors must be in the folder, and no others.
 
@@ -125,9 +149,15 @@ def causal_lm(folder: str | Path, name: str, **options: Any) -> Any:
     """
     # The two checks of the files come first, because loading a large model takes long.
     refuse_damaged(Path(folder), name)
+    packed = options.get("quantization_config")
+    if packed and getattr(config(folder, name), "quantization_config", None):
+        del options["quantization_config"]  # the folder has its own; which must be the same is checked before
     model, info = loaded(
         AutoModelForCausalLM.from_pretrained, folder, name, use_safetensors=True, output_loading_info=True, **options
     )
+    for module in model.modules() if packed else ():
+        if hasattr(module, "compute_type_is_set"):  # a 4-bit layer; the folder's own config may name another dtype
+            module.compute_dtype = packed.bnb_4bit_compute_dtype
     _refuse(info, name)
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()

@@ -72,7 +72,8 @@ def carry_out(job: Job) -> dict[str, Any]:
     if any(part.tally.kinds.get("chat") for part in rows.values()) and not recipe.data.eos:
         job.warn(ends.warnings(tokenizer, ends.named_in(Path(weights.path))))
     highest_id = max(part.highest_id for part in rows.values())
-    numbers = count_trainable(plan, weights, highest_id)
+    longest = max(part.longest for part in rows.values())
+    numbers = count_trainable(plan, weights, max(highest_id, tokenizer.pad_token_id), longest)
     with world.entered_on_rank_zero(job.folders.claimed(numbers, plan.optimizer["bits"])):
         console.print(f"loading {weights.name} on {plan.device.name}, writing to {job.folders.folder}")
         if weights.note:

@@ -123,8 +123,12 @@ def chunked_cross_entropy(
 
     Returns:
         The sum over the N tokens, fp32, no dimensions. 0 when N is 0.
+
+    Raises:
+        BadInput: if the head trains.
     """
-    assert not head_VD.requires_grad, "switch_on refuses a trained head"
+    if head_VD.requires_grad:
+        raise BadInput("the chunked loss has no gradient for the head: freeze the head, or take the full loss")
     device = hidden_ND.device.type
     if not torch.is_grad_enabled():
         hidden_ND = hidden_ND.detach()  # evaluation: no gradient is made

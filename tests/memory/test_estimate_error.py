@@ -101,7 +101,7 @@ def test_so_is_one_with_toggles_that_came_later(number):
                 A100,
             ),
             # Gemma 3 has norms on both sides, and a window: flash-attn needs no mask for it, torch's attention one.
-            ("gemma-3-1b", "lora lora.dora=true lora.r=4 fp16 nf4 lean sdpa checkpoint chunked", 4, 2048, A100),
+            ("gemma-3-4b", "lora lora.dora=true lora.r=4 fp16 nf4 lean sdpa checkpoint chunked", 4, 2048, A100),
             ("gemma-3-1b", "lora bf16 flash checkpoint chunked", 4, 3267, A100),
             ("gemma-3-1b", "lora fp16 sdpa checkpoint chunked", 1, 512, T4),
             # Its one key head is repeated by a view, and with packing each row has positions of its own.

@@ -238,3 +238,9 @@ def test_an_adapted_head_is_refused_under_any_name(tmp_path):
     ):
         prepare(tmp_path, *sets, "lora.target_modules=q_proj,output_projection")
     prepare(tmp_path, *sets, "lora.target_modules=q_proj")
+
+
+def test_a_head_that_trains_is_refused_in_words():
+    head_VD = torch.ones(5, 3, requires_grad=True)
+    with pytest.raises(BadInput, match="no gradient for the head: freeze the head, or take the full loss"):
+        chunked_cross_entropy(torch.ones(2, 3), head_VD, torch.tensor([1, 2]))

@@ -17,6 +17,7 @@ from cria_tricks import recipes
 from cria_tricks.adapter import folder
 from cria_tricks.bill import fused_operations
 from cria_tricks.bill.block import kept
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.load import fused
@@ -334,3 +335,8 @@ def test_the_peak_of_llama_3_2_1b_falls_by_what_is_no_longer_saved():
     assert peaks[0] - peaks[1] == inner + a_x + copies
     assert CARDS["t4"].device == T4
     assert fused_operations.MLP == fused.GATED
+
+
+def test_a_model_without_adapters_is_refused_in_words():
+    with pytest.raises(BadInput, match="no matrix of this model has an adapter; put LoRA on it first"):
+        fused.fuse(torch.nn.Sequential(torch.nn.Linear(2, 2)))
