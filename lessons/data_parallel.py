@@ -27,8 +27,8 @@
 # rows.
 #
 # Then the two cards must agree on one gradient. It has 11,272,192 numbers in fp32, because only the adapter trains.
-# PCIe 3.0 x16 connects the cards, and reaches about 12.2 GB a second in each direction. With two cards, each sends its
-# gradient once. How many milliseconds does the exchange take?
+# PCIe 3.0 x16 connects the cards, and reaches about 12.2 GB/s each way if they copy directly. With two cards, each
+# sends its gradient once. How many milliseconds does the exchange take?
 
 # %% Your guess: milliseconds for the gradients of a step tags=["predict"]
 guess = 0  # @param {type:"number"}

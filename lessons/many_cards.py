@@ -121,8 +121,8 @@ assert "down_proj" not in work.adapted
 #
 # - **[Data parallelism](data_parallel.py)** sums the fp32 gradients over all cards once a step, in an
 #   [all-reduce](../docs/glossary.md#all-reduce). Only the backward pass, 4 of the 6 operations, can hide it.
-# - **[Sharding](sharding.py)** gathers the 16-bit weights for both passes of every micro-batch, and scatters the fp32
-#   gradients of each.
+# - **[Sharding](sharding.py)** gathers weights, here of 16 bits, for both passes of every micro-batch, and scatters
+#   fp32 gradients of each.
 
 # %%
 import math

@@ -1,6 +1,7 @@
 """Say how far estimated times and "it fits" can be trusted, in the words that all commands and the website print.
 
-We have not checked either on a GPU. Until that is done, these sentences are printed beside the numbers.
+One card of ours, an H200, has checked both: docs/benchmarks.md says how far they were off. No T4 has, so these
+sentences are printed beside the numbers.
 """
 
 from cria_tricks.hardware.reached import measured

@@ -155,9 +155,10 @@ def causal_lm(folder: str | Path, name: str, **options: Any) -> Any:
     model, info = loaded(
         AutoModelForCausalLM.from_pretrained, folder, name, use_safetensors=True, output_loading_info=True, **options
     )
-    for module in model.modules() if packed else ():
-        if hasattr(module, "compute_type_is_set"):  # a 4-bit layer; the folder's own config may name another dtype
-            module.compute_dtype = packed.bnb_4bit_compute_dtype
+    if packed:
+        for module in model.modules():
+            if hasattr(module, "compute_type_is_set"):  # a 4-bit layer; the folder's own config may name another dtype
+                module.compute_dtype = packed.bnb_4bit_compute_dtype
     _refuse(info, name)
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
