@@ -278,7 +278,7 @@ def test_a_tight_run_and_long_rows_are_said():
     least, needed = (tight["data"][f"{name}_bytes"] for name in ("least", "needed"))
     said = tight["html"]["verdict"].partition("It is tight.</strong> ")[2]
     assert said.startswith(f"{show.amount(least)} for tensors and CUDA of 14.7 GiB. ")
-    assert f"up to {show.amount(needed - least)} besides" in said
+    assert f"about {show.amount(needed - least)} besides" in said
     far = asked("answer", choice=OWN | {"tokens": "999999"})
     assert far["html"]["verdict"].endswith("Rows are longer than the model&#x27;s context.")
     assert "longer than the model&#x27;s context of 131072" in far["html"]["rest"]

@@ -65,7 +65,7 @@ def test_a_base_with_made_up_numbers(monkeypatch):
     assert "was loaded, with random numbers of size" in only_failing("whole_base")
 
 
-def of_the_template(chat, tokenizer):
+def of_the_template(chat, tokenizer, *given):
     """What transformers gives where the template has no {% generation %} block."""
     made = tokenizer.apply_chat_template(list(chat.messages), return_dict=True, return_assistant_tokens_mask=True)
     masks = zip(made["input_ids"], made["assistant_masks"], strict=True)
@@ -80,7 +80,7 @@ def test_a_mask_of_zeros(monkeypatch):
 def test_labels_masked_by_the_padding_token_which_is_the_end_token_too(monkeypatch):
     right = tokens._chat
 
-    def without_padding(chat, tokenizer):
+    def without_padding(chat, tokenizer, *given):
         ids, labels = right(chat, tokenizer)
         return ids, [-100 if label == tokenizer.pad_token_id else label for label in labels]
 

@@ -201,7 +201,7 @@ def token_row(
     return row, longer
 
 
-def _chat(chat: Chat, tokenizer: Any, add_eos: bool) -> tuple[list[int], list[int]]:
+def _chat(chat: Chat, tokenizer: Any, add_eos: bool = False) -> tuple[list[int], list[int]]:
     ids = template(chat.messages, tokenizer, chat.where)
     labels = [IGNORED] * len(ids)
     for turn, message in enumerate(chat.messages):

@@ -172,7 +172,7 @@ def shrunk(config: Any, blocks: int, narrower: int) -> Any:
     for field, value in _fields(config).items():
         if field == layers:
             value = blocks
-        elif isinstance(value, list) and len(value) == config.num_hidden_layers:
+        elif isinstance(value, list) and (field == "layer_types" or len(value) == config.num_hidden_layers):
             value = [_narrowed(one, narrower) if _WIDE.match(field) else one for one in value[:blocks]]
         elif field == "per_layer_config" and isinstance(value, dict):
             value = {block: one for block, one in value.items() if int(block) < blocks}
@@ -228,7 +228,7 @@ def _divisors(config: Any) -> list[int]:
 
 
 def _blocks_needed(model: Any) -> int:
-    """Return how many of the first blocks have each kind of block among them, and two at least."""
+    """Return how many of the first blocks have each kind of block among them; two at least, if there are two."""
     config = model.config
     layers = getattr(config, "num_hidden_layers", 0)
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == layers]
@@ -239,7 +239,7 @@ def _blocks_needed(model: Any) -> int:
         (named[number], *sorted(f"{path} {type(part).__name__}" for path, part in block.named_modules()))
         for number, block in enumerate(lists[0])
     ]
-    return max(2, *(kinds.index(kind) + 1 for kind in kinds))
+    return min(layers, max(2, *(kinds.index(kind) + 1 for kind in kinds)))
 
 
 def _rows() -> list[dict[str, list[int]]]:
