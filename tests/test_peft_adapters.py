@@ -81,3 +81,12 @@ def test_an_adapter_that_was_never_trained_is_warned_of(tmp_path):
     said.clear()
     merge(tmp_path / "adapter", base=TINY, say=said.append)
     assert "so it changes nothing" in " ".join(said)
+
+
+def test_another_kind_of_adapter_on_the_head_is_no_vocabulary(tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(models.find(TINY).path)
+    made = peft.get_peft_model(base, peft.OFTConfig(target_modules=["lm_head"], task_type="CAUSAL_LM"))
+    made.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    load_tokenizer(models.find(TINY)).save_pretrained(tmp_path / "adapter")
+    model, _ = open_folder(tmp_path / "adapter", base=TINY)
+    assert model.get_input_embeddings().weight.shape[0] == 49_152

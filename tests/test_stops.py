@@ -145,7 +145,7 @@ def test_an_eos_that_cannot_be_is_refused(name, token, said, bases):
 
 def test_a_template_that_fails_or_is_missing_names_no_end():
     broken = SimpleNamespace(chat_template="x", apply_chat_template=lambda *given, **more: 1 / 0)
-    assert ends.behind_answer(broken) == ends.behind_answer(SimpleNamespace(chat_template=None)) == []
+    assert ends.behind_answer(broken) is ends.behind_answer(SimpleNamespace(chat_template=None)) is None
 
 
 def test_an_adapter_of_prompts_and_completions_gets_them_as_they_are(bases, run_cria, tmp_path):
@@ -157,3 +157,21 @@ def test_an_adapter_of_prompts_and_completions_gets_them_as_they_are(bases, run_
     modelfile = (adapter.parent / "gguf" / "Modelfile").read_text()
     assert 'TEMPLATE """{{ .Prompt }}"""' in modelfile
     assert "SYSTEM" not in modelfile
+
+
+def test_where_the_end_cannot_be_told_nothing_is_said(bases):
+    found = AutoTokenizer.from_pretrained(bases / "none")
+    found.chat_template = WITHOUT_END.replace("m['content']", "m['content'] | lower")
+    assert ends.warnings(found, TEXT_END) == []
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "x"}', '{"eos_token_id": [null]}'])
+def test_a_damaged_generation_config_is_one_line(text, tmp_path):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(BadInput, match="generation_config.json: its eos_token_id cannot be read"):
+        ends.named_in(tmp_path)
+
+
+def test_without_a_generation_config_the_config_names_the_end(tmp_path):
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert ends.named_in(tmp_path) == [7]

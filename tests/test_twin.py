@@ -106,6 +106,16 @@ def test_it_is_refused_in_one_line_before_any_weight_is_loaded(kind, settings, s
     assert "\n" not in str(raised.value)
 
 
+def test_a_small_table_of_positions_and_a_routers_noise_are_no_fault_of_the_family():
+    assert shown("gpt2", "packing", "loss", n_positions=16) == {"packing": "", "loss": ""}
+    noise = {"router_jitter_noise": 0.1, "num_local_experts": 2, "num_experts_per_tok": 1}
+    assert shown("mixtral", "checkpointing", **noise) == {"checkpointing": ""}
+
+
+def test_a_routers_balance_is_no_part_of_the_loss():
+    assert "the sum over the trained tokens" in shown("mixtral", "loss", output_router_logits=True)["loss"]
+
+
 def test_each_kind_of_block_is_in_the_twin():
     model = empty("gemma3_text")
     assert model.config.layer_types[:6] == ["sliding_attention"] * 5 + ["full_attention"]
@@ -118,7 +128,9 @@ def test_each_kind_of_block_is_in_the_twin():
 
 def test_what_was_shown_is_kept_and_sizes_do_not_matter(tmp_path, monkeypatch):
     monkeypatch.setenv("CRIA_CACHE", str(tmp_path))
+    monkeypatch.setattr(twin, "_known", {})
     assert shown("llama", "loss") == {"loss": ""}
+    monkeypatch.setattr(twin, "_known", {})
     monkeypatch.setattr(twin, "_twin", lambda *given: pytest.fail("a twin is built again"))
     assert shown("llama", "loss", hidden_size=8192, num_attention_heads=64, num_hidden_layers=80) == {"loss": ""}
     (kept,) = (value for key, value in json.loads(weight_files._memory().read_text()).items() if "Llama" in key)
@@ -127,6 +139,7 @@ def test_what_was_shown_is_kept_and_sizes_do_not_matter(tmp_path, monkeypatch):
 
 def test_positions_that_do_not_begin_again_are_noticed(tmp_path, monkeypatch):
     monkeypatch.setenv("CRIA_CACHE", str(tmp_path))
+    monkeypatch.setattr(twin, "_known", {})
     honest = twin.pack
 
     def going_on(rows, capacity):

@@ -78,7 +78,7 @@ def answer(
             max_new_tokens=max_new_tokens,
             do_sample=False,
             pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-            eos_token_id=ends.stops(tokenizer, model.generation_config.eos_token_id),
+            eos_token_id=ends.stops(tokenizer, model.generation_config.eos_token_id) or None,
             streamer=streamer,
         )
     return tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -51,7 +51,7 @@ def answer_batch(
     stops = ends.stops(tokenizer, model.generation_config.eos_token_id)
     pad = tokenizer.pad_token_id
     if pad is None:
-        pad = stops[0]
+        pad = stops[0] if stops else 0
     longest = max(map(len, prompts))
     padded = []
     masks = []
@@ -71,7 +71,7 @@ def answer_batch(
             max_new_tokens=max_new_tokens,
             do_sample=False,
             pad_token_id=pad,
-            eos_token_id=stops,
+            eos_token_id=stops or None,
             stopping_criteria=StoppingCriteriaList([_Asked(stop)] if stop else []),
         )
     found = []

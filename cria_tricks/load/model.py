@@ -103,14 +103,15 @@ def load(plan: Plan, weights: Weights) -> Loaded:
     return Loaded(model, weights)
 
 
-def count_trainable(plan: Plan, weights: Weights, highest_id: int = 0, longest: int = 0) -> int:
+def count_trainable(plan: Plan, weights: Weights, highest_id: int = 0, longest: int = 0, pad_id: int = 0) -> int:
     """Count the numbers that will train, from the model's shape alone, without its weights.
 
     Args:
         plan: what will run.
         weights: where the model is.
-        highest_id: the largest token id of the rows, their padding included.
-        longest: tokens of the longest row.
+        highest_id: the largest token id of the rows.
+        longest: the most tokens that a row may have.
+        pad_id: the token id of padding.
 
     Raises:
         BadInput: if the model cannot be loaded, or does not fit the plan or the rows.
@@ -118,10 +119,17 @@ def count_trainable(plan: Plan, weights: Weights, highest_id: int = 0, longest: 
     weights = models.fetch(weights)
     model = _refuse_unfit(plan, weights)
     pretrained.refuse_unknown_tokens(model, highest_id, f"model {weights.name}")
-    known = pretrained.positions(model)
+    words = pretrained.vocabulary(model)
+    if pad_id >= words:
+        raise BadInput(
+            f"model {weights.name}: its tokenizer pads with token {pad_id}, and its vocabulary has {words}; set "
+            "pad_token in its tokenizer_config.json to a token that it has, such as its eos_token"
+        )
+    known = pretrained.positions(model) - plan.peft.get("num_virtual_tokens", 0)
     if longest > known:
         raise BadInput(
-            f"model {weights.name}: has {known} positions, and a row has {longest} tokens; set data.max_length={known}"
+            f"model {weights.name}: has {known} positions for rows, and they may have {longest} tokens; set "
+            f"data.max_length={known}"
         )
     if STARTS in plan.after_load:
         loftq.refuse_unreadable(model, plan, Path(weights.path))

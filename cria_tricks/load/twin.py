@@ -1,10 +1,10 @@
 """Try a technique on a tiny twin of a model, and refuse the families of models in which it is not exact.
 
 Packing is exact only if a model keeps documents apart by their positions, checkpointing only if a block may run twice,
-and every loss only if the model's head adds up what it is told to. transformers has more than a hundred families, and
-no list of names would outlive its next version. So a twin of the model is built: its class and its config, with fewer
-heads, fewer words, narrower matrices, a window of a few tokens, and only so many blocks that each kind of block is
-there. On it both ways are computed, with random weights in fp32. A twin takes a second or two, once for each class,
+and the loss only if the head returns the sum over the trained tokens. transformers has more than a hundred families,
+and no list of names would outlive its next version. So a twin of the model is built: its class and its config, with
+fewer heads, fewer words, narrower matrices, a window of a few tokens, and only so many blocks that each kind of block
+is there. On it both ways are computed, with random weights in fp32. A twin takes a second or two, once for each class,
 version and kind of config: what it has shown is kept in the cache folder.
 """
 
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM
 
+import cria_tricks.load.attention  # noqa: F401 (names our attention functions to transformers)
 from cria_tricks.common import packages
 from cria_tricks.common.errors import BadInput, first_line
 from cria_tricks.data.batches import PadToLongest
@@ -39,7 +40,13 @@ LARGEST = 200_000_000
 EQUAL = 1e-3
 """Largest difference, as a share of the compared numbers' standard deviation. Rounding in fp32 gives 1e-5 or less; of a
 neighbour that should not be seen, 1e-2 at the least."""
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+"""Fields of a config that bound the length of a row."""
 UNTRIED = "a tiny one cannot be built"
+FAILED = "it ends in"
+_known: dict[str, dict[str, str]] = {}
+EQUAL_SUMS = 1e-5
+"""Largest difference of two losses, as a share of the loss: rounding gives 1e-6, a loss of a router's balance 1e-4."""
 _COUNTED = re.compile(r"(^|_)(n_head|heads|heads_kv|n_groups|num_query_groups)$")
 """Fields of a config that count heads or groups of heads."""
 _WIDE = re.compile(
@@ -107,15 +114,17 @@ def tried(model: Any, attention: str, techniques: Sequence[str]) -> dict[str, st
     about = json.dumps({**_sizeless(config), "attention": attention}, sort_keys=True, default=str)
     versions = [importlib.metadata.version(package) for package in ("cria_tricks", "torch", "transformers")]
     key = f"{type(model).__name__} {' '.join(versions)} {hashlib.sha256(about.encode()).hexdigest()[:16]}"
-    known: dict[str, str] = weight_files.remembered(key) or {}
+    known = _known.setdefault(key, dict(weight_files.remembered(key) or {}))
     missing = [technique for technique in techniques if technique not in known]
     if missing:
         # Outside of what may count or replace the operations of the model itself, and on the CPU whatever is chosen.
-        with _disable_current_modes(), torch.device("cpu"):
+        with _disable_current_modes(), torch.device("cpu"), torch.enable_grad():
             twin, why = _twin(model, attention)
             for technique in missing:
                 known[technique] = f"{UNTRIED} ({why})" if why else _said(TRIALS[technique], twin)
-        weight_files.remember({key: {name: said for name, said in known.items() if not said.startswith(UNTRIED)}})
+        # An error may have had another cause than the family, so it is forgotten with this process.
+        shown = {name: said for name, said in known.items() if not said.startswith((UNTRIED, FAILED))}
+        weight_files.remember({key: shown})
     return known
 
 
@@ -127,7 +136,7 @@ def _said(trial: Callable[[Any], None], twin: Any) -> str:
         return str(error)
     except Exception as error:  # of a family's own code, which may refuse what it is given in any way
         packages.pass_on(error)
-        return f"it ends in {type(error).__name__}: {first_line(error).rstrip('.')}"
+        return f"{FAILED} {type(error).__name__}: {first_line(error).rstrip('.')}"
     return ""
 
 
@@ -206,7 +215,9 @@ def _fields(config: Any) -> dict[str, Any]:
             value = None if value is None else {"pad": 0, "bos": 1, "eos": 2}.get(field[:3], 3)
         elif "window" in field and type(value) is int:
             value = min(value, WINDOW)
-        elif re.search("drop", field) and isinstance(value, float):
+        elif field in _POSITIONS and type(value) is int:
+            value = max(value, sum(LENGTHS))
+        elif re.search("drop|jitter|noise", field) and isinstance(value, float):
             value = 0.0
         found[field] = value
     return found
@@ -218,7 +229,7 @@ def _sizeless(config: Any) -> dict[str, Any]:
 
 
 def _divisors(config: Any) -> list[int]:
-    """Return by what to divide heads and widths: so that few heads are left; if that fails, four, one, and all."""
+    """Return by what to divide heads and widths, in the order of the tries: two heads are left, four, one, all."""
     heads = _fields(config).get((type(config).attribute_map or {}).get("num_attention_heads", "num_attention_heads"))
     if type(heads) is not int:  # a model without attention, or with other numbers in each block
         heads = getattr(config, "num_heads", 0) or 1
@@ -271,14 +282,19 @@ def _loss(twin: Any) -> None:
     before = slice(None, -1)
     _compare(_logits(twin, [later])[:, before], _logits(twin, [other])[:, before], "logits before a token that changes")
     batch = PadToLongest(0)([one, other])
-    logits = _logits(twin, [one, other])[:, :-1].float()
-    expected = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum").item()
+    expected = _expected_loss(twin, [one, other], batch)
     with torch.no_grad():
         _compare_losses(full_loss_sum(twin, batch).item(), expected)
 
 
+def _expected_loss(twin: Any, rows: Sequence[dict[str, list[int]]], batch: dict[str, torch.Tensor]) -> float:
+    """Sum the losses of all trained tokens, by hand."""
+    logits = _logits(twin, rows)[:, :-1].float()
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum").item()
+
+
 def _compare_losses(found: float, expected: float) -> None:
-    if not abs(found / expected - 1) <= EQUAL:
+    if not abs(found / expected - 1) <= EQUAL_SUMS:
         raise Unequal(f"the loss is {found:.4g} and not {expected:.4g}, the sum over the trained tokens")
 
 
@@ -314,8 +330,8 @@ def _checkpointing(twin: Any) -> None:
         found = _gradients(twin, lambda: full_loss_sum(twin, batch))
     finally:
         twin.eval()
-        with_blocks = getattr(twin, "activation_checkpointing_disable", None) or twin.gradient_checkpointing_disable
-        with_blocks()
+        disable = getattr(twin, "activation_checkpointing_disable", None) or twin.gradient_checkpointing_disable
+        disable()
     _compare(found, expected, "gradients with and without it")
 
 
@@ -323,8 +339,7 @@ def _chunked(twin: Any) -> None:
     """Compare the chunked loss with the sum over the trained tokens."""
     rows = _rows()
     batch = PadToLongest(0)(rows)
-    logits = _logits(twin, rows)[:, :-1].float()
-    expected = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum").item()
+    expected = _expected_loss(twin, rows, batch)
     head = twin.get_output_embeddings()
     head.requires_grad_(False)  # the chunked loss is for a frozen head
     try:

@@ -5,23 +5,25 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.common.errors import BadInput
+from cria_tricks.common.errors import BadInput, first_line
 
 GENERATION = "generation_config.json"
 _MARK = "ANSWER-7"
 """An answer that no template contains."""
 
 
-def behind_answer(tokenizer: Any) -> list[int]:
-    """Tokenise what the chat template writes behind an answer; empty without a template, and if it cannot be told."""
+def behind_answer(tokenizer: Any) -> list[int] | None:
+    """Tokenise what the chat template writes behind an answer; ``None`` without a template, or if it cannot be told."""
     if not getattr(tokenizer, "chat_template", None):
-        return []
+        return None
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
     try:
         written = tokenizer.apply_chat_template(turns, tokenize=False)
+        if _MARK not in written:
+            return None
         return tokenizer(written.partition(_MARK)[2], add_special_tokens=False)["input_ids"]
     except Exception:  # a template is a program that came with the model; the rows themselves tell what is wrong
-        return []
+        return None
 
 
 def of_template(tokenizer: Any) -> int | None:
@@ -32,10 +34,9 @@ def of_template(tokenizer: Any) -> int | None:
     after = behind_answer(tokenizer)
     if not after:
         return None
-    control = set(tokenizer.all_special_ids)
     # An added token may be a control token although it is not marked as special; one of blanks is none.
-    control |= {number for number, token in tokenizer.added_tokens_decoder.items() if str(token).strip()}
-    return next((token for token in after if token in control), None)
+    special, added = tokenizer.all_special_ids, tokenizer.added_tokens_decoder
+    return next((token for token in after if token in special or str(added.get(token, "")).strip()), None)
 
 
 def listed(named: int | Iterable[int] | None) -> list[int]:
@@ -54,10 +55,20 @@ def stops(tokenizer: Any, named: int | Iterable[int] | None) -> list[int]:
     return list(dict.fromkeys(token for token in found if token is not None))
 
 
-def named_in(folder: Path) -> int | list[int] | None:
-    """Read ``eos_token_id`` from the generation config in a model's folder; ``None`` if it names none."""
-    path = folder / GENERATION
-    return json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+def named_in(folder: Path) -> list[int] | None:
+    """Read ``eos_token_id`` from a model's generation config, or else from its config; ``None`` if neither names one.
+
+    Raises:
+        BadInput: if the file is damaged.
+    """
+    path = next((folder / name for name in (GENERATION, "config.json") if (folder / name).is_file()), None)
+    if path is None:
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8-sig")).get("eos_token_id")
+        return None if found is None else [int(one) for one in (found if isinstance(found, list) else [found])]
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise BadInput(f"{path}: its eos_token_id cannot be read: {first_line(error)}; copy the file again") from None
 
 
 def write(folder: Path, tokenizer: Any, named: int | Iterable[int] | None) -> None:
@@ -89,7 +100,7 @@ def choose(tokenizer: Any, token: str) -> None:
             "it has, or leave data.eos out"
         )
     end = of_template(tokenizer)
-    if end is not None and known not in behind_answer(tokenizer):
+    if end is not None and known not in (behind_answer(tokenizer) or ()):
         raise BadInput(
             f"data.eos={token}: the chat template ends an answer with {tokenizer.convert_ids_to_tokens(end)}; leave "
             "data.eos out"
@@ -105,6 +116,8 @@ def warnings(tokenizer: Any, named: int | Iterable[int] | None) -> list[str]:
         named: ``eos_token_id`` of the base's generation config.
     """
     after = behind_answer(tokenizer)
+    if after is None:
+        return []
     end = of_template(tokenizer)
     known = listed(named)
     eos = tokenizer.eos_token
@@ -119,7 +132,7 @@ def warnings(tokenizer: Any, named: int | Iterable[int] | None) -> list[str]:
         others = ", ".join(tokenizer.convert_ids_to_tokens(one) or f"token {one}" for one in known) or eos
         return [
             f"the chat template ends an answer with {token}, and the base's generation stops at {others}: cria stops "
-            f"at both, and so does the generation_config.json that is saved with the result; elsewhere pass "
-            f"eos_token_id={end}"
+            "at both, and the generation_config.json that is saved with the result names both; a program that reads "
+            f"the base's needs eos_token_id={end}"
         ]
     return []

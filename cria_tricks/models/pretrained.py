@@ -112,7 +112,7 @@ def vocabulary(model: Any) -> int:
 def positions(model: Any) -> int:
     """Return how many positions a model has a vector for, if they are a table; else more than any row has."""
     for path, module in model.named_modules():
-        name = path.rpartition(".")[2]
+        name = path.removesuffix(".base_layer").rpartition(".")[2]  # below an adapter
         if isinstance(module, torch.nn.Embedding) and (name == "wpe" or "position" in name):
             return module.num_embeddings - getattr(module, "offset", 0)
     # GPT-J's family keeps sines in a buffer of each block.
@@ -126,7 +126,8 @@ def room(model: Any, prompt: int, wanted: int) -> int:
     Raises:
         BadInput: if no position is left.
     """
-    known = positions(model)
+    learnt = getattr(model, "active_peft_config", None)
+    known = positions(model) - (learnt.num_virtual_tokens if learnt and learnt.is_prompt_learning else 0)
     if prompt >= known:
         raise BadInput(f"the prompt has {prompt} tokens, and the model {known} positions; ask something shorter")
     return min(wanted, known - prompt)
@@ -295,7 +296,7 @@ def adapter(model: Any, folder: Path) -> Any:
     with safe_open(file, framework="np") as opened:
         stored = set(opened.keys())
         # If words were added, or embedding or head are adapted, peft saves these two whole, too.
-        saved = {key for key in stored if key.startswith(_ends(model)) and "lora_" not in key}
+        saved = stored & _ends(model)
         rows = {opened.get_slice(key).get_shape()[0] for key in saved if key.endswith(".weight")}
     if len(rows) == 1 and rows != {vocabulary(model)}:
         model.resize_token_embeddings(*rows, mean_resizing=False)  # their numbers come from the file
@@ -327,10 +328,14 @@ def changes_nothing(folder: Path) -> bool:
         return bool(thin) and not any(opened.get_tensor(name).any() for name in thin)
 
 
-def _ends(model: Any) -> tuple[str, ...]:
-    """Return how peft's names of the weights of embedding and head begin."""
+def _ends(model: Any) -> set[str]:
+    """Return the names under which peft may save the weights of embedding and head whole."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    return tuple(f"base_model.model.{path}." for path, module in model.named_modules() if module in ends)
+    within = ("", "base_layer.", "modules_to_save.", "original_module.", "token_adapter.base_layer.")
+    inner = [f"{place}{kind}" for place in within for kind in ("weight", "bias")]
+    inner.append("token_adapter.trainable_tokens_delta")  # of the head, too, if the two are tied
+    paths = [path for path, module in model.named_modules() if module in ends]
+    return {f"base_model.model.{path}.{name}" for path in paths for name in inner}
 
 
 def _refuse_unsaved_words(folder: Path, words: int) -> None:

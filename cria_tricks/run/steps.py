@@ -69,11 +69,10 @@ def carry_out(job: Job) -> dict[str, Any]:
     with doing("turning rows into tokens"):
         rows = _rows(job, tokenizer)
     job.warn(report.data_warnings(rows, recipe, context_of(weights.path)))
-    if any(part.tally.kinds.get("chat") for part in rows.values()) and not recipe.data.eos:
-        job.warn(ends.warnings(tokenizer, ends.named_in(Path(weights.path))))
+    job.warn(_doubts_about_ends(recipe, rows, tokenizer, weights))
     highest_id = max(part.highest_id for part in rows.values())
     longest = max(part.longest for part in rows.values())
-    numbers = count_trainable(plan, weights, max(highest_id, tokenizer.pad_token_id), longest)
+    numbers = count_trainable(plan, weights, highest_id, longest, tokenizer.pad_token_id)
     with world.entered_on_rank_zero(job.folders.claimed(numbers, plan.optimizer["bits"])):
         console.print(f"loading {weights.name} on {plan.device.name}, writing to {job.folders.folder}")
         if weights.note:
@@ -88,10 +87,18 @@ def carry_out(job: Job) -> dict[str, Any]:
             if stream.tally.in_words():
                 console.print(f"data.train: {stream.tally.in_words()}")
             job.warn(report.data_warnings(rows, recipe))
+            job.warn(_doubts_about_ends(recipe, rows, tokenizer, weights))
         job.warn(report.step_warnings(trained.run))
         with doing("writing the result"):
             summary = results.write(job, of, trained)
     return world.on_rank_zero(lambda: summary)
+
+
+def _doubts_about_ends(recipe: Recipe, rows: dict[str, Any], tokenizer: Any, weights: models.Weights) -> list[str]:
+    """Say what is wrong with the end of an answer, if there are chats; those of a stream are known when it was read."""
+    if recipe.data.eos or not any(part.tally.kinds.get("chat") for part in rows.values()):
+        return []
+    return ends.warnings(tokenizer, ends.named_in(Path(weights.path)))
 
 
 def _rows(job: Job, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
