@@ -14,6 +14,7 @@ from cria_tricks.common.field_errors import in_one_line, line_of
 from cria_tricks.common.fields import find_field, names_of, unknown_field
 from cria_tricks.common.names import same
 from cria_tricks.common.values import parts
+from cria_tricks.models import adapter_config
 from cria_tricks.models.catalogue import short_name
 from cria_tricks.settings import Data, Eval, Frozen, Lora, Parallel, Prompt, Side, Train, Tricks
 
@@ -60,13 +61,33 @@ def build(values: dict[str, Any], where: str, *, strict: bool = False, text: str
     """
     try:
         if strict:  # as JSON, because in strict mode pydantic takes a JSON list for a tuple, but not a Python list
-            return Recipe.model_validate_json(json.dumps(values, default=str), strict=True)
-        return Recipe.model_validate(values)
+            return _going_on(Recipe.model_validate_json(json.dumps(values, default=str), strict=True))
+        return _going_on(Recipe.model_validate(values))
     except ValidationError as error:
         line = line_of([str(part) for part in error.errors()[0]["loc"]], text)
         if line:
             where = f"{where}:{line}"
         raise BadInput(f"{where}: {in_one_line(error, field_names())}") from None
+
+
+def _going_on(recipe: Recipe) -> Recipe:
+    """Take the folder of an adapter, given as the model, as its base and what training goes on from.
+
+    The adapter's LoRA takes the place of defaults only, so that a setting of the user which contradicts it is refused
+    later, and not lost.
+    """
+    folder = adapter_config.folder_of(recipe.model)
+    if folder is None:
+        return recipe
+    config = adapter_config.read(folder)
+    values = recipe.model_dump(mode="json")
+    values["model"] = config["base_model_name_or_path"]
+    values["lora"]["continue_from"] = str(folder)
+    before = Lora().model_dump(mode="json")
+    for name, value in adapter_config.lora_settings(config).items():
+        if values["lora"][name] == before[name]:
+            values["lora"][name] = value
+    return Recipe.model_validate(values)
 
 
 def from_toml(path: str | Path) -> Recipe:

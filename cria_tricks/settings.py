@@ -131,6 +131,11 @@ class Lora(Frozen):
         description="the linear layers that get an adapter",
         examples=["q_proj,v_proj"],
     )
+    continue_from: str = Field(
+        "",
+        description="folder of an adapter that training goes on from; model=FOLDER sets this, its base and its LoRA",
+        examples=["runs/mine/adapter"],
+    )
 
 
 class Prompt(Frozen):

@@ -23,6 +23,7 @@ NAMES: Mapping[str, tuple[Any, ...]] = {
         "prepare_for_kbit_training",
         "add_adapter",
         "start_at_rounding_error",
+        "continue_from_adapter",
         "adapter_inputs_uncast",
         "fuse_adapters",
         "fuse_blocks",
@@ -149,10 +150,11 @@ class Plan:
         """Return a plan with one more edit of the loaded model, after the others."""
         return replace(self, after_load=(*self.after_load, edit))
 
-    def without(self, edit: str) -> "Plan":
-        """Return a plan without an edit of the loaded model."""
-        self._refuse_unknown("after_load", edit)  # otherwise a wrong name would drop nothing, silently
-        return replace(self, after_load=tuple(name for name in self.after_load if name != edit))
+    def without(self, *edits: str) -> "Plan":
+        """Return a plan without some edits of the loaded model."""
+        for edit in edits:
+            self._refuse_unknown("after_load", edit)  # otherwise a wrong name would drop nothing, silently
+        return replace(self, after_load=tuple(name for name in self.after_load if name not in edits))
 
     def around(self, context: str) -> "Plan":
         """Return a plan with one more context around each forward pass of training, inside the others."""

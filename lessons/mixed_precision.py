@@ -1174,7 +1174,7 @@ def unmoved(dtype, p, eta):
 start = (2 * torch.rand(100_000) - 1) / 2048**0.5
 for name, dtype, p in (("fp16", fp16, 11), ("bf16", bf16, 8)):
     # the job's highest rate, a tenth of it, about its 38th of 42
-    for eta in (2e-4, 2e-5, 5e-6):
+    for eta in (5e-4, 5e-5, 1.2e-5):
         rule, found = unmoved(dtype, p, eta)
         print(
             f"{name}, update of {eta:.0e}: predicted {rule:.0%} do not move, "
@@ -1209,7 +1209,7 @@ def standing(theme: Theme):
             linestyle="",
             label="counted",
         )
-    for eta, says in ((2e-4, " highest rate"), (5e-6, " 38th of 42 steps")):
+    for eta, says in ((5e-4, " highest rate"), (1.2e-5, " 38th of 42 steps")):
         axes.axvline(eta, color=theme.quiet, linewidth=1, linestyle=(0, (4, 3)))
         axes.text(eta, 104, says, color=theme.quiet)
     axes.set(
@@ -1238,7 +1238,7 @@ course.show(
 
 
 # %% tags=["deep"]
-def train_kept_in(dtype, D=64, r=8, steps=400, rate=2e-4):
+def train_kept_in(dtype, D=64, r=8, steps=400, rate=5e-4):
     torch.manual_seed(2)
     x = torch.randn(256, D)
     # what the base leaves to be learnt
@@ -1257,7 +1257,7 @@ def train_kept_in(dtype, D=64, r=8, steps=400, rate=2e-4):
     return loss.item()
 
 
-for rate, steps in ((2e-4, 400), (2e-5, 4000)):
+for rate, steps in ((5e-4, 400), (5e-5, 4000)):
     in_fp32, in_fp16, in_bf16 = (
         train_kept_in(dtype, rate=rate, steps=steps)
         for dtype in (torch.float32, fp16, bf16)

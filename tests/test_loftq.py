@@ -211,9 +211,9 @@ def test_a_start_draws_no_random_number_and_is_the_same_every_time(tiny_model):
     ("settings", "said"),
     [
         (("tricks.peft=lora",), "lora.init=loftq with tricks.quantization=none: it starts at the rounding error of"),
-        ((), "lora.init=loftq with tricks.peft=none: it starts LoRA's matrices; set tricks.peft=lora"),
-        (("tricks.peft=head", "tricks.quantization=nf4"), "lora.init=loftq with tricks.peft=head: it starts LoRA's"),
-        ((*NF4, "lora.dora=true"), "lora.init=loftq with lora.dora=true: peft measures DoRA's magnitudes before"),
+        ((), "lora.init with tricks.peft=none: is for LoRA; set tricks.peft=lora"),
+        (("tricks.peft=head", "tricks.quantization=nf4"), "lora.init with tricks.peft=head: is for LoRA"),
+        ((*NF4, "lora.dora=true"), "lora.init=loftq with lora.dora=true: peft sets DoRA's magnitudes first"),
     ],
 )
 def test_what_has_no_rounding_error_is_refused(settings, said):

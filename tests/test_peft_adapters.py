@@ -13,6 +13,7 @@ from cria_tricks.adapter.chat import answer
 from cria_tricks.adapter.merge import merge
 from cria_tricks.adapter.opening import open_folder
 from cria_tricks.load.model import load_tokenizer
+from cria_tricks.models import pretrained
 
 TINY = "random:tiny"
 NEW = 40  # more than the rows that the base's embedding has left over
@@ -81,6 +82,22 @@ def test_an_adapter_that_was_never_trained_is_warned_of(tmp_path):
     said.clear()
     merge(tmp_path / "adapter", base=TINY, say=said.append)
     assert "so it changes nothing" in " ".join(said)
+
+
+@pytest.mark.parametrize("config", [{"use_dora": True}, {"target_modules": ["embed_tokens"]}])
+def test_a_zero_b_is_noticed_in_other_kinds_of_lora(config, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(models.find(TINY).path)
+    made = peft.get_peft_model(base, peft.LoraConfig(**{"target_modules": ["q_proj"]} | config, task_type="CAUSAL_LM"))
+    for name, weight in made.named_parameters():  # an embedding's A is zero before training, and its B is drawn
+        if "lora_B" in name or "lora_embedding_B" in name:
+            weight.data.zero_()
+    made.save_pretrained(tmp_path / "adapter")
+    assert pretrained.changes_nothing(tmp_path / "adapter")
+    for name, weight in made.named_parameters():
+        if "lora_B" in name or "lora_embedding_B" in name:
+            weight.data[0] = 1
+    made.save_pretrained(tmp_path / "trained")
+    assert not pretrained.changes_nothing(tmp_path / "trained")
 
 
 def test_another_kind_of_adapter_on_the_head_is_no_vocabulary(tmp_path):

@@ -96,6 +96,7 @@ rslora = false
 dora = false
 init = "default"
 target_modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+continue_from = ""
 [prompt]
 tokens = 16
 [side]
@@ -537,7 +538,10 @@ def test_a_recipe_is_given_back_as_it_is_and_another_thing_is_refused(tmp_path):
 
 def test_kwanzaa_is_the_original_run():
     recipe = recipes.kwanzaa(T4)
-    assert (recipe.lora.r, recipe.lora.alpha, recipe.train.epochs, recipe.train.learning_rate) == (16, 32, 3, 2e-4)
+    assert (recipe.lora.r, recipe.lora.alpha, recipe.train.epochs, recipe.train.learning_rate) == (16, 32, 3, 5e-4)
+    assert recipe.train.learning_rate == pytest.approx(
+        5e-4 * (2000 / find_shape(recipe.model).width) ** 0.781, rel=0.05
+    )
     assert (recipe.train.batch_size, recipe.tricks.gradient_accumulation) == (1, 8)
     assert set(recipe.lora.target_modules) == set("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split())
     assert recipe.tricks.precision == "fp16", "a T4 only emulates bf16"
@@ -587,9 +591,9 @@ def test_what_each_named_recipe_sets(device, precision, on_the_card):
     kwanzaa = {
         "data": {"train": "kwanzaa", "eval": "kwanzaa"},
         "tricks": {**KWANZAA, **precision, **on_the_card},
-        "train": {"epochs": 3, "save_steps": 7, **on_oom},
+        "train": {"epochs": 3, "learning_rate": 5e-4, "save_steps": 7, **on_oom},
     }
-    small = {**kwanzaa, "name": "kwanzaa_small", "train": {**kwanzaa["train"], "save_steps": 5, "learning_rate": 5e-4}}
+    small = {**kwanzaa, "name": "kwanzaa_small", "train": {**kwanzaa["train"], "save_steps": 5}}
     assert set_in(recipes.smoke(device)) == {
         "name": "smoke", "data": at_1024, "train": {"learning_rate": 1e-3, "eval_steps": 4, **on_oom},
         "tricks": {"quantization": "nf4", "double_quantization": True, "peft": "lora", "chunked_loss": True,

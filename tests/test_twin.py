@@ -6,14 +6,17 @@ import re
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from cria_tricks.common.errors import BadInput
-from cria_tricks.load import twin
+from cria_tricks.load import fused, twin
 from cria_tricks.load.model import built_empty
 from cria_tricks.models import weight_files
 from cria_tricks.models.configs import KINDS
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
+from tests.sweeps import sample
+from tools import families
 
 PACKED_APART = "apertus cohere ctrl diffllama ernie4_5 glm gpt2 gpt_neox helium olmo phi seed_oss starcoder2".split()
 """Families that keep documents apart by their positions, of those that ``cria plan`` does not know."""
@@ -25,13 +28,13 @@ PACKED_TOGETHER = {  # what keeps them from it: recurrent blocks, positions of a
 }
 
 
-REAL = {"lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]}}
-"""Fields of published models of a family whose defaults leave out a kind of block."""
+PAGE = families.on_the_page()
+"""The rows of the page, which the same check has made."""
 
 
 def empty(kind: str, **fields):
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **REAL.get(kind, {}), **fields))
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **families.FIELDS.get(kind, {}) | fields))
 
 
 def shown(kind: str, *techniques: str, **fields) -> dict[str, str]:
@@ -43,18 +46,34 @@ def shown(kind: str, *techniques: str, **fields) -> dict[str, str]:
     return {technique: found[technique] for technique in techniques}
 
 
+def on_the_page(kind: str, technique: str) -> str:
+    return PAGE[kind][1 + families.TECHNIQUES.index(technique)]
+
+
+def test_the_page_has_every_family_of_transformers():
+    assert list(PAGE) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), "run: python -m tools.families"
+    assert set(KINDS) == {kind for kind, cells in PAGE.items() if cells[-1] == "billed"}
+
+
+@pytest.mark.parametrize("kind", sample(PAGE, 12))
+def test_the_page_says_what_a_twin_shows(kind):
+    assert families.row(kind) == PAGE[kind], "run: python -m tools.families"
+
+
 @pytest.mark.parametrize("kind", [*KINDS, *PACKED_APART])
 def test_packing_is_exact_where_positions_keep_documents_apart(kind):
-    assert shown(kind, "packing", "loss") == {"packing": "", "loss": ""}
+    assert (on_the_page(kind, "packing"), on_the_page(kind, "loss")) == ("yes", "yes")
 
 
 @pytest.mark.parametrize("kind", " ".join(PACKED_TOGETHER.values()).split())
 def test_packing_is_refused_where_documents_see_each_other(kind):
-    found = shown(kind, "packing", "loss")
-    assert found["loss"] == "", "such a family can be trained, without packing"
-    assert re.match(
-        "logits of packed rows and of each row alone differ by|a tiny one cannot be built", found["packing"]
-    )
+    assert on_the_page(kind, "loss") == "yes", "such a family can be trained, without packing"
+    assert on_the_page(kind, "packing") != "yes"
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "mamba", "gpt_oss", "bloom"])
+def test_a_packed_row_that_sees_its_neighbour_is_found(kind):
+    assert "logits of packed rows and of each row alone differ by" in shown(kind, "packing")["packing"]
 
 
 @pytest.mark.parametrize("kind", ["bart", "blenderbot", "bigbird_pegasus"])
@@ -94,7 +113,7 @@ def test_a_family_without_checkpointing_is_found():
     ],
 )
 def test_it_is_refused_in_one_line_before_any_weight_is_loaded(kind, settings, said):
-    config = AutoConfig.for_model(kind, **REAL.get(kind, {}))
+    config = AutoConfig.for_model(kind, **families.FIELDS.get(kind, {}))
     attention = "sdpa" if empty(kind)._supports_sdpa else "eager"
     plan = resolve(
         with_settings(
@@ -124,6 +143,18 @@ def test_each_kind_of_block_is_in_the_twin():
     assert (blocks, small.layer_types) == (6, model.config.layer_types[:6])
     assert small.sliding_window < min(twin.LENGTHS), "a row is longer than a window"
     assert twin._blocks_needed(empty("llama")) == 2
+
+
+@pytest.mark.parametrize("technique", ["fused adapters", "fused blocks"])
+def test_a_fused_part_that_computes_something_else_is_found(technique, tmp_path, monkeypatch):
+    assert shown("llama", technique) == {technique: ""}
+    monkeypatch.setenv("CRIA_CACHE", str(tmp_path))
+    monkeypatch.setattr(twin, "_known", {})
+    honest = fused.products, fused.PLAIN.rms_norm
+    monkeypatch.setattr(fused, "products", lambda x, matrices: [2 * y for y in honest[0](x, matrices)])
+    wrong = fused.PLAIN._replace(rms_norm=lambda x, weight, epsilon: honest[1](x, weight, 1.0))
+    monkeypatch.setitem(twin.TRIALS, "fused blocks", twin._fused(lambda model: fused.fuse_blocks(model, wrong)))
+    assert "gradients with and without it differ by" in shown("llama", technique)[technique]
 
 
 def test_what_was_shown_is_kept_and_sizes_do_not_matter(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Bases that are stored in few bits already, pad beyond their vocabulary, or end at some position."""
 
+import json
 import re
 
 import pytest
@@ -55,6 +56,33 @@ def test_a_base_of_few_bits_is_trained_as_it_is_and_all_works_over_it(name, run_
     ):
         code, *said = run_cria(*command)
         assert (code, "warning: transformers" in " ".join(said)) == (0, False), said
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llava", "qwen2_5_vl", "idefics3"])
+def test_a_model_of_more_than_text_is_refused_by_name_in_plan_and_training(kind, run_cria, tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": kind, "text_config": {}}))
+    (tmp_path / "base" / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    load_tokenizer(models.find(TINY)).save_pretrained(tmp_path / "base")
+    for command in (
+        ("plan", "smoke", "--gpu", "t4", *sets(f"model={tmp_path / 'base'}")),
+        ("train", "smoke", *sets(f"model={tmp_path / 'base'}"), "--out", tmp_path / "run"),
+    ):
+        code, _, said = run_cria(*command)
+        assert (code, f"{kind} takes more than text" in re.sub(r"\s+", " ", said)) == (2, True), said
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_overflow_of_fp16_names_its_limit_and_the_cure(tmp_path, run_cria):
+    model = AutoModelForCausalLM.from_pretrained(models.find(TINY).path)
+    model.get_input_embeddings().weight.data *= 1e5
+    model.save_pretrained(tmp_path / "base")
+    load_tokenizer(models.find(TINY)).save_pretrained(tmp_path / "base")
+    asked = ("train", "smoke", *sets(f"model={tmp_path / 'base'}", "train.max_steps=1", "tricks.quantization=none"))
+    code, _, said = run_cria(*asked, *sets("tricks.precision=fp16"), "--out", tmp_path / "run")
+    assert code == 1, said
+    assert re.search("No weight has moved yet. fp16 ends at 65,504: try tricks.precision=(bf16 or )?fp32", said), said
+    assert run_cria(*asked, *sets("tricks.precision=fp32"), "--out", tmp_path / "cured")[0] == 0
 
 
 def test_padding_beyond_the_vocabulary_is_refused(run_cria, tmp_path):

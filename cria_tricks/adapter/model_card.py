@@ -232,6 +232,7 @@ def _origin(made: Mapping[str, Any]) -> list[tuple[str, str]]:
     recipe = made["recipe"]
     return [
         ("base model", provenance.in_words(made["base"])),
+        *([("goes on from", provenance.continues_in_words(made["continues"]))] if "continues" in made else []),
         *((f"{part} rows", _which(about)) for part, about in made["data"].items()),
         ("recipe", f"`{recipe['name']}`, switched: {_switched(recipe['tricks'])}"),
         ("seed", str(made["seed"])),

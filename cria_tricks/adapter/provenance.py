@@ -184,5 +184,10 @@ def in_words(base: Mapping[str, Any]) -> str:
     return said
 
 
+def continues_in_words(before: Mapping[str, Any]) -> str:
+    """Name the adapter that a run went on from, for a line of the model card."""
+    return f"the adapter `{before['folder']}`, {_hashes(before['weights'])}"
+
+
 def _hashes(files: Mapping[str, str]) -> str:
     return ", ".join(f"{name} sha256 {digest}" for name, digest in files.items())

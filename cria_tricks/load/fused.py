@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
@@ -49,14 +50,17 @@ def fuse(model: torch.nn.Module) -> torch.nn.Module:
     Raises:
         BadInput: if no matrix has an adapter.
     """
-    if not any(isinstance(module, LoraLayer) for module in model.modules()):
-        raise BadInput("fuse: no matrix of this model has an adapter; put LoRA on it first (peft.get_peft_model)")
+    if not any(map(_is_fusible, model.modules())):
+        raise BadInput(
+            "fuse: no linear layer of this model has an adapter; put LoRA on it first (peft.get_peft_model), or leave "
+            "tricks.fused_lora out"
+        )
     for module in list(model.modules()):
         children = dict(module.named_children())
-        if type(module).__name__ in GATED_MLPS and all(isinstance(children[name], LoraLayer) for name in GATED):
+        if type(module).__name__ in GATED_MLPS and all(_is_fusible(children[name]) for name in GATED):
             module.forward = _mlp(module)
             continue
-        adapted = {name: child for name, child in children.items() if isinstance(child, LoraLayer)}
+        adapted = {name: child for name, child in children.items() if _is_fusible(child)}
         together = [adapted.pop(name) for name in TOGETHER if name in adapted]
         for group in (together, *([child] for child in adapted.values())):
             _Together(group)
@@ -204,6 +208,15 @@ def _mlp(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         return gated_mlp(x, gate, up, down, module.act_fn)
 
     return forward
+
+
+def _is_fusible(module: torch.nn.Module) -> bool:
+    """Tell whether a module is an adapted linear layer: not a Conv1D, an embedding, or experts in one tensor."""
+    return (
+        isinstance(module, LoraLayer)
+        and isinstance(module.get_base_layer(), torch.nn.Linear)
+        and not isinstance(module, ParamWrapper)
+    )
 
 
 def _is_plain(module: LoraLayer) -> bool:

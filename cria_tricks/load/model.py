@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import cria_tricks.load.attention  # noqa: F401 (names our attention functions to transformers)
 from cria_tricks import models
 from cria_tricks.common.errors import BadInput, first_line
-from cria_tricks.load import loftq, quiet, streaming, trained_numbers, twin
+from cria_tricks.load import continued, loftq, quiet, streaming, trained_numbers, twin
 from cria_tricks.load.adapters import add_adapter, modules_named
 from cria_tricks.load.device_map import device_map
 from cria_tricks.load.fused import PLAIN, by_triton, fuse, fuse_blocks, tile_mlps
@@ -31,8 +31,8 @@ from cria_tricks.tricks import compile, keep_attention, mixed_precision, tiled_m
 
 CAUSAL = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 """The names of transformers' classes for models that predict the next token."""
-STARTS = "start_at_rounding_error"
-"""The edit that overwrites new trained weights. A resumed run leaves it out."""
+STARTS = ("start_at_rounding_error", "continue_from_adapter")
+"""The edits that overwrite new trained weights. A resumed run leaves them out."""
 
 
 @dataclass
@@ -131,8 +131,10 @@ def count_trainable(plan: Plan, weights: Weights, highest_id: int = 0, longest: 
             f"model {weights.name}: has {known} positions for rows, and they may have {longest} tokens; set "
             f"data.max_length={known}"
         )
-    if STARTS in plan.after_load:
+    if "start_at_rounding_error" in plan.after_load:
         loftq.refuse_unreadable(model, plan, Path(weights.path))
+    if "continue_from_adapter" in plan.after_load:
+        continued.refuse_other(model, plan)
     if "add_adapter" in plan.after_load:
         return trained_numbers.count(model, plan)
     return sum(p.numel() for p in model.parameters())
@@ -204,25 +206,26 @@ def built_empty(plan: Plan, config: Any, name: str) -> Any:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, plan.model["dtype"]))
     except (ValueError, KeyError) as error:
+        _refuse_wrapper(config, name)
         raise BadInput(f"model {name}: is no causal language model: {first_line(error)}") from None
     built = type(model).__name__
     meant = config.architectures or []
     if meant and built not in meant and not any(each in CAUSAL for each in meant):
         # Such a model has no head for the next token, and transformers would give it a new one of random weights.
         raise BadInput(f"model {name}: is no causal language model but {meant[0]}; name one that generates text")
-    _refuse_wrapper(model, name)
+    _refuse_wrapper(model.config, name)
     refuse(plan, _facts(model, name), processes())
     twin.refuse(plan, model, name)
     return model
 
 
-def _refuse_wrapper(model: Any, name: str) -> None:
+def _refuse_wrapper(config: Any, name: str) -> None:
     """Refuse a model that is more than its text part, such as one that also takes images.
 
     The adapter would go into the other parts, too, for which there are no rows and no bill.
     """
-    if model.config.get_text_config() is not model.config:
-        raise BadInput(MORE_THAN_TEXT.format(model=name, kind=model.config.model_type))
+    if config.get_text_config() is not config:
+        raise BadInput(MORE_THAN_TEXT.format(model=name, kind=config.model_type))
 
 
 def _facts(model: Any, name: str) -> Facts:
@@ -305,6 +308,11 @@ def _start_at_rounding_error(model: Any, plan: Plan) -> Any:
     return model
 
 
+def _continue_from_adapter(model: Any, plan: Plan) -> Any:
+    continued.start_at_adapter(model, Path(plan.peft["continue_from"]))
+    return model
+
+
 def _adapter_inputs_uncast(model: Any, plan: Plan) -> Any:
     # peft casts the wide input of each adapter up to fp32, the dtype of the adapter's thin matrices. Under autocast
     # that is needless: the product runs in 16 bits, and autocast casts the thin matrices down for it.
@@ -369,7 +377,8 @@ EDITS: dict[str, Callable[[Any, Plan], Any]] = {
     "cast_without_cache": _cast_without_cache,
     "prepare_for_kbit_training": _prepare_for_kbit_training,
     "add_adapter": add_adapter,
-    STARTS: _start_at_rounding_error,
+    "start_at_rounding_error": _start_at_rounding_error,
+    "continue_from_adapter": _continue_from_adapter,
     "adapter_inputs_uncast": _adapter_inputs_uncast,
     "fuse_adapters": _fuse_adapters,
     "fuse_blocks": _fuse_blocks,

@@ -9,6 +9,8 @@ is there. On it both ways are computed, with random weights in fp32. This took 0
 cache folder.
 """
 
+import copy
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -19,13 +21,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 import cria_tricks.load.attention  # noqa: F401 (names our attention functions to transformers)
 from cria_tricks.common import packages
 from cria_tricks.common.errors import BadInput, first_line
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.tokens import IGNORED
+from cria_tricks.load.adapters import add_lora
+from cria_tricks.load.fused import fuse, fuse_blocks
 from cria_tricks.load.losses import chunked_loss_sum, full_loss_sum
 from cria_tricks.models import weight_files
 from cria_tricks.step_plan import Plan
@@ -39,7 +43,7 @@ LENGTHS = (14, 19)
 LARGEST = 200_000_000
 """A twin with more weights is not built [weights]."""
 EQUAL = 1e-3
-"""Largest difference, as a share of the compared numbers' standard deviation.
+"""Largest difference, as a share of the logits' standard deviation, or of the gradients' length.
 
 In 16 families that are exact, rounding in fp32 gave 3e-6 at most (two EPYC cores, 2026-11-29).
 """
@@ -51,6 +55,8 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 UNTRIED = "a tiny one cannot be built"
 FAILED = "it ends in"
 """How the words begin that say of a technique that it could not be tried, and that its trial raised an error."""
+LINEAR = (torch.nn.Linear, Conv1D)
+"""Layers that LoRA adapts in most families."""
 _known: dict[str, dict[str, str]] = {}
 """What twins have shown in this process, by their keys, because the cache folder may be read-only."""
 _COUNTED = re.compile(r"(^|_)(n_head|heads|heads_kv|n_groups|num_query_groups)$")
@@ -84,11 +90,15 @@ def refuse(plan: Plan, model: Any, name: str) -> None:
         "packing": "set tricks.packing=false",
         "checkpointing": "set tricks.gradient_checkpointing=false",
         "chunked loss": "set tricks.chunked_loss=false",
+        "fused adapters": "set tricks.fused_lora=false",
+        "fused blocks": "set tricks.fused_blocks=false",
     }
     wanted = ["loss"]
     wanted += ["packing"] if plan.collator else []
     wanted += ["checkpointing"] if plan.checkpointing.get("blocks") else []
     wanted += ["chunked loss"] if plan.loss["kind"] == "chunked" else []
+    wanted += ["fused adapters"] if "fuse_adapters" in plan.after_load else []
+    wanted += ["fused blocks"] if {"fuse_blocks", "fuse_blocks_by_triton"} & {*plan.after_load} else []
     found = tried(model, plan.model.get("attn_implementation", ""), wanted)
     for technique in wanted:
         said = found[technique]
@@ -118,9 +128,10 @@ def tried(model: Any, attention: str, techniques: Sequence[str]) -> dict[str, st
         attention = IMPLEMENTATION if model._supports_sdpa else "eager"
     config = model.config
     about = json.dumps({**_sizeless(config), "attention": attention}, sort_keys=True, default=str)
-    versions = [importlib.metadata.version(package) for package in ("cria_tricks", "torch", "transformers")]
-    key = f"{type(model).__name__} {' '.join(versions)} {hashlib.sha256(about.encode()).hexdigest()[:16]}"
-    known = _known.setdefault(key, dict(weight_files.remembered(key) or {}))
+    key = f"{type(model).__name__} {_versions()} {hashlib.sha256(about.encode()).hexdigest()[:16]}"
+    if key not in _known:
+        _known[key] = dict(weight_files.remembered(key) or {})
+    known = _known[key]
     missing = [technique for technique in techniques if technique not in known]
     if missing:
         # Outside of what may count or replace the operations of the model itself, and on the CPU whatever is chosen.
@@ -132,6 +143,12 @@ def tried(model: Any, attention: str, techniques: Sequence[str]) -> dict[str, st
         shown = {name: said for name, said in known.items() if not said.startswith((UNTRIED, FAILED))}
         weight_files.remember({key: shown})
     return known
+
+
+@functools.cache
+def _versions() -> str:
+    """Return the versions on which it depends what a twin shows."""
+    return " ".join(importlib.metadata.version(package) for package in ("cria_tricks", "torch", "transformers"))
 
 
 def _said(trial: Callable[[Any], None], twin: Any) -> str:
@@ -156,11 +173,11 @@ def _twin(model: Any, attention: str) -> tuple[Any, str]:
             try:
                 config = shrunk(model.config, blocks, narrower)
                 with torch.device("meta"):
-                    empty = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+                    empty = type(model)._from_config(config, dtype=torch.float32)
                 if sum(weight.numel() for weight in empty.parameters()) > LARGEST:
                     continue
                 chosen = {"attn_implementation": attention} if attention else {}
-                twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen).eval()
+                twin = type(model)._from_config(config, dtype=torch.float32, **chosen).eval()
                 twin.config.use_cache = False
                 for weight in twin.parameters():
                     if weight.dim() > 1:
@@ -325,6 +342,13 @@ def _gradients(twin: Any, loss: Callable[[], torch.Tensor]) -> torch.Tensor:
     return torch.cat([gradient.flatten() for gradient in found if gradient is not None])
 
 
+def _compare_gradients(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raise an error if all gradients together differ by more than rounding; a few are many times as long as most."""
+    difference = ((found - expected).norm() / expected.norm()).item()
+    if not difference <= EQUAL:
+        raise Unequal(f"gradients with and without it differ by {difference:.2g} of their length")
+
+
 def _checkpointing(twin: Any) -> None:
     """Compare the gradients with and without checkpointed blocks."""
     batch = PadToLongest(0)(_rows())
@@ -338,7 +362,7 @@ def _checkpointing(twin: Any) -> None:
         twin.eval()
         disable = getattr(twin, "activation_checkpointing_disable", None) or twin.gradient_checkpointing_disable
         disable()
-    _compare(found, expected, "gradients with and without it")
+    _compare_gradients(found, expected)
 
 
 def _chunked(twin: Any) -> None:
@@ -355,10 +379,30 @@ def _chunked(twin: Any) -> None:
         head.requires_grad_(True)
 
 
+def _fused(fuse: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Return the trial of a function that replaces forward passes: the same gradients of adapters on all matrices."""
+
+    def trial(twin: Any) -> None:
+        batch = PadToLongest(0)(_rows())
+        head = twin.get_output_embeddings()
+        linear = [path for path, module in twin.named_modules() if isinstance(module, LINEAR) and module is not head]
+        plain = {"r": 2, "lora_alpha": 4, "target_modules": linear, "init_lora_weights": False}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # B is drawn, too, because gradients of A are zero where it is
+            adapted = add_lora(copy.deepcopy(twin), **plain)
+        expected = _gradients(adapted, lambda: full_loss_sum(adapted, batch))
+        fuse(adapted)
+        _compare_gradients(_gradients(adapted, lambda: full_loss_sum(adapted, batch)), expected)
+
+    return trial
+
+
 TRIALS: dict[str, Callable[[Any], None]] = {
     "loss": _loss,
     "packing": _packing,
     "checkpointing": _checkpointing,
     "chunked loss": _chunked,
+    "fused adapters": _fused(fuse),
+    "fused blocks": _fused(fuse_blocks),
 }
 """For each technique what is tried; it raises :class:`Unequal`, or any error of the family's own code."""

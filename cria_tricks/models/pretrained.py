@@ -48,6 +48,8 @@ WRAPPED = {
 """Prefixes that wrappers add to the names of a model's tensors, and how to save without them."""
 SHOWN = 3
 """How many tensors an error names at most."""
+ADAPTER = "adapter_model.safetensors"
+"""The file of an adapter's numbers, as peft names it."""
 ADAPTER_AGAIN = "copy or download the adapter's folder again, or name its own base with --base"
 
 
@@ -292,7 +294,7 @@ def adapter(model: Any, folder: Path) -> Any:
     from peft import PeftModel, get_peft_model_state_dict
 
     peft_probes.ignore_unusable()
-    file = folder / "adapter_model.safetensors"
+    file = folder / ADAPTER
     with safe_open(file, framework="np") as opened:
         stored = set(opened.keys())
         # If words were added, or embedding or head are adapted, peft saves these two whole, too.
@@ -315,15 +317,24 @@ def adapter(model: Any, folder: Path) -> Any:
             f"adapter {folder}: {_some(unknown)} in {file.name}, but adapter_config.json puts no adapter there in this "
             f"base; {ADAPTER_AGAIN}"
         )
-    broken = _first_nonfinite(file)
-    if broken:
-        raise BadInput(f"adapter {folder}: {broken} in {file.name} holds NaN or infinity; train the adapter again")
+    refuse_nonfinite_adapter(folder)
     return adapted
+
+
+def refuse_nonfinite_adapter(folder: Path) -> None:
+    """Refuse an adapter that holds NaN or infinity.
+
+    Raises:
+        BadInput: naming the first such tensor.
+    """
+    broken = _first_nonfinite(folder / ADAPTER)
+    if broken:
+        raise BadInput(f"adapter {folder}: {broken} in {ADAPTER} holds NaN or infinity; train the adapter again")
 
 
 def changes_nothing(folder: Path) -> bool:
     """Tell whether every B of a LoRA adapter is zero, as before training, so that it changes nothing."""
-    with safe_open(folder / "adapter_model.safetensors", framework="pt") as opened:
+    with safe_open(folder / ADAPTER, framework="pt") as opened:
         thin = [name for name in opened.keys() if ".lora_B." in name or ".lora_embedding_B" in name]  # noqa: SIM118
         return bool(thin) and not any(opened.get_tensor(name).any() for name in thin)
 

@@ -25,7 +25,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from cria_tricks.bill.constants import BLOCK
 from cria_tricks.common.errors import BadInput
 from cria_tricks.load import streaming
-from cria_tricks.load.model import EDITS, blocks_of, built_empty, forbid_cpu_repacking
+from cria_tricks.load.model import EDITS, STARTS, blocks_of, built_empty, forbid_cpu_repacking
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import adamw_8bit, packing
 
@@ -58,8 +58,8 @@ def fake_model(plan: Plan, config: Any, fake: FakeTensorMode) -> Any:
         for edit in plan.after_load:
             if edit == "fuse_blocks_by_triton":  # kernels cannot run on tensors without data; these save the same
                 edit = "fuse_blocks"
-            # A dry run could not count the memory inside compiled blocks, and without data there is no rounding error.
-            if edit not in ("compile_blocks", "start_at_rounding_error"):
+            # A dry run could not count the memory inside compiled blocks, and without data nothing starts anywhere.
+            if edit not in ("compile_blocks", *STARTS):
                 model = EDITS[edit](model, plan)
     with fake:
         _hand_over(model)

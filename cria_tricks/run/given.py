@@ -44,7 +44,7 @@ def training(wanted: Recipe, out: str | Path | None, resume: bool, other_base: b
         BadInput: if the model, the first rows or the folder cannot be used, a library is not installed, or
             ``other_base`` is set without ``resume``.
     """
-    if other_base and not resume:
+    if other_base and not resume and not wanted.lora.continue_from:
         raise BadInput("--other-base: lets a resumed run go on over another base; give --resume too, or leave it out")
     trackers(wanted.train.report_to)
     data_settings.refuse_missing_libraries(wanted.data)

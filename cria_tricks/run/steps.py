@@ -36,7 +36,7 @@ from cria_tricks.predict.toggles import Target, in_words
 from cria_tricks.recipe import Recipe
 from cria_tricks.report import summary as report
 from cria_tricks.resolve import still_off
-from cria_tricks.run import recovery, results
+from cria_tricks.run import going_on, recovery, results
 from cria_tricks.run.allocator import in_force
 from cria_tricks.run.job import Job
 from cria_tricks.step_plan import Plan
@@ -62,17 +62,30 @@ def carry_out(job: Job) -> dict[str, Any]:
     plan = job.plan
     world = job.world
     console = job.console
-    weights = models.fetch(models.find(recipe.model), job.folders.revision)
+    begun = job.folders.start
+    if begun:  # a checkpoint's weights take the place of any other start
+        plan = plan.without(*STARTS)
+    goes_on = "continue_from_adapter" in plan.after_load
+    revision = going_on.revision(recipe) if goes_on else job.folders.revision
+    weights = models.fetch(models.find(recipe.model), revision)
     refuse_unfit(plan, weights)
     began_over = job.folders.record_base(weights, other_base=job.other_base)
+    if goes_on:
+        job.warn(going_on.doubts(recipe, weights, job.other_base))
     tokenizer = load_tokenizer(weights, recipe.data.eos)
     with doing("turning rows into tokens"):
         rows = _rows(job, tokenizer)
     job.warn(report.data_warnings(rows, recipe, context_of(weights.path)))
-    job.warn(_doubts_about_ends(recipe, rows, tokenizer, weights))
+    about_ends = _doubts_about_ends(recipe, rows, tokenizer, weights)
+    job.warn(about_ends)
     highest_id = max(part.highest_id for part in rows.values())
     longest = max(part.longest for part in rows.values())
     numbers = count_trainable(plan, weights, highest_id, longest, tokenizer.pad_token_id)
+    if goes_on:
+        job.folders.about["continues"] = going_on.recorded(recipe)
+        console.print(f"going on from {recipe.lora.continue_from}")
+    elif begun and "continues" in begun.about:
+        job.folders.about["continues"] = begun.about["continues"]
     with world.entered_on_rank_zero(job.folders.claimed(numbers, plan.optimizer["bits"])):
         console.print(f"loading {weights.name} on {plan.device.name}, writing to {job.folders.folder}")
         if weights.note:
@@ -87,7 +100,8 @@ def carry_out(job: Job) -> dict[str, Any]:
             if stream.tally.in_words():
                 console.print(f"data.train: {stream.tally.in_words()}")
             job.warn(report.data_warnings(rows, recipe))
-            job.warn(_doubts_about_ends(recipe, rows, tokenizer, weights))
+            if not about_ends:
+                job.warn(_doubts_about_ends(recipe, rows, tokenizer, weights))
         job.warn(report.step_warnings(trained.run))
         with doing("writing the result"):
             summary = results.write(job, of, trained)
@@ -165,8 +179,7 @@ def _attempt(job: Job, known: recovery.Known, of: results.Made, monitor: Monitor
     progress = ShowProgress(job.console, eval_batches, expected, lambda: monitor.newest, counted)
     with _memory_in_one_line(job, longest, shape, evaluated):
         with meter.phase("load"), doing(f"loading {of.weights.name}"):
-            # A checkpoint's weights take the place of the adapter's start, which takes seconds to compute.
-            loaded = load(plan.without(STARTS) if folders.start else plan, of.weights)
+            loaded = load(plan.without(*STARTS) if folders.start else plan, of.weights)
             meter.track(every_tensor(loaded.model))
         parameters = count_parameters(loaded.model)
         known_loss = results.kept_before(job).get("eval_loss", math.inf) if recipe.train.keep_best else math.inf

@@ -118,17 +118,20 @@ def chunked_cross_entropy(
     Args:
         hidden_ND: last hidden states, shape (N, D), any float dtype; only these get a gradient.
         head_VD: output matrix, shape (V, D), frozen.
-        labels_N: token ids, shape (N,), none of them masked.
+        labels_N: token ids, shape (N,), none of them masked (-100).
         chunk: tokens whose logits exist at one time.
 
     Returns:
         The sum over the N tokens, fp32, no dimensions. 0 when N is 0.
 
     Raises:
-        BadInput: if the head trains.
+        BadInput: if the head trains, or a label is masked.
     """
     if head_VD.requires_grad:
         raise BadInput("the chunked loss has no gradient for the head: freeze the head, or take the full loss")
+    # A GPU would end the process at such an index. The labels of a dry run, of another type, have no values.
+    if type(labels_N) is torch.Tensor and (labels_N < 0).any():
+        raise BadInput("the chunked loss takes trained tokens alone: leave out each hidden state whose label is -100")
     device = hidden_ND.device.type
     if not torch.is_grad_enabled():
         hidden_ND = hidden_ND.detach()  # evaluation: no gradient is made

@@ -136,9 +136,9 @@ def trained_weights(widths: Iterable[tuple[int, int]], r: int, dora: bool = Fals
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     """Ask peft for adapters on the named linears."""
     if recipe.tricks.peft != "lora":
-        if recipe.lora.init != "default":
-            kind = recipe.tricks.peft
-            raise BadInput(f"lora.init=loftq with tricks.peft={kind}: it starts LoRA's matrices; set tricks.peft=lora")
+        if recipe.lora.init != "default" or recipe.lora.continue_from:
+            field = "continue_from" if recipe.lora.continue_from else "init"
+            raise BadInput(f"lora.{field} with tricks.peft={recipe.tricks.peft}: is for LoRA; set tricks.peft=lora")
         if recipe.lora != Lora():
             plan = plan.warn(f"the lora.* settings have no effect: tricks.peft is {recipe.tricks.peft}")
         return plan
@@ -159,17 +159,17 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
         target_modules=list(dict.fromkeys(lora.target_modules)),
     ).then("add_adapter")
     if lora.init == "default":
-        return plan
+        start = lora.continue_from
+        return plan.with_("peft", continue_from=start).then("continue_from_adapter") if start else plan
+    if lora.continue_from:
+        raise BadInput("lora.init=loftq: lora.continue_from says where B A starts; set lora.init=default")
     if recipe.tricks.quantization == "none":
         raise BadInput(
             "lora.init=loftq with tricks.quantization=none: it starts at the rounding error of quantised weights, and "
             "there is none; set tricks.quantization=nf4 or lora.init=default"
         )
     if lora.dora:
-        raise BadInput(
-            "lora.init=loftq with lora.dora=true: peft measures DoRA's magnitudes before LoftQ changes A and B; set "
-            "lora.dora=false or lora.init=default"
-        )
+        raise BadInput("lora.init=loftq with lora.dora=true: peft sets DoRA's magnitudes first; set lora.dora=false")
     return plan.then("start_at_rounding_error")
 
 
@@ -233,10 +233,8 @@ def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
     names = {target.rsplit(".", 1)[-1] for target in lora.target_modules}
     adapted = tuple(name for name in shape.linears if name in names or ALL_LINEAR in names)
     trained = sum(many * elements for many, elements in _trained_tensors(shape, lora, adapted))
-    head_rank = 0
-    if "lm_head" in names:
-        head_rank = lora.r
-        trained += trained_weights([(shape.width, shape.vocabulary)], lora.r)
+    head_rank = lora.r if "lm_head" in names else 0
+    trained += trained_weights([(shape.width, shape.vocabulary)], head_rank)
     return replace(
         work,
         trained_weights=trained,

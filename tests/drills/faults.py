@@ -202,6 +202,47 @@ def as_pickle(place: Path) -> None:
     (place / "base" / "model.safetensors").unlink()
 
 
+def of_kind(kind: str, **sizes: Any) -> Damage:
+    """Replace the base by a tiny model of another kind, with the tokenizer that is there."""
+
+    def damage(place: Path) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.for_model(kind, vocab_size=512, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
+        AutoModelForCausalLM.from_config(config).save_pretrained(place / "base")
+
+    return damage
+
+
+def in_nf4(place: Path) -> None:
+    """Store the base in NF4."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    AutoModelForCausalLM.from_pretrained(place / "base", quantization_config=packed).save_pretrained(place / "base")
+
+
+def padded(place: Path) -> None:
+    """Give the tokenizer a padding token for which the base has no embedding."""
+    from transformers import AutoTokenizer
+
+    found = AutoTokenizer.from_pretrained(place / "base")
+    found.add_tokens([f"<{number}>" for number in range(300)])
+    found.add_special_tokens({"pad_token": "<pad>"})
+    found.save_pretrained(place / "base")
+
+
+def scaled(by: float) -> Damage:
+    """Multiply every matrix of the base."""
+    return tensors(lambda found: {name: one * by if one.dim() > 1 else one for name, one in found.items()})
+
+
+def untrained(found: dict[str, Any]) -> None:
+    for name, one in found.items():
+        if ".lora_B." in name:
+            one.zero_()
+
+
 def noise(found: dict[str, Any]) -> dict[str, Any]:
     import torch
 
@@ -333,6 +374,75 @@ SEALED: dict[str, tuple[Damage, str]] = {
     ),
     "no base named": (fields("run/adapter/adapter_config.json", base_model_name_or_path=None), "names no base model"),
 }
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 64}
+CONV = {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"], "num_key_value_heads": 1}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2}
+FAMILY: dict[str, tuple[Damage, tuple[str, ...], str]] = {
+    "packed documents see each other": (
+        of_kind("lfm2", **SIZES | CONV),
+        ("tricks.packing=true",),
+        "packing is not exact in models of kind lfm2: .*set tricks.packing=false",
+    ),
+    "packed positions go on": (
+        of_kind("opt", hidden_size=32, ffn_dim=64, word_embed_proj_dim=32, num_hidden_layers=2, num_attention_heads=2),
+        ("tricks.packing=true",),
+        "packing is not exact in models of kind opt: .*set tricks.packing=false",
+    ),
+    "a loss over all positions": (
+        of_kind("bart", d_model=32, decoder_ffn_dim=64, decoder_layers=2, decoder_attention_heads=2),
+        (),
+        "loss is not exact in models of kind bart: .* not .*, the sum over the trained tokens",
+    ),
+    "later tokens are seen": (
+        of_kind("bert", **SIZES),
+        (),
+        "loss is not exact in models of kind bert: .*a token that changes",
+    ),
+    "no checkpointing": (
+        of_kind("ctrl", n_embd=32, dff=64, n_layer=2, n_head=2),
+        ("tricks.gradient_checkpointing=true", "tricks.attention=eager"),
+        "checkpointing is not exact in models of kind ctrl: .*set tricks.gradient_checkpointing=false",
+    ),
+    "a head that scales": (
+        of_kind("cohere", **SIZES),
+        ("tricks.chunked_loss=true",),
+        "tricks.chunked_loss=true.*logit_scale",
+    ),
+    "no linear layer to fuse": (
+        of_kind("gpt2", **GPT2),
+        ("tricks.fused_lora=true",),
+        "fused adapters .*gpt2: .*set tricks.fused_lora=false",
+    ),
+    "rows beyond its positions": (
+        of_kind("gpt2", **GPT2, n_positions=24),
+        (),
+        "has 24 positions for rows, .* set data.max_length=24",
+    ),
+    "more than its text part": (
+        text("base/config.json", '{"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}'),
+        (),
+        "gemma3 takes more than text, such as images",
+    ),
+    "stored in few bits already": (in_nf4, (), "stored in nf4 already, and in no other way; set tricks.quant"),
+    "padding beyond its vocabulary": (padded, (), "pads with token 558, and its vocabulary has 512"),
+}
+"""What may be wrong with a family of models, or a base that others have made: its damage, settings, and words."""
+CONTINUE = f"{TRAIN} --set model=run/adapter"
+GOING_ON: dict[str, tuple[Damage, str, str]] = {
+    "another rank": (lambda place: None, "--set lora.r=3", "has r=2, and this run 3; set lora.r=2"),
+    "another scale": (lambda place: None, "--set lora.alpha=9", "has alpha=32.*, and this run 9.*; set lora.alpha=32"),
+    "another base": (OTHER["tensors swapped"][0], "", "is not the one that it was trained over"),
+    "damaged": (ADAPTER["weights changed"][0], "", "other content than was written"),
+    "a trained head": (
+        all_of(fields("run/adapter/adapter_config.json", modules_to_save=["lm_head"]), sealed("run/adapter")),
+        "",
+        "modules_to_save=.*, which no run here trains; merge it",
+    ),
+    "no base named": (SEALED["no base named"][0], "", "cannot be read or names no base"),
+    "another kind": (fields("run/adapter/adapter_config.json", peft_type="IA3"), "", "is an adapter of kind IA3"),
+    "not over LoRA": (lambda place: None, "--set tricks.peft=none", "is for LoRA; set tricks.peft=lora"),
+}
+"""What may be wrong with an adapter that a run goes on from: its damage, settings, and words."""
 ROW: dict[str, tuple[str, str]] = {
     "no JSON": ("{", "rows.jsonl:1: not valid JSON"),
     "a number": ("3", "rows.jsonl:1: a row must be a JSON object"),
@@ -437,6 +547,16 @@ def catalogue() -> list[Fault]:
     ]
     found += [Fault(f"row: {name}", TRAIN, says, text("rows.jsonl", row + "\n")) for name, (row, says) in ROW.items()]
     found += [Fault(f"setting: {name}", f"{TRAIN} --set {word}", says) for name, (word, says) in SETTING.items()]
+    found += [
+        Fault(
+            f"family: {name}: train", " --set ".join([TRAIN, "lora.target_modules=all-linear", *settings]), says, damage
+        )
+        for name, (damage, settings, says) in FAMILY.items()
+    ]
+    found += [
+        Fault(f"going on: {name}: train", f"{CONTINUE} {settings}".strip(), says, damage)
+        for name, (damage, settings, says) in GOING_ON.items()
+    ]
     return [*found, *SINGLE]
 
 
@@ -463,6 +583,34 @@ SINGLE = [
     ),
     Fault(
         "base: another tokenizer: chat", CHAT, "base's tokenizer has changed since", appended("base/tokenizer.json"), 0,
+    ),
+    Fault(
+        "family: answers that do not end: train", TRAIN, "no end token, and generation stops at .*data.eos=",
+        text("base/chat_template.jinja", "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"), 0,
+    ),
+    Fault(
+        "family: numbers beyond fp16: train", f"{TRAIN} --set tricks.precision=fp16",
+        "No weight has moved yet. fp16 ends at 65,504: try tricks.precision=", scaled(1e5), 1, (r"out/.*",),
+    ),
+    Fault(
+        "family: a head that is trained and fused: train",
+        f"{TRAIN} --set tricks.peft=head --set tricks.fused_lora=true",
+        "fused_lora has no effect: it acts on LoRA's adapters", code=0,
+    ),
+    Fault(
+        "family: a trained head and a chunked loss: train",
+        f"{TRAIN} --set tricks.peft=head --set tricks.chunked_loss=true", "chunked_loss",
+    ),
+    Fault(
+        "adapter: never trained: chat", CHAT, "every B of the adapter is zero, as before training",
+        all_of(tensors(untrained, "run/adapter/adapter_model.safetensors"), sealed("run/adapter")), 0,
+    ),
+    Fault(
+        "adapter: words that were not saved: chat", CHAT, "trains token 600, and the base has 512",
+        all_of(
+            fields("run/adapter/adapter_config.json", trainable_token_indices={"embed_tokens": [600]}),
+            sealed("run/adapter"),
+        ),
     ),
     Fault("folder: of another run", "train job.toml --out run", "holds another run .*--resume"),
     Fault("folder: a file", "train job.toml --out rows.jsonl", "is a file; name a folder"),
@@ -517,8 +665,11 @@ def _named(place: "Place", command: str, found: re.Match[str]) -> str:
     return before + found[1] + after
 
 
+SET = r"[a-z]+\.[a-z_]+=[\w.-]+"
 WAYS_OUT: dict[str, Callable[["Place", str, re.Match[str]], str]] = {
-    r"(?<!-)set ([a-z]+\.[a-z_]+=[\w-]+)": lambda place, command, found: f"{command} --set {found[1]}",
+    rf"(?<!-)(?:set|try) ({SET}(?: and {SET})*)": lambda place, command, found: (
+        f"{command} --set {found[1].replace(' and ', ' --set ')}"
+    ),
     r"with (--other-base)$": lambda place, command, found: f"{command} {found[1]}",
     r"(?<!its own base )with (--base)\b": lambda place, command, found: f"{command} {found[1]} {place.kept / 'base'}",
     r"with (--set) model=DIR": lambda place, command, found: f"{command} {found[1]} model={place.kept / 'base'}",

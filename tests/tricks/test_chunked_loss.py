@@ -240,6 +240,12 @@ def test_an_adapted_head_is_refused_under_any_name(tmp_path):
     prepare(tmp_path, *sets, "lora.target_modules=q_proj")
 
 
+@pytest.mark.parametrize("labels", [[1, -100], [-100, -100], [-1, 2]])
+def test_a_masked_label_is_refused_in_words(labels):
+    with pytest.raises(BadInput, match="leave out each hidden state whose label is -100"):
+        chunked_cross_entropy(torch.ones(2, 3), torch.ones(5, 3), torch.tensor(labels))
+
+
 def test_a_head_that_trains_is_refused_in_words():
     head_VD = torch.ones(5, 3, requires_grad=True)
     with pytest.raises(BadInput, match="no gradient for the head: freeze the head, or take the full loss"):

@@ -10,8 +10,10 @@ from importlib import import_module
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.pytorch_utils import Conv1D
 
 from cria_tricks import recipes
 from cria_tricks.adapter import folder
@@ -337,6 +339,17 @@ def test_the_peak_of_llama_3_2_1b_falls_by_what_is_no_longer_saved():
     assert fused_operations.MLP == fused.GATED
 
 
-def test_a_model_without_adapters_is_refused_in_words():
-    with pytest.raises(BadInput, match="no matrix of this model has an adapter; put LoRA on it first"):
+def test_a_model_without_adapted_linear_layers_is_refused_in_words():
+    with pytest.raises(BadInput, match="no linear layer of this model has an adapter; put LoRA on it first"):
         fused.fuse(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("kind", ["conv1d", "embedding"])
+def test_what_is_no_linear_layer_keeps_pefts_forward(kind):
+    other = {"conv1d": Conv1D(6, 6), "embedding": torch.nn.Embedding(6, 6)}[kind]
+    model = torch.nn.ModuleDict({"other": other, "linear": torch.nn.Linear(6, 6)})
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["other", "linear"], init_lora_weights=False))
+    forwards = [adapted.base_model.model[name].forward for name in ("other", "linear")]
+    fused.fuse(adapted)
+    now = [adapted.base_model.model[name].forward for name in ("other", "linear")]
+    assert [before == after for before, after in zip(forwards, now, strict=True)] == [True, False]
