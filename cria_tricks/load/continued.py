@@ -80,13 +80,13 @@ def _planned_shapes(model: Any, plan: Plan) -> dict[str, list[int]]:
 
     Experts that share a tensor and embeddings are left out, because no recipe of this package can name them well.
     """
-    found = {}
+    found: dict[str, list[int]] = {}
     for target in trained_numbers.targets(model, plan):
         if target.parameter or isinstance(target.module, torch.nn.Embedding):
             continue
-        weight = target.module.weight
+        module: Any = target.module
         # Conv1D is a linear layer that stores its matrix as (D_in, D_out).
-        d_in, d_out = weight.shape if isinstance(target.module, Conv1D) else reversed(weight.shape)
+        d_in, d_out = module.weight.shape if isinstance(module, Conv1D) else module.weight.T.shape
         path = f"base_model.model.{target.path}"
         found |= {f"{path}.lora_A.weight": [target.r, d_in], f"{path}.lora_B.weight": [d_out, target.r]}
         if plan.peft["use_dora"]:
