@@ -681,8 +681,12 @@ WAYS_OUT: dict[str, Callable[["Place", str, re.Match[str]], str]] = {
     r"write it as (v\S+)": lambda place, command, found: re.sub(r"--tag \S+", f"--tag {found[1]}", command),
 }
 """What an error proposes, by its pattern, and the command that does it. Each must then work."""
-NEXT = "16 bits would swallow it|output head is the embedding|network is switched off|data.train=5: no such file"
-"""Reasons that may stand in the way next: an adapter merged over a strange base, what only loading shows, the drill."""
+NEXT = (
+    "16 bits would swallow it|output head is the embedding|network is switched off|data.train=5: no such file"
+    "|its added tokens were not saved"
+)
+"""Reasons that may stand in the way next: an adapter merged over a strange base, what only loading shows, the drill,
+and added tokens, which this base does not have either."""
 
 
 class Place:
