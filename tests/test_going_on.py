@@ -85,6 +85,7 @@ def test_other_rows_and_another_rate_train_it_further_and_a_resume_is_the_same(f
         ("lora.target_modules=q_proj", "v_proj.lora_A.weight has the shape .* and in this run none"),
         ("lora.init=loftq", "says where B A starts; set lora.init=default"),
         ("tricks.peft=none", "is for LoRA; set tricks.peft=lora"),
+        ("lora.continue_from=gone/adapter", "gone/adapter: there is no such folder"),
         ("model=smollm2", "is not the one that it was trained over"),
     ],
 )

@@ -116,6 +116,7 @@ def test_the_list_of_prices_is_that_of_the_page():
         (["data.train=cria_tricks/data"], {}, "data.train=cria_tricks/data: a job cannot reach"),
         (["data.train=me/rows"], {}, "how many rows it has is not known here; give --timeout"),
         (["model=random:tiny"], {}, "model=random:tiny: a job takes its model from the hub"),
+        (["lora.continue_from=runs/mine/adapter"], {}, "a job cannot reach an adapter of this machine; merge it"),
         (["train.mirror=/mnt/drive"], {}, "a job's disk goes with it"),
         ([], {"timeout": "soon"}, "--timeout soon: must be a time of a minute or more"),
         ([], {"timeout": "1e999"}, "--timeout 1e999: must be"),

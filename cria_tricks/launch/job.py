@@ -339,6 +339,11 @@ def _refuse_unreachable(recipe: Recipe) -> None:
                 f"data.{part}={name}: a job cannot reach files of this machine; upload it to a private data set of the "
                 "hub (hf upload OWNER/DATA FILE --repo-type dataset --private), and name that"
             )
+    if recipe.lora.continue_from:
+        raise BadInput(
+            f"lora.continue_from={recipe.lora.continue_from}: a job cannot reach an adapter of this machine; merge it "
+            "(cria merge), upload what that writes, and name it as the model"
+        )
     model = models.ALIASES.get(recipe.model, recipe.model)
     if not models.is_hub_id(model) or Path(model).exists():
         raise BadInput(f"model={recipe.model}: a job takes its model from the hub; give an id there, OWNER/NAME")

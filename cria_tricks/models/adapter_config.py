@@ -40,11 +40,12 @@ def read(folder: Path) -> dict[str, Any]:
             raise ValueError("it names no base")
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise BadInput(
-            f"model {folder}: its {CONFIG} cannot be read or names no base, so no run can go on from it; name a base"
+            f"adapter {folder}: its {CONFIG} cannot be read or names no base, so no run can go on from it; write "
+            "base_model_name_or_path into it"
         ) from None
     if kind != "LORA":
         raise BadInput(
-            f"model {folder}: is an adapter of kind {kind}, and a run goes on from LoRA only; to train a new one, set "
+            f"adapter {folder}: is of kind {kind}, and a run goes on from LoRA only; to train a new one, set "
             f"model={base}"
         )
     return found

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.adapter.folder import refuse_unsafe, trained_over
+from cria_tricks.adapter.folder import refuse_another, refuse_unsafe, trained_over
 from cria_tricks.adapter.opening import quantization_of
 from cria_tricks.models import Weights, identity, pretrained, weight_files
 from cria_tricks.recipe import Recipe
@@ -13,9 +13,10 @@ def revision(recipe: Recipe) -> str:
     """Return the hub commit of the base that the adapter was trained over; empty if it is not known.
 
     Raises:
-        BadInput: if the folder is damaged or not safe to read.
+        BadInput: if the folder is gone, damaged or not safe to read.
     """
     folder = Path(recipe.lora.continue_from)
+    refuse_another(folder)
     refuse_unsafe(folder)
     return trained_over(folder).get("revision") or ""
 

@@ -439,7 +439,11 @@ GOING_ON: dict[str, tuple[Damage, str, str]] = {
         "modules_to_save=.*, which no run here trains; merge it",
     ),
     "no base named": (SEALED["no base named"][0], "", "cannot be read or names no base"),
-    "another kind": (fields("run/adapter/adapter_config.json", peft_type="IA3"), "", "is an adapter of kind IA3"),
+    "another kind": (
+        fields("run/adapter/adapter_config.json", peft_type="IA3"),
+        "",
+        "is of kind IA3, and a run",
+    ),
     "not over LoRA": (lambda place: None, "--set tricks.peft=none", "is for LoRA; set tricks.peft=lora"),
 }
 """What may be wrong with an adapter that a run goes on from: its damage, settings, and words."""
