@@ -26,7 +26,10 @@ class Recipe(Frozen):
         "custom", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="names the run and its folder", examples=["mine"]
     )
     model: Annotated[str, AfterValidator(short_name)] = Field(
-        "smollm2", min_length=1, description="a short name, a hub id, or a folder", examples=["qwen2.5-0.5b"]
+        "smollm2",
+        min_length=1,
+        description="a short name, a hub id, or a folder, also of an adapter",
+        examples=["qwen2.5-0.5b"],
     )
     data: Data = Data()
     tricks: Tricks = Tricks()
@@ -61,8 +64,8 @@ def build(values: dict[str, Any], where: str, *, strict: bool = False, text: str
     """
     try:
         if strict:  # as JSON, because in strict mode pydantic takes a JSON list for a tuple, but not a Python list
-            return _going_on(Recipe.model_validate_json(json.dumps(values, default=str), strict=True))
-        return _going_on(Recipe.model_validate(values))
+            return _over_the_base(Recipe.model_validate_json(json.dumps(values, default=str), strict=True))
+        return _over_the_base(Recipe.model_validate(values))
     except ValidationError as error:
         line = line_of([str(part) for part in error.errors()[0]["loc"]], text)
         if line:
@@ -70,23 +73,19 @@ def build(values: dict[str, Any], where: str, *, strict: bool = False, text: str
         raise BadInput(f"{where}: {in_one_line(error, field_names())}") from None
 
 
-def _going_on(recipe: Recipe) -> Recipe:
-    """Take the folder of an adapter, given as the model, as its base and what training goes on from.
+def _over_the_base(recipe: Recipe) -> Recipe:
+    """Put the base of an adapter in the place of its folder, if that was given as the model, and continue from it.
 
-    The adapter's LoRA takes the place of defaults only, so that a setting of the user which contradicts it is refused
-    later, and not lost.
+    The adapter's settings are taken over where the recipe says nothing. One that it contradicts is refused later.
     """
     folder = adapter_config.folder_of(recipe.model)
     if folder is None:
         return recipe
-    config = adapter_config.read(folder)
-    values = recipe.model_dump(mode="json")
-    values["model"] = config["base_model_name_or_path"]
+    values = recipe.model_dump(mode="json", exclude_unset=True)
+    values["model"] = adapter_config.read(folder)["base_model_name_or_path"]
+    for group, found in adapter_config.settings(folder).items():
+        values[group] = found | values.get(group, {})
     values["lora"]["continue_from"] = str(folder)
-    before = Lora().model_dump(mode="json")
-    for name, value in adapter_config.lora_settings(config).items():
-        if values["lora"][name] == before[name]:
-            values["lora"][name] = value
     return Recipe.model_validate(values)
 
 
@@ -128,7 +127,8 @@ def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
         >>> with_settings(Recipe(), ["lr=1e-3", "rank=8"]).lora.r
         8
     """
-    values = recipe.model_dump(mode="json")
+    defaults = Recipe().model_dump(mode="json")
+    values = recipe.model_dump(mode="json", exclude_unset=True)
     known = field_names()
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -142,14 +142,14 @@ def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
         if field is None:
             raise BadInput(f"{where}: {unknown_field(key, known)}")
         *groups, name = field.split(".")
-        place = values
+        place, default = values, defaults
         for group in groups:
-            place = place[group]
-        if isinstance(place[name], list):
+            place, default = place.setdefault(group, {}), default[group]
+        if isinstance(default[name], list):
             place[name] = parts(text)
         else:
             place[name] = _choice(field, text.strip())
-        values = build(values, where).model_dump(mode="json")
+        values = build(values, where).model_dump(mode="json", exclude_unset=True)
     return build(values, "recipe")
 
 

@@ -133,7 +133,7 @@ class Lora(Frozen):
     )
     continue_from: str = Field(
         "",
-        description="folder of an adapter that training goes on from; model=FOLDER sets this, its base and its LoRA",
+        description="folder of an adapter whose numbers training begins with; model=FOLDER sets this, and its LoRA",
         examples=["runs/mine/adapter"],
     )
 

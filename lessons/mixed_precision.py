@@ -1177,7 +1177,7 @@ for name, dtype, p in (("fp16", fp16, 11), ("bf16", bf16, 8)):
     for eta in (5e-4, 5e-5, 1.2e-5):
         rule, found = unmoved(dtype, p, eta)
         print(
-            f"{name}, update of {eta:.0e}: predicted {rule:.0%} do not move, "
+            f"{name}, update of {eta:.1e}: predicted {rule:.0%} do not move, "
             f"counted {found:.0%}"
         )
         assert abs(found - rule) < 0.01

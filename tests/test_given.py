@@ -37,7 +37,7 @@ CASES = {
     # names of commands and options
     "trian": "No such command 'trian'",
     "train --rsume": "No such option",
-    "train smoke --other-base": "--other-base: lets a resumed run go on over another base; give --resume too",
+    "train smoke --other-base": "--other-base: is for a resumed run, and for one that continues from an adapter",
     "train smoke --set": "Option '--set' requires an argument",
     # recipes, fields and values
     **{

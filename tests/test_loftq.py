@@ -211,8 +211,8 @@ def test_a_start_draws_no_random_number_and_is_the_same_every_time(tiny_model):
     ("settings", "said"),
     [
         (("tricks.peft=lora",), "lora.init=loftq with tricks.quantization=none: it starts at the rounding error of"),
-        ((), "lora.init with tricks.peft=none: is for LoRA; set tricks.peft=lora"),
-        (("tricks.peft=head", "tricks.quantization=nf4"), "lora.init with tricks.peft=head: is for LoRA"),
+        ((), "lora.init with tricks.peft=none: it is for LoRA; set tricks.peft=lora"),
+        (("tricks.peft=head", "tricks.quantization=nf4"), "lora.init with tricks.peft=head: it is for LoRA"),
         ((*NF4, "lora.dora=true"), "lora.init=loftq with lora.dora=true: peft sets DoRA's magnitudes first"),
     ],
 )

@@ -536,7 +536,7 @@ def test_a_recipe_is_given_back_as_it_is_and_another_thing_is_refused(tmp_path):
         recipes.get(3)
 
 
-def test_kwanzaa_is_the_original_run():
+def test_kwanzaa_is_the_original_run_but_for_the_rate():
     recipe = recipes.kwanzaa(T4)
     assert (recipe.lora.r, recipe.lora.alpha, recipe.train.epochs, recipe.train.learning_rate) == (16, 32, 3, 5e-4)
     assert recipe.train.learning_rate == pytest.approx(

@@ -50,17 +50,29 @@ def on_the_page(kind: str, technique: str) -> str:
     return PAGE[kind][1 + families.TECHNIQUES.index(technique)]
 
 
+of_this_version = pytest.mark.skipif(
+    families.VERSION not in families.PAGE.read_text(encoding="utf-8"), reason="the page is of another transformers"
+)
+
+
+@of_this_version
 def test_the_page_has_every_family_of_transformers():
     assert list(PAGE) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), "run: python -m tools.families"
     assert set(KINDS) == {kind for kind, cells in PAGE.items() if cells[-1] == "billed"}
 
 
+@of_this_version
 @pytest.mark.parametrize("kind", sample(PAGE, 12))
 def test_the_page_says_what_a_twin_shows(kind):
     assert families.row(kind) == PAGE[kind], "run: python -m tools.families"
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *PACKED_APART])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packing_is_exact_in_the_families_that_are_billed(kind):
+    assert shown(kind, "packing", "loss") == {"packing": "", "loss": ""}
+
+
+@pytest.mark.parametrize("kind", PACKED_APART)
 def test_packing_is_exact_where_positions_keep_documents_apart(kind):
     assert (on_the_page(kind, "packing"), on_the_page(kind, "loss")) == ("yes", "yes")
 

@@ -15,7 +15,6 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
-from cria_tricks.common.errors import first_line
 from cria_tricks.common.markdown_table import markdown_table
 from cria_tricks.load import twin
 from cria_tricks.load.refusals import fused_blocks
@@ -32,6 +31,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True},
 }
 """What must be set where a family's defaults leave out a kind of block, or make no model at all."""
+VERSION = f"transformers {transformers.__version__}"
 RIGHT, REFUSED, NO_TWIN = "yes", "refused", "no twin"
 
 
@@ -50,7 +50,7 @@ def row(kind: str) -> tuple[str, ...]:
     try:
         model = empty(kind)
     except Exception as error:  # of a family's own code
-        return (f"`{kind}`", *[NO_TWIN] * len(TECHNIQUES), f"its default config: {first_line(error)}"[:90].strip())
+        return (f"`{kind}`", *[NO_TWIN] * len(TECHNIQUES), f"its default config: {type(error).__name__}")
     if model.config.get_text_config() is not model.config:
         return (f"`{kind}`", *[REFUSED] * len(TECHNIQUES), "more than a text model")
     found = {}
@@ -77,11 +77,10 @@ def table(kinds: Collection[str]) -> str:
         warnings.simplefilter("ignore")
         rows = [row(kind) if kind in kinds or kind not in before else before[kind] for kind in sorted(NAMES)]
     counts = [
-        f"{technique} {sum(found[place] == RIGHT for found in rows)}" for place, technique in enumerate(TECHNIQUES, 1)
+        f"{technique} in {sum(found[place] == RIGHT for found in rows)}"
+        for place, technique in enumerate(TECHNIQUES, 1)
     ]
-    counted = (
-        f"Of {len(rows)} families of transformers {transformers.__version__} these are right: {', '.join(counts)}."
-    )
+    counted = f"Exact, of the {len(rows)} families of {VERSION}: {', '.join(counts)}."
     return "\n".join([counted, "", *markdown_table(("family", *TECHNIQUES, ""), rows), ""])
 
 
@@ -94,6 +93,8 @@ def on_the_page() -> dict[str, tuple[str, ...]]:
 
 def main() -> None:
     """Write the table into its page."""
+    if sys.argv[1:] and VERSION not in PAGE.read_text(encoding="utf-8"):
+        sys.exit(f"the page is of another version than {VERSION}: make all rows again")
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     transformers.utils.logging.set_verbosity_error()
     PAGE.write_text(before + BEGIN + table(sys.argv[1:] or NAMES) + END + rest.partition(END)[2], encoding="utf-8")

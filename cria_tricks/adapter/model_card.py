@@ -230,9 +230,10 @@ def _estimated(report: Mapping[str, Any]) -> str:
 
 def _origin(made: Mapping[str, Any]) -> list[tuple[str, str]]:
     recipe = made["recipe"]
+    before = made.get("continued_from")
     return [
         ("base model", provenance.in_words(made["base"])),
-        *([("goes on from", provenance.continues_in_words(made["continues"]))] if "continues" in made else []),
+        *([("continued from", provenance.continued_in_words(before))] if before else []),
         *((f"{part} rows", _which(about)) for part, about in made["data"].items()),
         ("recipe", f"`{recipe['name']}`, switched: {_switched(recipe['tricks'])}"),
         ("seed", str(made["seed"])),

@@ -184,8 +184,8 @@ def in_words(base: Mapping[str, Any]) -> str:
     return said
 
 
-def continues_in_words(before: Mapping[str, Any]) -> str:
-    """Name the adapter that a run went on from, for a line of the model card."""
+def continued_in_words(before: Mapping[str, Any]) -> str:
+    """Name the adapter from which a run continued, for a line of the model card."""
     return f"the adapter `{before['folder']}`, {_hashes(before['weights'])}"
 
 

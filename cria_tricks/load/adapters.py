@@ -55,8 +55,8 @@ def _adapted(model: Any, config: PeftConfig) -> Any:
 
 
 def lora_config(**arguments: Any) -> LoraConfig:
-    """Make peft's config of LoRA; the arguments are those of ``LoraConfig``, and ``continue_from``, which is none."""
-    arguments.pop("continue_from", None)
+    """Make peft's config of LoRA from the arguments of ``LoraConfig``."""
+    arguments.pop("continue_from", None)  # for load/continued.py, and not for peft
     if arguments["target_modules"] == [ALL_LINEAR]:
         arguments["target_modules"] = ALL_LINEAR  # peft takes this word only as a string, not in a list
     return LoraConfig(task_type="CAUSAL_LM", **arguments)

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import cria_tricks.load.attention  # noqa: F401 (names our attention functions to transformers)
 from cria_tricks import models
+from cria_tricks.common import packages
 from cria_tricks.common.errors import BadInput, first_line
 from cria_tricks.load import continued, loftq, quiet, streaming, trained_numbers, twin
 from cria_tricks.load.adapters import add_adapter, modules_named
@@ -208,6 +209,12 @@ def built_empty(plan: Plan, config: Any, name: str) -> Any:
     except (ValueError, KeyError) as error:
         _refuse_wrapper(config, name)
         raise BadInput(f"model {name}: is no causal language model: {first_line(error)}") from None
+    except Exception as error:  # of a family's own code, for a config that it does not expect
+        packages.pass_on(error)
+        raise BadInput(
+            f"model {name}: transformers {transformers.__version__} cannot build it from its config: "
+            f"{type(error).__name__}: {first_line(error)}; name another model"
+        ) from None
     built = type(model).__name__
     meant = config.architectures or []
     if meant and built not in meant and not any(each in CAUSAL for each in meant):

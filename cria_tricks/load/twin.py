@@ -46,6 +46,8 @@ EQUAL = 1e-3
 
 In 16 families that are exact, rounding in fp32 gave 3e-6 at most (two EPYC cores, 2026-11-29).
 """
+SHORT = 1e-2
+"""A gradient that is shorter, as a share of the longest, counts as so long: where it should be zero, it is rounding."""
 EQUAL_SUMS = 1e-5
 """Largest difference of two losses, as a share of the loss. There rounding gave 7e-8, and Mixtral's extra loss for its
 router 2e-5."""
@@ -146,8 +148,8 @@ def tried(model: Any, attention: str, techniques: Sequence[str]) -> dict[str, st
 
 @functools.cache
 def _versions() -> str:
-    """Return the versions on which it depends what a twin shows."""
-    return " ".join(importlib.metadata.version(package) for package in ("cria_tricks", "torch", "transformers"))
+    """Return the versions of the packages whose code a twin runs."""
+    return " ".join(map(importlib.metadata.version, ("cria_tricks", "peft", "torch", "transformers")))
 
 
 def _said(trial: Callable[[Any], None], twin: Any) -> str:
@@ -334,16 +336,20 @@ def _packing(twin: Any) -> None:
     _compare(_logits(twin, [packed]), alone, "logits of packed rows and of each row alone")
 
 
-def _gradients(twin: Any, loss: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return all gradients of a loss, in one line."""
+def _gradients(twin: Any, loss: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients of a loss, one for each trained tensor that it depends on."""
     weights = [weight for weight in twin.parameters() if weight.requires_grad]
     found = torch.autograd.grad(loss(), weights, allow_unused=True)
-    return torch.cat([gradient.flatten() for gradient in found if gradient is not None])
+    return [gradient for gradient in found if gradient is not None]
 
 
-def _compare_gradients(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raise an error if all gradients together differ by more than rounding; a few are many times as long as most."""
-    difference = ((found - expected).norm() / expected.norm()).item()
+def _compare_gradients(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    """Raise an error if the gradient of a tensor differs by more than rounding."""
+    least = SHORT * max(gradient.norm().item() for gradient in expected)
+    difference = max(
+        (one - other).norm().item() / max(other.norm().item(), least)
+        for one, other in zip(found, expected, strict=True)
+    )
     if not difference <= EQUAL:
         raise Unequal(f"gradients with and without it differ by {difference:.2g} of their length")
 
@@ -388,6 +394,8 @@ def _fused(fuse: Callable[[Any], Any]) -> Callable[[Any], None]:
         copied = type(twin)._from_config(twin.config, dtype=torch.float32, **chosen).eval()
         copied.load_state_dict(twin.state_dict())
         head = twin.get_output_embeddings()
+        if not any(isinstance(module, torch.nn.Linear) and module is not head for module in twin.modules()):
+            raise Unequal("no matrix but the head is a linear layer")
         linear = [path for path, module in twin.named_modules() if isinstance(module, LINEAR) and module is not head]
         plain = {"r": 2, "lora_alpha": 4, "target_modules": linear, "init_lora_weights": False}
         with torch.random.fork_rng(devices=[]):

@@ -226,6 +226,11 @@ def refuse_unknown(name: str) -> None:
         return
     path = usable_path("model", name)
     if path.is_dir() and not (path / "config.json").is_file():
+        for result in ("adapter", "model", "merged"):
+            if (path / result).is_dir():
+                raise BadInput(
+                    f"model {name}: is the folder of a run; what it has trained is in {path / result}: name that"
+                )
         raise BadInput(f"model {name}: the folder has no config.json, so it holds no transformers model")
     if path.exists():
         return

@@ -58,7 +58,7 @@ def fake_model(plan: Plan, config: Any, fake: FakeTensorMode) -> Any:
         for edit in plan.after_load:
             if edit == "fuse_blocks_by_triton":  # kernels cannot run on tensors without data; these save the same
                 edit = "fuse_blocks"
-            # A dry run could not count the memory inside compiled blocks, and without data nothing starts anywhere.
+            # A dry run could not count the memory inside compiled blocks, and tensors without data hold no start.
             if edit not in ("compile_blocks", *STARTS):
                 model = EDITS[edit](model, plan)
     with fake:

@@ -56,7 +56,7 @@ def train(
         out: the folder to write; ``runs/NAME`` (or the next free ``runs/NAME-2``, ...) when left out.
         settings: changes of the recipe, written as for ``--set``, e.g. ``["train.max_steps=20", "lr=1e-3"]``.
         resume: continue from the newest checkpoint in ``out``; start from the beginning if there is none.
-        other_base: allow a resumed run to continue with another base model than the one it began with.
+        other_base: allow a resumed run, or one that continues from an adapter, another base model than before.
         fit: ``fastest``, ``smallest`` or ``longest``: train with the switches that :func:`plan` finds for this aim.
         may_change: as for :func:`plan`.
         console: where progress is shown; standard error when left out.

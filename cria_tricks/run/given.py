@@ -26,6 +26,11 @@ def recipe(wanted: Recipe | str | Path, changes: Iterable[str], device: Device |
         BadInput: naming the first thing that is wrong.
     """
     found = with_settings(recipes.get(wanted, device or T4), changes)
+    if found.lora.continue_from and Path(found.model).is_absolute() and not Path(found.model).exists():
+        raise BadInput(
+            f"lora.continue_from={found.lora.continue_from}: was trained over the folder {found.model}, which is not "
+            "there; name the folder of that base with --set model=DIR"
+        )
     models.refuse_unknown(found.model)
     data_settings.refuse(found)
     return found
@@ -38,14 +43,17 @@ def training(wanted: Recipe, out: str | Path | None, resume: bool, other_base: b
         wanted: the recipe.
         out: the run's folder, if it was given.
         resume: whether the run continues from a checkpoint in this folder.
-        other_base: whether a resumed run may continue with another base model.
+        other_base: whether a resumed run, or one that continues from an adapter, may have another base model.
 
     Raises:
         BadInput: if the model, the first rows or the folder cannot be used, a library is not installed, or
-            ``other_base`` is set without ``resume``.
+            ``other_base`` is set for any other run.
     """
     if other_base and not resume and not wanted.lora.continue_from:
-        raise BadInput("--other-base: lets a resumed run go on over another base; give --resume too, or leave it out")
+        raise BadInput(
+            "--other-base: is for a resumed run, and for one that continues from an adapter; give --resume too, or "
+            "leave it out"
+        )
     trackers(wanted.train.report_to)
     data_settings.refuse_missing_libraries(wanted.data)
     sources.glance(wanted.data.train, "train")

@@ -34,7 +34,7 @@ class Job:
         sources: the ``train`` and ``eval`` rows, read and checked; for ``train`` a stream or token shards instead, if
             the recipe asks.
         folders: the folders in which the run writes.
-        other_base: whether a resumed run may continue with another base model.
+        other_base: whether a resumed run, or one that continues from an adapter, may have another base model.
         console: where messages are printed; quiet on every rank but 0.
         began: when the run began, as ``time.perf_counter`` gives it [s].
     """

@@ -195,8 +195,8 @@ def _saving(
     model = trained.loaded.model
     weights = of.weights
     made = provenance.describe(summary, weights, job.sources, of.began_over)
-    if "continues" in job.folders.about:
-        made |= {"continues": job.folders.about["continues"]}
+    if "continued_from" in job.folders.about:
+        made |= {"continued_from": job.folders.about["continued_from"]}
     if job.plan.parallel["strategy"] == "pipeline":
         summary["pipeline"] = report.of_the_pipeline(job.plan, trained.run, model)
         made |= {"pipeline": summary["pipeline"]}

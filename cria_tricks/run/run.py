@@ -36,7 +36,7 @@ def train(
         recipe: what to train.
         out: the folder to write; ``runs/NAME`` (or the next free ``runs/NAME-2``, ...) when left out.
         resume: continue from the newest checkpoint in ``out``; start from the beginning if there is none.
-        other_base: allow a resumed run to continue with another base model than the one it began with.
+        other_base: allow a resumed run, or one that continues from an adapter, another base model than before.
         console: where progress is shown; standard error when left out.
 
     Returns:

@@ -36,7 +36,7 @@ from cria_tricks.predict.toggles import Target, in_words
 from cria_tricks.recipe import Recipe
 from cria_tricks.report import summary as report
 from cria_tricks.resolve import still_off
-from cria_tricks.run import going_on, recovery, results
+from cria_tricks.run import continued, recovery, results
 from cria_tricks.run.allocator import in_force
 from cria_tricks.run.job import Job
 from cria_tricks.step_plan import Plan
@@ -65,13 +65,13 @@ def carry_out(job: Job) -> dict[str, Any]:
     begun = job.folders.start
     if begun:  # a checkpoint's weights take the place of any other start
         plan = plan.without(*STARTS)
-    goes_on = "continue_from_adapter" in plan.after_load
-    revision = going_on.revision(recipe) if goes_on else job.folders.revision
+    continues = "continue_from_adapter" in plan.after_load
+    revision = continued.revision(recipe) if continues else job.folders.revision
     weights = models.fetch(models.find(recipe.model), revision)
     refuse_unfit(plan, weights)
     began_over = job.folders.record_base(weights, other_base=job.other_base)
-    if goes_on:
-        job.warn(going_on.doubts(recipe, weights, job.other_base))
+    if continues:
+        job.warn(continued.doubts(recipe, weights, job.other_base))
     tokenizer = load_tokenizer(weights, recipe.data.eos)
     with doing("turning rows into tokens"):
         rows = _rows(job, tokenizer)
@@ -81,11 +81,11 @@ def carry_out(job: Job) -> dict[str, Any]:
     highest_id = max(part.highest_id for part in rows.values())
     longest = max(part.longest for part in rows.values())
     numbers = count_trainable(plan, weights, highest_id, longest, tokenizer.pad_token_id)
-    if goes_on:
-        job.folders.about["continues"] = going_on.recorded(recipe)
-        console.print(f"going on from {recipe.lora.continue_from}")
-    elif begun and "continues" in begun.about:
-        job.folders.about["continues"] = begun.about["continues"]
+    if continues:
+        job.folders.about["continued_from"] = continued.recorded(recipe)
+        console.print(f"beginning with the adapter {recipe.lora.continue_from}")
+    elif begun and "continued_from" in begun.about:
+        job.folders.about["continued_from"] = begun.about["continued_from"]
     with world.entered_on_rank_zero(job.folders.claimed(numbers, plan.optimizer["bits"])):
         console.print(f"loading {weights.name} on {plan.device.name}, writing to {job.folders.folder}")
         if weights.note:

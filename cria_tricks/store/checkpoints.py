@@ -61,9 +61,9 @@ FREE = {
     "parallel.timeout",
 }
 """Fields of a recipe that do not change what is trained, so a resumed run may change them."""
-BY_CONTENT = {"data.train", "data.eval"}
+BY_CONTENT = {"data.train", "data.eval", "lora.continue_from"}
 """Fields that name a place. For a resumed run the rows found there must be the same, not the name. The same holds for
-``model``, once the hashes of its files are known."""
+``model``, once the hashes of its files are known. The adapter from which a run continued is in its checkpoints."""
 LENGTH = {"train.max_steps", "train.epochs"}
 """Fields that a resumed run may raise, to become longer."""
 

@@ -138,7 +138,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     if recipe.tricks.peft != "lora":
         if recipe.lora.init != "default" or recipe.lora.continue_from:
             field = "continue_from" if recipe.lora.continue_from else "init"
-            raise BadInput(f"lora.{field} with tricks.peft={recipe.tricks.peft}: is for LoRA; set tricks.peft=lora")
+            raise BadInput(f"lora.{field} with tricks.peft={recipe.tricks.peft}: it is for LoRA; set tricks.peft=lora")
         if recipe.lora != Lora():
             plan = plan.warn(f"the lora.* settings have no effect: tricks.peft is {recipe.tricks.peft}")
         return plan

@@ -411,7 +411,7 @@ FAMILY: dict[str, tuple[Damage, tuple[str, ...], str]] = {
     "no linear layer to fuse": (
         of_kind("gpt2", **GPT2),
         ("tricks.fused_lora=true",),
-        "fused adapters .*gpt2: .*set tricks.fused_lora=false",
+        "fused adapters .*gpt2: .*no matrix but the head is a linear layer; set tricks.fused_lora=false",
     ),
     "rows beyond its positions": (
         of_kind("gpt2", **GPT2, n_positions=24),
@@ -428,25 +428,30 @@ FAMILY: dict[str, tuple[Damage, tuple[str, ...], str]] = {
 }
 """What may be wrong with a family of models, or a base that others have made: its damage, settings, and words."""
 CONTINUE = f"{TRAIN} --set model=run/adapter"
-GOING_ON: dict[str, tuple[Damage, str, str]] = {
-    "another rank": (lambda place: None, "--set lora.r=3", "has r=2, and this run 3; set lora.r=2"),
-    "another scale": (lambda place: None, "--set lora.alpha=9", "has alpha=32.*, and this run 9.*; set lora.alpha=32"),
+CONTINUED: dict[str, tuple[Damage, str, str]] = {
+    "another rank": (lambda place: None, "--set lora.r=3", "the adapter has r=2, and the recipe 3; set lora.r=2"),
+    "another scale": (
+        lambda place: None,
+        "--set lora.alpha=9",
+        "has alpha=32.*, and the recipe 9.*; set lora.alpha=32",
+    ),
     "another base": (OTHER["tensors swapped"][0], "", "is not the one that it was trained over"),
     "damaged": (ADAPTER["weights changed"][0], "", "other content than was written"),
     "a trained head": (
         all_of(fields("run/adapter/adapter_config.json", modules_to_save=["lm_head"]), sealed("run/adapter")),
         "",
-        "modules_to_save=.*, which no run here trains; merge it",
+        "modules_to_save=.*, and no run continues from such a one; merge it",
     ),
-    "no base named": (SEALED["no base named"][0], "", "cannot be read or names no base"),
+    "no base named": (SEALED["no base named"][0], "", "adapter .*: names no base; write its name into"),
+    "its base moved": (moved("base", "b"), "", "was trained over the folder .*base, which is not there"),
     "another kind": (
         fields("run/adapter/adapter_config.json", peft_type="IA3"),
         "",
-        "is of kind IA3, and a run",
+        "is of kind IA3, and a run continues from LoRA only",
     ),
-    "not over LoRA": (lambda place: None, "--set tricks.peft=none", "is for LoRA; set tricks.peft=lora"),
+    "not over LoRA": (lambda place: None, "--set tricks.peft=none", "it is for LoRA; set tricks.peft=lora"),
 }
-"""What may be wrong with an adapter that a run goes on from: its damage, settings, and words."""
+"""What may be wrong with an adapter from which a run continues: its damage, settings, and words."""
 ROW: dict[str, tuple[str, str]] = {
     "no JSON": ("{", "rows.jsonl:1: not valid JSON"),
     "a number": ("3", "rows.jsonl:1: a row must be a JSON object"),
@@ -558,8 +563,8 @@ def catalogue() -> list[Fault]:
         for name, (damage, settings, says) in FAMILY.items()
     ]
     found += [
-        Fault(f"going on: {name}: train", f"{CONTINUE} {settings}".strip(), says, damage)
-        for name, (damage, settings, says) in GOING_ON.items()
+        Fault(f"continued: {name}: train", f"{CONTINUE} {settings}".strip(), says, damage)
+        for name, (damage, settings, says) in CONTINUED.items()
     ]
     return [*found, *SINGLE]
 
@@ -603,7 +608,8 @@ SINGLE = [
     ),
     Fault(
         "family: a trained head and a chunked loss: train",
-        f"{TRAIN} --set tricks.peft=head --set tricks.chunked_loss=true", "chunked_loss",
+        f"{TRAIN} --set tricks.peft=head --set tricks.chunked_loss=true",
+        "tricks.chunked_loss=true.*head.*set tricks.chunked_loss=false",
     ),
     Fault(
         "adapter: never trained: chat", CHAT, "every B of the adapter is zero, as before training",
@@ -643,6 +649,7 @@ SINGLE = [
     Fault("command: eval of rows that are not there", "eval run/adapter --data none.jsonl", "no such"),
     Fault("command: processes without a measurement", "doctor --nproc 2", "belongs to --collectives"),
     Fault("command: the folder of a run: chat", "chat run --prompt a", "is the folder of a run; .*run/adapter: name"),
+    Fault("command: the folder of a run: train", f"{TRAIN} --set model=run", "is the folder of a run; .*adapter: name"),
     Fault("command: the folder of a run: merge", "merge run", "is the folder of a run; .*run/adapter: name that"),
     Fault("command: the folder of a run: verify", "verify run", "is the folder of a run; .*run/adapter: name that"),
     Fault("command: the folder of a run: publish", "publish run owner/name", "is the folder of a run; .*run/adapter"),
