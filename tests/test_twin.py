@@ -169,6 +169,14 @@ def test_a_fused_part_that_computes_something_else_is_found(technique, tmp_path,
     assert "gradients with and without it differ by" in shown("llama", technique)[technique]
 
 
+def test_the_callers_random_state_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("CRIA_CACHE", str(tmp_path))
+    monkeypatch.setattr(twin, "_known", {})
+    before = torch.get_rng_state()
+    assert set(shown("llama", *twin.TRIALS).values()) == {""}
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_what_was_shown_is_kept_and_sizes_do_not_matter(tmp_path, monkeypatch):
     monkeypatch.setenv("CRIA_CACHE", str(tmp_path))
     monkeypatch.setattr(twin, "_known", {})

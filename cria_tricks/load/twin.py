@@ -135,8 +135,9 @@ def tried(model: Any, attention: str, techniques: Sequence[str]) -> dict[str, st
     known = _known[key]
     missing = [technique for technique in techniques if technique not in known]
     if missing:
-        # Outside of what may count or replace the operations of the model itself, and on the CPU whatever is chosen.
-        with _disable_current_modes(), torch.device("cpu"), torch.enable_grad():
+        # Outside of what may count or replace the operations of the model itself, on the CPU whatever is chosen. The
+        # caller's random state is put back.
+        with _disable_current_modes(), torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             twin, why = _twin(model, attention)
             for technique in missing:
                 known[technique] = f"{UNTRIED} ({why})" if why else _said(TRIALS[technique], twin)
@@ -169,25 +170,24 @@ def _twin(model: Any, attention: str) -> tuple[Any, str]:
     why = "it would be too large"
     blocks = _blocks_needed(model)
     for narrower in _divisors(model.config):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            try:
-                config = shrunk(model.config, blocks, narrower)
-                with torch.device("meta"):
-                    empty = type(model)._from_config(config, dtype=torch.float32)
-                if sum(weight.numel() for weight in empty.parameters()) > LARGEST:
-                    continue
-                chosen = {"attn_implementation": attention} if attention else {}
-                twin = type(model)._from_config(config, dtype=torch.float32, **chosen).eval()
-                twin.config.use_cache = False
-                for weight in twin.parameters():
-                    if weight.dim() > 1:
-                        torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-                _logits(twin, _rows()[:1])
-                return twin, ""
-            except Exception as error:  # of a family's own code, which may refuse a small config in any way
-                packages.pass_on(error)
-                why = f"{type(error).__name__}: {first_line(error)}"
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed the generators of GPUs, too
+        try:
+            config = shrunk(model.config, blocks, narrower)
+            with torch.device("meta"):
+                empty = type(model)._from_config(config, dtype=torch.float32)
+            if sum(weight.numel() for weight in empty.parameters()) > LARGEST:
+                continue
+            chosen = {"attn_implementation": attention} if attention else {}
+            twin = type(model)._from_config(config, dtype=torch.float32, **chosen).eval()
+            twin.config.use_cache = False
+            for weight in twin.parameters():
+                if weight.dim() > 1:
+                    torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+            _logits(twin, _rows()[:1])
+            return twin, ""
+        except Exception as error:  # of a family's own code, which may refuse a small config in any way
+            packages.pass_on(error)
+            why = f"{type(error).__name__}: {first_line(error)}"
     return None, why
 
 
@@ -398,9 +398,8 @@ def _fused(fuse: Callable[[Any], Any]) -> Callable[[Any], None]:
             raise Unequal("no matrix but the head is a linear layer")
         linear = [path for path, module in twin.named_modules() if isinstance(module, LINEAR) and module is not head]
         plain = {"r": 2, "lora_alpha": 4, "target_modules": linear, "init_lora_weights": False}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # B is drawn, too, because gradients of A are zero where it is
-            adapted = add_lora(copied, **plain)
+        torch.default_generator.manual_seed(0)
+        adapted = add_lora(copied, **plain)  # B is drawn, too, because gradients of A are zero where it is
         expected = _gradients(adapted, lambda: full_loss_sum(adapted, batch))
         fuse(adapted)
         _compare_gradients(_gradients(adapted, lambda: full_loss_sum(adapted, batch)), expected)

@@ -609,7 +609,7 @@ SINGLE = [
     Fault(
         "family: a trained head and a chunked loss: train",
         f"{TRAIN} --set tricks.peft=head --set tricks.chunked_loss=true",
-        "tricks.chunked_loss=true.*head.*set tricks.chunked_loss=false",
+        "tricks.chunked_loss=true.*peft=head trains the head; set .*tricks.chunked_loss=false",
     ),
     Fault(
         "adapter: never trained: chat", CHAT, "every B of the adapter is zero, as before training",
