@@ -203,6 +203,15 @@ def test_other_kinds_of_lora_continue_too(settings, run_cria, tmp_path):
     )
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+def test_every_process_begins_with_it(strategy, first, run_cria, tmp_path):
+    settings = (f"model={first / 'adapter'}", "tricks.quantization=none", *FAST, f"parallel.strategy={strategy}")
+    words = [part for one in settings for part in ("--set", one)]
+    code, *said = run_cria("launch", "smoke", "--on", "torchrun", "--nproc", 2, *words, "--out", tmp_path / "run")
+    assert code == 0, said
+    assert report(tmp_path / "run")["eval_loss_before"] == pytest.approx(report(first)["eval_loss_after"], rel=1e-6)
+
+
 def test_an_adapter_of_gpt2_continues_though_its_matrices_lie_the_other_way(run_cria, tmp_path):
     config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=1024, vocab_size=49152)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")

@@ -185,7 +185,7 @@ def test_what_was_shown_is_kept_and_sizes_do_not_matter(tmp_path, monkeypatch):
     monkeypatch.setattr(twin, "_twin", lambda *given: pytest.fail("a twin is built again"))
     assert shown("llama", "loss", hidden_size=8192, num_attention_heads=64, num_hidden_layers=80) == {"loss": ""}
     (kept,) = (value for key, value in json.loads(weight_files._memory().read_text()).items() if "Llama" in key)
-    assert kept == {"loss": ""}
+    assert kept == ["loss"]
 
 
 def test_positions_that_do_not_begin_again_are_noticed(tmp_path, monkeypatch):
@@ -199,3 +199,5 @@ def test_positions_that_do_not_begin_again_are_noticed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(twin, "pack", going_on)
     assert "logits of packed rows" in shown("llama", "packing")["packing"]
+    monkeypatch.setattr(twin, "pack", honest)
+    assert shown("llama", "packing") == {"packing": ""}, "what was wrong is tried again"
