@@ -54,8 +54,7 @@ router 2e-5."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 """Fields of a config that bound the length of a row."""
 UNTRIED = "a tiny one cannot be built"
-FAILED = "it ends in"
-"""How the words begin that say of a technique that it could not be tried, and that its trial raised an error."""
+"""How the words begin that say of a technique that it could not be tried."""
 LINEAR = (torch.nn.Linear, Conv1D)
 """Layers that LoRA adapts in most families."""
 _known: dict[str, set[str]] = {}
@@ -164,7 +163,7 @@ def _said(trial: Callable[[Any], None], twin: Any) -> str:
         return str(error)
     except Exception as error:  # of a family's own code, which may refuse what it is given in any way
         packages.pass_on(error)
-        return f"{FAILED} {type(error).__name__}: {first_line(error).rstrip('.')}"
+        return f"it ends in {type(error).__name__}: {first_line(error).rstrip('.')}"
     return ""
 
 
