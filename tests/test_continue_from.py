@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from cria_tricks import models
+from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput
 from cria_tricks.load.model import load_tokenizer
 from cria_tricks.recipe import Recipe, from_toml, with_settings
-from cria_tricks.run import api
+from cria_tricks.run import api, continued
 
 TINY = "random:tiny"
 SMALL = ("lora.r=3", "lora.alpha=6", "lora.target_modules=q_proj,v_proj", "tricks.quantization=none")
@@ -225,6 +226,23 @@ def test_an_adapter_of_gpt2_continues_though_its_matrices_lie_the_other_way(run_
     assert report(tmp_path / "two")["eval_loss_before"] == pytest.approx(
         report(tmp_path / "one")["eval_loss_after"], rel=1e-5
     )
+
+
+@pytest.mark.parametrize(("model", "commit"), [("ADAPTER", "abc"), ("owner/other", "")])
+def test_only_its_own_base_is_fetched_at_the_commit_of_then(model, commit, first, tmp_path):
+    folder = tmp_path / "a"
+    shutil.copytree(first / "adapter", folder)
+    for name, group, field, value in (
+        ("adapter_config.json", None, "base_model_name_or_path", "owner/name"),
+        ("provenance.json", "base", "revision", "abc"),
+    ):
+        found = json.loads((folder / name).read_text())
+        (found[group] if group else found)[field] = value
+        (folder / name).write_text(json.dumps(found))
+    (folder / "manifest.json").unlink()
+    atomic_files._write_manifest(folder)
+    asked = [f"model={folder}", f"model={model.replace('ADAPTER', str(folder))}"]
+    assert continued.revision(with_settings(Recipe(), asked)) == commit
 
 
 def test_a_broken_config_is_one_line(tmp_path):

@@ -6,6 +6,7 @@ from typing import Any
 from cria_tricks.adapter.folder import RECIPE, refuse_another, refuse_unsafe, trained_over
 from cria_tricks.adapter.opening import quantization_of
 from cria_tricks.models import Weights, adapter_config, identity, pretrained, weight_files
+from cria_tricks.models.catalogue import ALIASES, short_name
 from cria_tricks.recipe import Recipe
 from cria_tricks.trainer.what_ran import quantized
 
@@ -22,7 +23,8 @@ def revision(recipe: Recipe) -> str:
     folder = Path(recipe.lora.continue_from)
     refuse_another(folder)
     refuse_unsafe(folder)
-    if adapter_config.read(folder)["base_model_name_or_path"] != recipe.model:
+    base = short_name(adapter_config.read(folder)["base_model_name_or_path"])
+    if ALIASES.get(base, base) != ALIASES.get(recipe.model, recipe.model):
         return ""
     return trained_over(folder).get("revision") or ""
 
