@@ -12,7 +12,10 @@ import transformers
 from peft import prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 import cria_tricks.load.attention  # noqa: F401 (names our attention functions to transformers)
 from cria_tricks import models
@@ -207,7 +210,8 @@ def built_empty(plan: Plan, config: Any, name: str) -> Any:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, plan.model["dtype"]))
     except (ValueError, KeyError) as error:
-        _refuse_wrapper(config, name)
+        if config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+            _refuse_wrapper(config, name)
         raise BadInput(f"model {name}: is no causal language model: {first_line(error)}") from None
     except Exception as error:  # of a family's own code, for a config that it does not expect
         packages.pass_on(error)
