@@ -180,7 +180,8 @@ def test_a_folder_that_cannot_be_read(kept, tmp_path):
 
 
 FREE = {
-    "name", "data.train", "data.eval", "lora.continue_from", "train.save_steps", "train.save_minutes", "train.time_budget", "train.mirror",
+    "name", "data.train", "data.eval", "lora.continue_from",
+    "train.save_steps", "train.save_minutes", "train.time_budget", "train.mirror",
     "train.keep_best", "train.patience", "eval.samples", "eval.max_new_tokens",
     "train.monitor_seconds", "train.profile", "train.report_to", "train.on_oom", "parallel.strategy",
     "parallel.tensor_size", "parallel.reduce", "parallel.sequence",
