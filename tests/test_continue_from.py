@@ -117,7 +117,7 @@ def adapter_of_peft(folder, config, **changes):
     return folder
 
 
-def test_plain_pefts_adapter_is_gone_on_from(run_cria, tmp_path):
+def test_a_run_continues_from_plain_pefts_adapter(run_cria, tmp_path):
     adapter = adapter_of_peft(tmp_path / "a", LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     code, said = train(run_cria, tmp_path / "run", f"model={adapter}", "tricks.quantization=none", *FAST)
     assert code == 0, said

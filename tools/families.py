@@ -1,6 +1,6 @@
 """The table of families and techniques: every kind of causal language model of transformers, tried on its twin.
 
-python -m tools.families                # write it: a quarter of an hour on two cores
+python -m tools.families                # write it: 16 minutes on one core of an EPYC without AVX512 (2026-11-29)
 python -m tools.families llama gpt2     # these families alone; all other rows stay
 """
 
@@ -17,8 +17,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from cria_tricks.common.markdown_table import markdown_table
 from cria_tricks.load import twin
-from cria_tricks.load.refusals import fused_blocks
 from cria_tricks.models.configs import KINDS
+from cria_tricks.tricks import fused_blocks
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "families.md"
 BEGIN, END = "<!-- families: python -m tools.families -->\n", "<!-- end of the families -->\n"

@@ -1,4 +1,4 @@
-"""Go on from a trained LoRA adapter: its numbers take the place of those with which a new one would begin."""
+"""Continue from a trained LoRA adapter: its numbers take the place of those with which a new one would begin."""
 
 import json
 from pathlib import Path
