@@ -488,21 +488,18 @@ course.show(
 # be trained, and our chunked loss needs a frozen head.
 #
 # ### How large a learning rate
-# **Begin with ten times the rate that you would use for full fine-tuning.** *LoRA Without Regret* (2025) tuned the rate
-# of both over many models and data sets. LoRA's best rate was about ten times the other one, and nearly the same for
-# all ranks. Biderman et al. (2024) advise the highest rate with which training stays stable. A rate that is too low
-# gives no error: the loss falls slowly, and LoRA looks worse than it is.
+# **Begin with ten times the rate that you would use for full fine-tuning.** *LoRA Without Regret* (2025) tuned both
+# over many models and data sets. LoRA's best rate was about ten times the other one, and nearly the same for all ranks.
+# A rate that is too low gives no error: the loss falls slowly, and LoRA looks worse than it is.
 #
-# **A smaller model takes a larger rate.** The first authors' library, `tinker_cookbook`, advises $0.0005 \cdot
-# (2000/D)^{0.781}$ for a Llama of width $D$. For our job's model that is 0.0005, and our job uses it. (The notebook
-# that it reproduces had 0.0002.) For SmolLM2 it is 0.0013. Our own sweep of SmolLM2 found more, from 0.002 on, because
-# its runs are short (Deeper, in section 5).
+# **A smaller model takes a larger rate.** The authors' library, `tinker_cookbook`, advises $0.0005 \cdot
+# (2000/D)^{0.781}$ for a Llama of width $D$. That is 0.0005 for our job, which uses it, and 0.0013 for SmolLM2. Our own
+# sweep of SmolLM2 found more, because its runs are short (Deeper, in section 5).
 #
 # ### Which rank, alpha and matrices
 # - **Rank**: begin with 16, as our job of 107 rows does. With more data or new knowledge, try 64 to 256, and go back if
 #   the loss on held-out (not trained) rows does not fall.
-# - **Alpha**: keep 32 for every rank, and tune the learning rate instead, because alpha only scales the change. *LoRA
-#   Without Regret* measured in this way, so its rule about the rate holds for it.
+# - **Alpha**: keep 32 for every rank, and tune the learning rate instead, because alpha only scales the change.
 # - **Matrices** (`target_modules`): all seven of a block. Both papers found this better than attention alone.
 
 # %% [markdown] tags=["deep"]

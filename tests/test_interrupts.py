@@ -126,6 +126,21 @@ def test_a_signal_in_a_command_unwinds_it():
     assert run_command(*lines) == (130, "removed\n" + NOTHING)
 
 
+def test_a_signal_in_a_function_of_the_import_system_that_loads_nothing_unwinds_the_command():
+    """rich imports a loaded module whenever it prints, and Python asks for the parent of its package then."""
+    lines = (
+        "import rich",
+        "def watch(frame, event, argument):",
+        "    if frame.f_code.co_name == 'parent':",
+        "        sys.setprofile(None)",
+        "        press(1)",
+        "sys.setprofile(watch)",
+        "try: rich.__spec__.parent",
+        "finally: print('removed', file=sys.stderr)",
+    )
+    assert run_command(*lines) == (130, "removed\n" + NOTHING)
+
+
 def test_an_empty_rank_is_that_of_a_process_alone(monkeypatch):
     monkeypatch.setenv("RANK", "")
     assert run_command("try: press(1)", "finally: press(1)") == (130, NOTHING)

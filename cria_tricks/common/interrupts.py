@@ -183,12 +183,14 @@ def _handle(signal_number: int, frame: Any) -> None:
 
 
 def _imports(frame: Any) -> bool:
-    """Return whether an import is running, in this frame or in a caller.
+    """Return whether a module is being loaded, in this frame or in a caller.
 
-    An exception is not safe there, above all if C++ code started the import (see the top of this file).
+    An exception is not safe there, above all if C++ code started the import (see the top of this file). An ``import``
+    of a module that is loaded already runs other functions of that file; there it is safe.
     """
     while frame is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+        code = frame.f_code
+        if code.co_filename == "<frozen importlib._bootstrap>" and code.co_name == "_find_and_load":
             return True
         frame = frame.f_back
     return False
