@@ -629,7 +629,7 @@ course.show(
 # %% [markdown] tags=["deep"]
 # ### Deeper: how much the groups matter
 # A toy has an embedding and a head of 16 MiB each. First both belong to the call on the whole model, and then each is a
-# group of its own. The second way saves more than 30 MiB at the peak, with the same loss.
+# group of its own. The second way saves about 30 MiB at the peak, with the same loss.
 # (`reshard_after_forward=False` keeps the head whole after the forward pass, because the backward pass begins with it.)
 #
 # In the Trainer the switch is `fsdp=True`, and transformers chooses the blocks as groups. With `fp16=True` or
@@ -675,7 +675,8 @@ print(
     f"as groups of their own: {own / MIB:.1f}"
 )
 assert one_loss == other_loss
-assert own < together - 30 * MIB
+# a busy machine may free a buffer late, so not all of the 31 MiB are asserted
+assert own < together - 28 * MIB
 
 # %% [markdown]
 # ## 6. Where it breaks
