@@ -542,7 +542,7 @@ course.on_a_gpu("packing", off=four_by_four, on=f"{four_by_four} packing=true")
 #
 # The package's way repeats the key and value heads ([FlashAttention](flash_attention.py)) and uses no mask. On a T4
 # this selects the memory-efficient kernel, with one call for each document. In an earlier version, under a
-# block-diagonal mask, the study above found a gain of 1.22 only (one pair; CHANGELOG).
+# block-diagonal mask, the study above found a gain of 1.22 only (one pair).
 
 # %% tags=["deep"]
 squares = {
