@@ -34,7 +34,7 @@ def smoke(device: Device | None = None) -> Recipe:
             chunked_loss=True,
         ),
         # 32 rows are 8 steps, so it evaluates twice.
-        train=Train(learning_rate=1e-3, eval_steps=4, on_oom=_on_oom(device)),
+        train=Train(learning_rate=1e-3, eval_steps=4),
     )
 
 
@@ -62,7 +62,7 @@ def qlora(device: Device | None = None) -> Recipe:
             # It saves memory, which a CPU has enough of, and rounds the norms to 16 bits.
             lean_preparation=device.kind == "cuda",
         ),
-        train=Train(epochs=3, on_oom=_on_oom(device)),
+        train=Train(epochs=3),
     )
 
 
@@ -236,7 +236,7 @@ def full_1b(device: Device | None = None) -> Recipe:
             expand_kv=device.needs_expand_kv,
         ),
         # All weights move, so the rate is a tenth of an adapter's.
-        train=Train(learning_rate=2e-5, max_grad_norm=0, on_oom=_on_oom(device)),
+        train=Train(learning_rate=2e-5, max_grad_norm=0),
     )
 
 
@@ -278,7 +278,6 @@ def long_8b(device: Device | None = None) -> Recipe:
             activation_offload=on_gpu,
         ),
         lora=Lora(r=8, alpha=16),
-        train=Train(on_oom=_on_oom(device)),
     )
 
 
@@ -343,16 +342,6 @@ def get(recipe: Recipe | str | Path, device: Device | None = None) -> Recipe:
         raise BadInput(f"unknown recipe {recipe}: it is a model; name the recipe qlora with --set model={recipe}")
     there_are = f"there are {', '.join(NAMED)}, or name a .toml file"
     raise BadInput(f"unknown recipe {recipe}: {hint(nearest(recipe, NAMED), there_are)}")
-
-
-def _on_oom(device: Device | None) -> str:
-    """Return what a named recipe does when memory runs out: it goes on with a smaller set, but not on a GPU.
-
-    On a GPU only a test of a tiny model has shown that a run which has gone on in this way learns the same (an H200).
-    Until a real run shows it, ``--set train.on_oom=adapt`` asks for it there. (:func:`baseline` stops on every device,
-    because its switches are off on purpose.)
-    """
-    return "stop" if (device or this_device()).kind == "cuda" else "adapt"
 
 
 def best_precision(device: Device | None) -> str:

@@ -195,9 +195,6 @@ class Train(Frozen):
     expandable_segments: bool = Field(
         True, description="on CUDA, let PyTorch's allocator grow its segments, so that less memory is wasted"
     )
-    on_oom: Literal["adapt", "stop"] = Field(
-        "stop", description="when memory runs out: stop, or go on with a smaller set of switches and the same results"
-    )
     profile: bool = Field(False, description="trace a few early steps, and on CUDA keep a snapshot of memory")
     report_to: Trackers = Field((), description="also write the history for these trackers", examples=["tensorboard"])
 

@@ -183,12 +183,12 @@ FREE = {
     "name", "data.train", "data.eval", "lora.continue_from",
     "train.save_steps", "train.save_minutes", "train.time_budget", "train.mirror",
     "train.keep_best", "train.patience", "eval.samples", "eval.max_new_tokens",
-    "train.monitor_seconds", "train.profile", "train.report_to", "train.on_oom", "parallel.strategy",
+    "train.monitor_seconds", "train.profile", "train.report_to", "parallel.strategy",
     "parallel.tensor_size", "parallel.reduce", "parallel.sequence",
     "parallel.timeout", "parallel.pipelines", "parallel.pipeline_schedule", "parallel.stage_blocks",
 }  # fmt: skip
 WORDS = {
-    "train.report_to": "trackio", "train.on_oom": "adapt", "parallel.pipeline_schedule": "gpipe",
+    "train.report_to": "trackio", "parallel.pipeline_schedule": "gpipe",
     "parallel.stage_blocks": "1,1", "parallel.reduce": "step",
     "parallel.strategy": "ddp", "data.overflow": "drop", "data.duplicates": "near", "data.quality": "gopher",
     "data.leakage": "drop", "data.language": "en", "tricks.precision": "bf16", "tricks.quantization": "nf4",

@@ -534,6 +534,7 @@ def test_out_of_memory_is_one_line_that_says_what_would_help(known, run_cria, fe
     last = stderr.splitlines()[-1]
     assert last.startswith("error: out of memory in the evaluation after step 0; there was nothing to save yet")
     assert "Traceback" not in stderr
+    assert last.endswith("--fit smallest finds the set that needs least)") == known, "it searches by the estimate"
     if known:
         said = re.search(r"of an estimated [0-9.]+ MiB, (.*) \(a changed recipe", last)[1].split(", ")
         saves = dict(entry.split(" saves ") for entry in said)
@@ -543,6 +544,19 @@ def test_out_of_memory_is_one_line_that_says_what_would_help(known, run_cria, fe
     off = last.partition("still off: ")[2].partition(" (")[0].split(", ")
     assert {"tricks.gradient_checkpointing=true", "tricks.quantization=int8 or nf4 or fp4"} <= set(off)
     assert not [name for name in off if name.startswith(("tricks.peft", "tricks.gradient_accumulation"))]
+
+
+def test_out_of_memory_while_the_model_is_loaded_is_one_line_too(run_cria, few_rows, tmp_path, monkeypatch):
+    from cria_tricks.run import steps as of_a_run
+
+    def load(*arguments):
+        raise MemoryError
+
+    monkeypatch.setattr(of_a_run, "load", load)
+    code, _, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", tmp_path / "run")
+    assert code == 3
+    assert stderr.splitlines()[-1].startswith("error: out of memory while the model was loaded; of an estimated ")
+    assert "Traceback" not in stderr
 
 
 def test_long_rows_are_counted_in_the_report(run_cria, few_rows, tmp_path):

@@ -50,7 +50,6 @@ def report(losses: tuple[float, ...] = (3.0, 2.0), lines: dict[str, int] = LINES
         "parameters": {"trainable": 1000, "total": 5000},
         "device": "a card",
         "warnings": [],
-        "adapted": [],
         **changed,
     }
 
@@ -145,12 +144,6 @@ def test_losses_times_and_peaks(two):
     assert found["tokens per second"] == ("1,234", "1,234")
     assert found["peak of a step, predicted"] == ("90.0 MiB", "90.0 MiB")
     assert found["peak of a step, measured"] == ("89.0 MiB", "89.0 MiB")
-    assert not any("smaller sets" in name for name in found)
-
-
-def test_a_run_that_went_on_with_smaller_sets_says_so(tmp_path):
-    folders = [run(tmp_path / "one", reported=report(adapted=[{}, {}])), run(tmp_path / "two", reported=report())]
-    assert lines(compared(folders), "What came")["smaller sets after running out of memory"] == ("2", "0")
 
 
 def test_the_bill_has_only_the_parts_that_differ(tmp_path):

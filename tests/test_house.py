@@ -155,7 +155,6 @@ TOGGLES_ARE_READ = {
     "run/search.py": (3, "it tries toggles"),
     "run/ways.py": (3, "it tries toggles, and says which would help"),
     "run/candidates.py": (4, "it tries toggles, and says which would help"),
-    "run/recovery.py": (3, "a run in the middle cannot change all of them"),
     "run/api.py": (1, "several processes without a strategy are ddp"),
     "run/steps.py": (1, "it estimates one of several processes"),
 }

@@ -9,7 +9,7 @@ import pytest
 from cria_tricks import recipes
 from cria_tricks.bill.bill import Bill
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.fields import ALIASES, find_field
+from cria_tricks.common.fields import ALIASES, GONE, find_field
 from cria_tricks.common.names import plain
 from cria_tricks.hardware import T4, Device
 from cria_tricks.hardware.gpus import COLAB, KAGGLE, Host
@@ -115,7 +115,6 @@ save_steps = 0
 save_minutes = 10.0
 mirror = ""
 time_budget = 0.0
-on_oom = "stop"
 seed = 42
 monitor_seconds = 1.0
 profile = false
@@ -426,6 +425,22 @@ def test_every_other_name_is_of_one_field_and_of_nothing_else():
         assert find_field(alias.upper(), known) == find_field(f"{field.partition('.')[0]}.{alias}", known) == field
 
 
+@pytest.mark.parametrize("field", GONE)
+def test_a_field_that_is_gone_is_refused_in_one_line_that_says_what_to_use_instead(field, tmp_path):
+    assert field not in {*field_names(), *ALIASES.values()}
+    group, _, name = field.rpartition(".")
+    said = f"{field} is gone: {GONE[field]}"
+    for key in (field, field.upper(), name):
+        with pytest.raises(BadInput) as caught:
+            with_settings(Recipe(), [f"{key}=adapt"])
+        assert str(caught.value) == f"--set {key}=adapt: {said}"
+    file = tmp_path / "old.toml"
+    file.write_text(f'[{group}]\nbatch_size = 2\n{name} = "stop"\n')
+    with pytest.raises(BadInput) as caught:
+        from_toml(file)
+    assert str(caught.value) == f"recipe {file}:3: {said}"
+
+
 @pytest.mark.parametrize("field", field_names())
 def test_a_field_is_found_by_its_own_name_in_any_case(field):
     assert find_field(field, field_names()) == find_field(field.upper(), field_names()) == field
@@ -587,15 +602,14 @@ KWANZAA = {
 )
 def test_what_each_named_recipe_sets(device, precision, on_the_card):
     at_1024 = {"max_length": 1024}
-    on_oom = {"on_oom": "adapt"} if device.kind == "cpu" else {}
     kwanzaa = {
         "data": {"train": "kwanzaa", "eval": "kwanzaa"},
         "tricks": {**KWANZAA, **precision, **on_the_card},
-        "train": {"epochs": 3, "learning_rate": 5e-4, "save_steps": 7, **on_oom},
+        "train": {"epochs": 3, "learning_rate": 5e-4, "save_steps": 7},
     }
     small = {**kwanzaa, "name": "kwanzaa_small", "train": {**kwanzaa["train"], "save_steps": 5}}
     assert set_in(recipes.smoke(device)) == {
-        "name": "smoke", "data": at_1024, "train": {"learning_rate": 1e-3, "eval_steps": 4, **on_oom},
+        "name": "smoke", "data": at_1024, "train": {"learning_rate": 1e-3, "eval_steps": 4},
         "tricks": {"quantization": "nf4", "double_quantization": True, "peft": "lora", "chunked_loss": True,
                    "attention": "sdpa", "gradient_accumulation": 4, **precision},
     }  # fmt: skip

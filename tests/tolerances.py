@@ -83,6 +83,3 @@ LEAN_LOSS = 0.05
 PLAIN_LOSS = {"Trainer": 1e-6, "own loop": 1e-6, "padding": 1e-6, "autocast": 2**-9}  # noise 8e-8; 3.6e-4
 PLAIN_GRADIENT = {"Trainer": 1e-5, "own loop": 1e-5, "padding": 1e-5, "autocast": 2**-3}  # noise 2.3e-6; 3.2e-2
 PLAIN_LOGITS = 2**-4  # of 16-bit weights, logits up to 5: noise 0 in the likeliest word's
-
-# A run that goes on with a smaller set: losses and gradient norms of six steps, relative to those of the set itself.
-ADAPTED_RUN = 2e-6  # noise 1.3e-7

@@ -97,16 +97,10 @@ class Diverged(RuntimeError):
 
 
 class OutOfMemory(RuntimeError):
-    """Memory ran out, or by the estimate it would. In training the state was saved if that was possible. Exit code 3.
+    """Memory ran out, or by the estimate it would. Exit code 3.
 
-    Args:
-        line: the message.
-        during: if it happened in training, what the run was doing, e.g. ``the forward pass of step 4``; else empty.
+    In training the state was saved if that was possible.
     """
-
-    def __init__(self, line: str = "", during: str = ""):
-        self.during = during
-        super().__init__(line)
 
 
 class Lost(RuntimeError):

@@ -49,6 +49,11 @@ ALIASES: dict[str, str] = {
 field's own name, so that all files use the same names.
 """
 
+GONE: dict[str, str] = {
+    "train.on_oom": "a run that is out of memory stops and says which switches save how many bytes; --fit finds a set",
+}
+"""Fields that a recipe had before, and what to use instead."""
+
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten one level of nested groups: each field gets a dotted name.
@@ -112,6 +117,9 @@ def unknown_field(key: str, known: Sequence[str], *, is_table: bool = False) -> 
         known: all fields, dotted.
         is_table: whether the key is the heading of a TOML table, as in ``[train]``: then a group is meant, not a field.
     """
+    gone = same(key, GONE) or _only(key, list(GONE))
+    if gone:
+        return f"{gone} is gone: {GONE[gone]}"
     groups = _groups(known)
     if is_table:
         near = nearest(key, groups)

@@ -70,7 +70,6 @@ def _of_one(run: RunFolder) -> dict[str, Any]:
         "run_peak_bytes": report.get("peak_bytes"),
         "trainable_parameters": (report.get("parameters") or {}).get("trainable"),
         "device": report.get("device"),
-        "smaller_sets": len(report.get("adapted") or ()),
         "warnings": len(report.get("warnings") or ()) if report else None,
     }
 

@@ -110,8 +110,6 @@ def _figures(found: Mapping[str, Any]) -> ComparedTable:
     lines = [("optimizer steps", *steps)]
     for key, (name, shown) in FIGURES.items():
         lines.append((name, *_cells(figures[key], shown, figures["finished"], NONE, UNFINISHED)))
-    if any(figures["smaller_sets"]):
-        lines.append(("smaller sets after running out of memory", *map(str, figures["smaller_sets"])))
     note = "Losses are per trained token, in nats."
     if not found["same_eval_rows"]:
         note += " The evaluation losses are over different rows or tokens, so they do not compare."

@@ -48,7 +48,6 @@ def markdown(report: Mapping[str, Any]) -> str:
         "![loss and memory by step](report.png)",
         "",
         *_answers(report["history"]),
-        *_adapted(report),
         *_memory(report),
         *_compared(report),
         *_sampled(report),
@@ -131,12 +130,6 @@ def _utilisation(found: Mapping[str, Any] | None) -> str:
 
 def _loss(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.4f}"
-
-
-def _adapted(report: Mapping[str, Any]) -> list[str]:
-    """Return the section about smaller sets with which the run went on; nothing if memory never ran out."""
-    found = [f"- {what_ran.adapted(entry)}" for entry in report.get("adapted", ())]
-    return ["## Out of memory", "", *found, ""] if found else []
 
 
 def _answers(history: Sequence[Mapping[str, Any]]) -> list[str]:

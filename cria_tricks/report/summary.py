@@ -37,7 +37,7 @@ def summarise(
     """Summarise a run as plain data that can be written as JSON.
 
     Args:
-        recipe: what the user asked for; if the run went on with a smaller set, with that set.
+        recipe: what the user asked for.
         plan: what ran.
         run: what happened.
         meter: the seconds, and the peak bytes by phase.
@@ -110,12 +110,12 @@ def _peak_bytes(run: Run, meter: Meter) -> int:
     return max(phases + _step_peaks(run))
 
 
-def _step_peaks(run: Run, since: int = 0) -> list[int]:
-    """Return the peak bytes of those steps after step ``since`` in which they were measured.
+def _step_peaks(run: Run) -> list[int]:
+    """Return the peak bytes of those steps in which they were measured.
 
     They come from the history, because a resumed run has the steps before its interruption there, too.
     """
-    return [entry["peak_bytes"] for entry in run.training if "peak_bytes" in entry and entry["step"] > since]
+    return [entry["peak_bytes"] for entry in run.training if "peak_bytes" in entry]
 
 
 def _data(plan: Plan, run: Run, train: TokenRows | Stream, held_out: TokenRows | Stream) -> dict[str, Any]:
@@ -140,14 +140,13 @@ def _data(plan: Plan, run: Run, train: TokenRows | Stream, held_out: TokenRows |
     }
 
 
-def compare(memory: Bill | None, run: Run, meter: Meter, since: int = 0) -> dict[str, Any]:
+def compare(memory: Bill | None, run: Run, meter: Meter) -> dict[str, Any]:
     """Compare the estimated peak of a training step with the measured one.
 
     Args:
         memory: the bill of the largest micro-batch; ``None`` for a kind of model that cannot be estimated.
         run: what happened.
         meter: the peak bytes by phase.
-        since: the step after which the run had the set of the bill; the steps before are not compared.
 
     Returns:
         Two keys; both are ``None`` without an estimate. ``estimated_peak_bytes``: all that CUDA's allocator sees, so
@@ -163,7 +162,7 @@ def compare(memory: Bill | None, run: Run, meter: Meter, since: int = 0) -> dict
     if memory.workspaces.bytes:
         lines.append(asdict(memory.workspaces))
     measured = unexplained = ratio = None
-    peaks = _step_peaks(run, since)
+    peaks = _step_peaks(run)
     if peaks:
         measured = max(peaks)
         unexplained = measured - memory.allocated_bytes

@@ -16,11 +16,10 @@ EXACT = (
 """Switches that are on or off and change no result beyond rounding. Checkpointing and micro-batches are tried, too."""
 
 LONG = (*EXACT, "tiled_mlp")
-"""The same for rows longer than a tile. No T4 has run it, so a run that goes on with less memory does not try it."""
+"""The same for rows longer than a tile."""
 
 FREE = ("fused_lora", "fused_blocks")
-"""Switches of the same kind that cost nothing by the estimate, so they are switched on wherever they have an effect. A
-run that goes on with less memory does not switch them on by itself, because no T4 has run them yet."""
+"""Switches of the same kind that cost nothing by the estimate, so they are switched on wherever they have an effect."""
 
 ALLOWED = ("precision", "quantization", "double_quantization", "lean_preparation", "optimizer", "packing", "compile")
 """Switches that ``may_change`` may name: they change numbers, or, like packing, how many documents a step sees."""

@@ -16,9 +16,7 @@ from cria_tricks.data.shards import open_stream
 from cria_tricks.models import weight_files
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
-from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import Plan
-from cria_tricks.store import adaptations
 from cria_tricks.store.checkpoints import describe
 from cria_tricks.store.run_folder import Folders
 
@@ -28,7 +26,7 @@ class Job:
     """What is known about a run before any model is loaded.
 
     Attributes:
-        recipe: what the user wants, with the smaller set of switches that the run has chosen if it ran out of memory.
+        recipe: what the user wants.
         plan: what will run.
         world: the processes of the run.
         sources: the ``train`` and ``eval`` rows, read and checked; for ``train`` a stream or token shards instead, if
@@ -90,13 +88,6 @@ def checked(
     about = describe(recipe, found, plan.device.name, world.size)
     # Rank 0 sends the Folders to the other ranks, which pickles them. A console cannot be pickled, but a Voice can.
     folders = world.on_rank_zero(lambda: Folders(recipe, out, resume, about, Voice(console)))
-    if folders.adapted:  # the resumed run has run out of memory before, and went on with a smaller set of switches
-        recipe = adaptations.applied(recipe, folders.adapted)
-        plan = resolve(recipe, plan.device, world.size)
-        _, after = adaptations.differing(folders.recipe, recipe)
-        # Nothing differs if the user has resumed with a recipe that has the smaller set already.
-        now = adaptations.in_words(after) or "it is the one asked for"
-        console.print(f"going on with the smaller set of switches that the run has chosen: {now}")
     job = Job(recipe, plan, world, found, folders, other_base, console, began)
     job.warn(plan.warnings)
     job.warn(too_few_to_answer)

@@ -29,7 +29,6 @@ from cria_tricks.recipe import Recipe
 from cria_tricks.report import page
 from cria_tricks.report import summary as report
 from cria_tricks.run.job import Job
-from cria_tricks.store import adaptations
 from cria_tricks.store.run_folder import BEST
 from cria_tricks.trainer.fit import Run
 from cria_tricks.tricks import lora
@@ -166,9 +165,7 @@ def _summary(job: Job, of: Made, trained: Trained, folder: Path) -> dict[str, An
     summary = report.summarise(
         job.recipe, job.plan, trained.run, trained.meter, of.rows, descriptions, trained.parameters, context
     )
-    adapted = job.folders.adapted
-    summary |= report.compare(trained.estimated, trained.run, trained.meter, adapted[-1].step if adapted else 0)
-    summary["adapted"] = adaptations.written(adapted)
+    summary |= report.compare(trained.estimated, trained.run, trained.meter)
     summary |= _speeds(job, of, trained)
     summary |= {"adapter": str(folder), "model": of.weights.name, "model_note": of.weights.note}
     return summary | {"base": identity.of(of.weights)}

@@ -10,7 +10,7 @@ for the same card, so they share the error of its rates: which of two sets is fa
 """
 
 import math
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Collection, Generator, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -200,26 +200,6 @@ def whole(steps: Generator[Any, None, Result]) -> Result:
         except StopIteration as end:
             result: Result = end.value
             return result
-
-
-def smaller(
-    target: Target, recipe: Recipe, lengths: Lengths, limit: float, allowed: Callable[[Recipe], bool]
-) -> Choice | None:
-    """Find the set with which a run goes on with less memory: the fastest, or the nearest where no speed is known.
-
-    Args:
-        target: the model and the machine.
-        recipe: the set that ran out of memory.
-        lengths: the lengths of the rows.
-        limit: what the set may need at most [bytes].
-        allowed: whether the run can go on with a set.
-
-    Returns:
-        The choice; ``None`` if no set needs so little.
-    """
-    limit = min(limit, (1 - MARGIN) * target.device.memory_bytes)
-    wanted = Wanted(target, recipe, "fastest" if target.card else NEAREST, lengths, limit)
-    return next(iter(wanted.choices(filter(allowed, candidates(target, recipe, EXACT, ())))), None)
 
 
 def _refuse_unknown(target: Target, aim: str, may_change: tuple[str, ...]) -> None:

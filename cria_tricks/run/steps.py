@@ -16,11 +16,13 @@ from cria_tricks import models
 from cria_tricks.bill.bill import Bill
 from cria_tricks.common.console import Voice
 from cria_tricks.common.errors import Interrupted, OutOfMemory, is_out_of_memory
+from cria_tricks.common.units import human
 from cria_tricks.common.waiting import doing
 from cria_tricks.data.lengths import as_long_as
 from cria_tricks.data.prepare import eval_rows, train_rows
 from cria_tricks.data.prepared.read import TokenShards
 from cria_tricks.data.stream import Stream
+from cria_tricks.hardware import trust
 from cria_tricks.hardware.gpus import this_host
 from cria_tricks.kwanzaa import augment
 from cria_tricks.load.model import STARTS, count_trainable, load, load_tokenizer, quiet_libraries, refuse_unfit
@@ -36,7 +38,7 @@ from cria_tricks.predict.toggles import Target, in_words
 from cria_tricks.recipe import Recipe
 from cria_tricks.report import summary as report
 from cria_tricks.resolve import still_off
-from cria_tricks.run import continued, recovery, results
+from cria_tricks.run import continued, results
 from cria_tricks.run.allocator import in_force
 from cria_tricks.run.job import Job
 from cria_tricks.step_plan import Plan
@@ -94,7 +96,7 @@ def carry_out(job: Job) -> dict[str, Any]:
         if stream:
             stream.look_for_duplicates(job.folders.folder, world, console)
         of = results.Made(weights, tokenizer, rows, began_over)
-        job, trained = _train(job, of)
+        trained = _train(job, of)
         if stream:
             stream.add_up(world)
             if stream.tally.in_words():
@@ -132,40 +134,22 @@ def _rows(job: Job, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {"train": rows, "eval": eval_rows(recipe, found["eval"], tokenizer)}
 
 
-def _train(job: Job, of: results.Made) -> tuple[Job, results.Trained]:
-    """Load the model and train it, while a monitor watches; if memory runs out, again with a smaller set.
-
-    Returns:
-        The job as it has run in the end, and what is in memory then.
-    """
-    monitor = Monitor(
-        job.folders.monitor(job.world.rank),
-        job.recipe.train.monitor_seconds,
-        cuda=job.plan.device.kind == "cuda",
-        say=Voice(job.console),
-    )
-    path = of.weights.path
-    known = recovery.Known(results.shape_of(job.recipe, path), path, of.rows, _longest(of.rows, job.plan))
-    with monitor:
-        return recovery.until_it_fits(job, known, lambda now: _attempt(now, known, of, monitor))
-
-
-def _attempt(job: Job, known: recovery.Known, of: results.Made, monitor: Monitor) -> results.Trained:
-    """Load the model and train it with one set, while meter and progress bar watch."""
-    rows = known.rows
-    shape = known.shape
+def _train(job: Job, of: results.Made) -> results.Trained:
+    """Load the model and train it, while a monitor, a meter and a progress bar watch."""
     recipe = job.recipe
+    rows = of.rows
+    shape = results.shape_of(recipe, of.weights.path)
     plan = for_shape(job.plan, recipe, shape) if shape else job.plan
     job.warn(plan.warnings[len(job.plan.warnings) :])
     world = job.world
     folders = job.folders
     set_seed(recipe.train.seed)
     meter = Meter(plan.device.kind, job.began, folders.start.spent if folders.start else None, compiled=plan.compiled)
-    longest = in_force(as_long_as(known.longest, recipe), plan.device)
+    longest = in_force(as_long_as(_longest(rows, job.plan), recipe), plan.device)
     most_trained = rows["train"].most_trained(recipe.train.batch_size)
     evaluated = Evaluated(rows["eval"].longest, rows["eval"].longest)
     estimated = _estimate(longest, shape, plan, most_trained, world.size, evaluated)
-    job.warn(recovery.doubts(estimated))
+    job.warn(_doubts_about_memory(estimated))
     estimated = estimated.training if estimated else None
     if shape:
         many = len(rows["train"].rows) if isinstance(rows["train"].rows, list) else 0
@@ -176,8 +160,10 @@ def _attempt(job: Job, known: recovery.Known, of: results.Made, monitor: Monitor
     expected = estimated.allocated_bytes if estimated else None
     asked = samples.of(recipe, job.sources["eval"].rows, of.tokenizer, job.warn)
     counted = results.counted_work(job, rows["train"], shape) if shape else None
+    cuda = plan.device.kind == "cuda"
+    monitor = Monitor(folders.monitor(world.rank), recipe.train.monitor_seconds, cuda=cuda, say=Voice(job.console))
     progress = ShowProgress(job.console, eval_batches, expected, lambda: monitor.newest, counted)
-    with _memory_in_one_line(job, longest, shape, evaluated):
+    with monitor, _memory_in_one_line(job, longest, shape, evaluated):
         with meter.phase("load"), doing(f"loading {of.weights.name}"):
             loaded = load(plan.without(*STARTS) if folders.start else plan, of.weights)
             meter.track(every_tensor(loaded.model))
@@ -240,22 +226,31 @@ def _memory_in_one_line(job: Job, longest: Recipe, shape: Shape | None, evaluate
     """Turn an out-of-memory error into one sentence: during what memory ran out, and which switches would save some."""
     try:
         yield
-    except Interrupted:  # its message may name an out-of-memory error
+    except Interrupted:  # its message names a folder, whose name may be anything
         raise
     except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         what = error if isinstance(error, OutOfMemory) else "out of memory while the model was loaded"
+        then = "a changed recipe begins in a new folder"
         if shape:
             advice = in_words(Target(shape, job.plan.device, job.world.size, evaluated=evaluated), longest)
+            then += ", and --fit smallest finds the set that needs least"
         else:  # without an estimate, we can only list the switches that are off
             off = still_off(longest, job.plan.device, job.world.size)
             advice = f"still off: {', '.join(off) or 'no switch that works here'}"
-        during = error.during if isinstance(error, OutOfMemory) else ""
-        others = "a changed recipe begins in a new folder"
-        if during and shape and job.recipe.train.on_oom == "stop" and job.plan.parallel["strategy"] == "none":
-            others += "; with train.on_oom=adapt, --resume goes on with a smaller set"
-        raise OutOfMemory(f"{what}; {advice} ({others})", during) from None
+        raise OutOfMemory(f"{what}; {advice} ({then})") from None
+
+
+def _doubts_about_memory(memory: Bill | None) -> list[str]:
+    """Warn before anything is loaded if the run may not fit by the estimate, which is an upper bound."""
+    if memory is None or memory.verdict == "fits":
+        return []
+    has = human(memory.facts.device.memory_bytes)
+    found = f"by estimate the run needs {human(memory.needed_bytes)} of {has}"
+    if memory.verdict == "tight":
+        return [f"{found}: {trust.TIGHT}"]
+    return [f"{found}, so it does not fit; cria plan says what would help"]
 
 
 def _estimate(

@@ -31,7 +31,6 @@ from cria_tricks.common.version import ARITHMETIC, installed
 from cria_tricks.data.shards import Streamed
 from cria_tricks.data.sources import DataSource
 from cria_tricks.recipe import Recipe
-from cria_tricks.store import adaptations
 
 KEPT = 2
 """How many checkpoints are kept."""
@@ -43,7 +42,6 @@ FREE = {
     "train.save_minutes",
     "train.time_budget",
     "train.mirror",
-    "train.on_oom",
     "train.monitor_seconds",
     "train.profile",
     "train.report_to",
@@ -209,9 +207,6 @@ def describe(
 def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
     """Refuse to resume a run whose recipe or rows have changed.
 
-    A run that ran out of memory may have changed switches itself. Then both are accepted: the recipe that was asked
-    for, and the one with these changes.
-
     Args:
         before: the description of the run that is there, from :func:`describe`.
         now: the description of the run that would resume it.
@@ -231,12 +226,7 @@ def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any], where:
     ignored = FREE | BY_CONTENT | _lengthened(old, new)
     if "base" in before:  # then Folders.over compares the hashes of the base's files, so their name does not matter
         ignored |= {"model"}
-    own = adaptations.read(before, where)
-    changed = [
-        key
-        for key in new
-        if key not in ignored and old[key] != new[key] and not adaptations.accepts(own, key, new[key])
-    ]
+    changed = [key for key in new if key not in ignored and old[key] != new[key]]
     differ = [f"{key} ({old[key]!r}, now {new[key]!r})" for key in changed]
     rows = before.get("rows", {})
     differ += [f"data.{part} (other rows)" for part in now["rows"] if part in rows and rows[part] != now["rows"][part]]

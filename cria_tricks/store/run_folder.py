@@ -5,7 +5,6 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ from cria_tricks.common.again import resumed
 from cria_tricks.common.errors import BadInput, Unwritten, usable_path
 from cria_tricks.models import Weights, identity
 from cria_tricks.recipe import Recipe
-from cria_tricks.store import adaptations
-from cria_tricks.store.adaptations import Adaptation
 from cria_tricks.store.checkpoints import KEPT, RUN, Checkpoint, Checkpoints, other_versions, refuse_another_run
 from cria_tricks.store.free_folder import RESULTS, make_room, numbered, refuse_as_mirror, refuse_taken
 
@@ -40,7 +37,6 @@ class Folders:
         mirror: the second folder (``train.mirror``), or ``None``.
         checkpoints: the run's checkpoints, in both folders.
         start: the checkpoint from which a resumed run continues, or ``None``.
-        adapted: the smaller sets with which the run went on after it had run out of memory.
 
     Raises:
         BadInput: if a folder holds another run, or cannot be a folder.
@@ -72,9 +68,6 @@ class Folders:
             self._refuse_another(option, place)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", mirrored, about, say)
         self.start = self._find_start() if resume else None
-        self.adapted = self._find_adapted() if resume else ()
-        if self.adapted:
-            about[adaptations.RECORD] = adaptations.written(self.adapted)
 
     @property
     def _first_base(self) -> Mapping[str, Any]:
@@ -152,33 +145,6 @@ class Folders:
             yield
             interrupts.now_saved(f"the run is finished, and its results are in {self.folder}")
 
-    def go_back(self) -> Checkpoint | None:
-        """Begin again from the newest checkpoint, within the same process; ``None`` if nothing was saved yet.
-
-        What the run had spent counts as before this process began: its clock has never stopped. The peaks by phase
-        begin anew.
-        """
-        seconds = self.start.spent["seconds"] if self.start else 0.0
-        newest = self.checkpoints.newest()
-        self.start = replace(newest, spent={"seconds": seconds, "memory": {}}) if newest else None
-        return self.start
-
-    def adapt(self, adaptation: Adaptation) -> None:
-        """Record that the run goes on with a smaller set, so that a later ``--resume`` goes on with it, too.
-
-        Raises:
-            Unwritten: if it cannot be written into the run's own folder; for the mirror there is a warning instead.
-        """
-        self.adapted = (*self.adapted, adaptation)
-        self.about[adaptations.RECORD] = adaptations.written(self.adapted)
-        for place in self._places().values():
-            try:
-                atomic_files.write_file(place / RUN, json.dumps(self.about, indent=2) + "\n")
-            except Unwritten as error:
-                if place != self.mirror:
-                    raise
-                self.say(f"warning: train.mirror: {error.reason}")
-
     def monitor(self, rank: int) -> Path:
         """Return the file into which the monitor of a process writes its samples."""
         name = f"monitor-{rank}.jsonl" if rank else "monitor.jsonl"
@@ -243,16 +209,6 @@ class Folders:
                 f"--resume: {place} holds {there} but no {RUN} that says of what run; name a new folder"
             ) from None
         refuse_another_run(before, self.about, place)
-
-    def _find_adapted(self) -> tuple[Adaptation, ...]:
-        """Read the smaller sets with which the run went on; a checkpoint may be older than the last of them."""
-        found = [adaptations.read(self.start.about, self.start.path)] if self.start else []
-        for place in self._places().values():
-            about: Mapping[str, Any] = {}
-            with contextlib.suppress(OSError, ValueError, RecursionError):  # a new machine has the mirror's alone
-                about = json.loads((place / RUN).read_text(encoding="utf-8"))
-            found.append(adaptations.read(about, place))
-        return max(found, key=len)
 
     def _find_start(self) -> Checkpoint | None:
         """Find the checkpoint from which to resume; ``None`` if the run had not saved any step yet."""

@@ -86,8 +86,7 @@ class ResumableTrainer(Trainer):
             self.model.zero_grad()
             step = self.state.global_step
             where = f"after step {step}" if self.moment == "evaluation" else f"of step {step + 1}"
-            during = f"the {self.moment} {where}"
-            raise OutOfMemory(f"out of memory in {during}; {self._saved_after_all()}", during) from None
+            raise OutOfMemory(f"out of memory in the {self.moment} {where}; {self._saved_after_all()}") from None
 
     def _run_epoch(self, **arguments: Any) -> None:
         # transformers checks whether a run is finished only after it has taken another step.

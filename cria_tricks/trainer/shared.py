@@ -27,7 +27,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from transformers import TrainerControl
 
-from cria_tricks.common.errors import Diverged, Interrupted, OutOfMemory
+from cria_tricks.common.errors import Diverged
 from cria_tricks.hardware.attention_kernels import WatchAttention
 from cria_tricks.load import losses, offload
 from cria_tricks.measure.memory import Meter, every_tensor
@@ -77,17 +77,6 @@ class SharedTrainer(ResumableTrainer):
         self.stream_may_overflow = self.args.fp16 and "adapter_inputs_uncast" in plan.after_load
         self.step = StepMeter(self)
         self.add_callback(self.step)
-
-    @contextlib.contextmanager
-    def rescue(self) -> Iterator[None]:
-        """Save what can be saved if memory runs out; the end that somebody has asked for comes first."""
-        try:
-            with super().rescue():
-                yield
-        except OutOfMemory as error:
-            if self.stop.requested:  # or the run would go on with a smaller set (run/recovery.py)
-                raise Interrupted(f"interrupted: {error}") from None
-            raise
 
     def create_accelerator_and_postprocess(self) -> None:
         """Enable autocast and the loss scaler for fp16 where accelerate's own do not do: on a CPU, and in backward."""

@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from cria_tricks.common.units import human
 from cria_tricks.recipe import Recipe
-from cria_tricks.store import adaptations
 
 KINDS = {
     "chat": ("chat rows", "loss on the assistant's tokens only"),
@@ -80,20 +78,6 @@ def best(entry: Mapping[str, Any], lowest: Mapping[str, Any]) -> str:
     if lowest and lowest["eval_loss"] < entry["eval_loss"]:
         said += f"; step {lowest['step']} had {lowest['eval_loss']:.4f}, and its weights were not kept"
     return said
-
-
-def adapted(entry: Mapping[str, Any]) -> str:
-    """Say in one line how a run went on after it had run out of memory.
-
-    Args:
-        entry: an :class:`~cria_tricks.store.adaptations.Adaptation` as a dictionary.
-    """
-    kept = f"from step {entry['step']}" if entry["step"] else "from the beginning"
-    needed, less = human(entry["needed_bytes"]), human(entry["chosen_bytes"])
-    return (
-        f"out of memory in {entry['during']}: going on {kept} with {adaptations.in_words(entry['set'])}, which by "
-        f"estimate needs {less} instead of {needed}"
-    )
 
 
 def tags(recipe: Recipe) -> list[str]:

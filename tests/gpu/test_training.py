@@ -1,6 +1,5 @@
 """The toggles on a CUDA card, for real. ``pytest -m gpu`` on a machine that has one."""
 
-import json
 import signal
 
 import pytest
@@ -93,48 +92,6 @@ def test_a_card_that_is_full_saves_the_last_whole_step(tiny_model, rows, tmp_pat
     with pytest.raises(OutOfMemory, match="forward pass of step 4; the state after step 3 is in"):
         train(tiny_model, rows, tmp_path, "tricks.peft=lora", "train.max_steps=6", callbacks=[AskTooMuch()])
     assert Checkpoints(tmp_path).newest().step == 3
-
-
-def test_a_full_card_goes_on_with_a_smaller_set(tmp_path, monkeypatch):
-    """Not to the bit: atomic sums in backward passes have no order on a GPU."""
-    from cria_tricks.run import recovery, steps
-    from cria_tricks.run.run import train as whole_run
-    from cria_tricks.store import adaptations
-    from cria_tricks.trainer.shared import SharedTrainer
-
-    device = this_device().kind
-    rows = [{"prompt": "Count.", "completion": " ".join(map(str, range(last)))} for last in range(4, 14)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = [
-        "model=random:tiny", "tricks.peft=lora", "data.max_length=40", "train.max_steps=6", "train.save_steps=2",
-        "train.batch_size=2", "train.on_oom=adapt", "data.leakage=ignore", "data.train=" + str(tmp_path / "rows.jsonl"),
-        "data.eval=" + str(tmp_path / "rows.jsonl"),
-    ]  # fmt: skip
-    honest, load = SharedTrainer.loss_sum, steps.load
-    full, before = [], []
-
-    def loss_sum(self, model, batch):
-        if self.state.global_step == 3 and not full:
-            full.append(True)
-            torch.empty(2**44, device=device)
-        return honest(self, model, batch)
-
-    def watched(*arguments):
-        before.append(torch.cuda.memory_allocated())
-        return load(*arguments)
-
-    monkeypatch.setattr(SharedTrainer, "loss_sum", loss_sum)
-    monkeypatch.setattr(steps, "load", watched)
-    monkeypatch.setattr(recovery, "SMALLER", (0.99,))
-    found = whole_run(with_settings(Recipe(), settings), tmp_path / "run")
-    [adapted] = found["adapted"]
-    assert adapted["step"] == 3
-    assert before[1] <= before[0] + 2**20, "nothing of the failed try is left on the card"
-    chosen = adaptations.in_words(adapted["set"]).split()
-    expected = whole_run(with_settings(Recipe(), [*settings, *chosen]), tmp_path / "whole")
-    for name in ("loss", "eval_loss"):
-        curves = [[one[name] for one in run["history"] if name in one] for run in (found, expected)]
-        assert curves[0] == pytest.approx(curves[1], abs=1e-3)
 
 
 def test_paged_states_are_paged_again_after_a_resume(tiny_model, rows, tmp_path):
