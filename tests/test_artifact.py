@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 from safetensors.torch import load_file
 
-from cria_tricks.adapter.folder import may_be_read, refuse_unsafe, save, trained_over, verify, write_provenance
+from cria_tricks.adapter.folder import may_be_read, refuse_damaged, save, trained_over, verify, write_provenance
 from cria_tricks.common.atomic_files import MANIFEST
 from cria_tricks.common.errors import BadInput
 from cria_tricks.load.adapter_files import load_side_network, save_weights
@@ -176,16 +176,17 @@ def test_who_reads_a_file_is_known_by_its_name(name, read):
 
 @pytest.mark.parametrize("mark", [MANIFEST, "provenance.json", "recipe.toml", None])
 def test_a_folder_with_any_mark_of_ours_must_be_whole(mark, tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("{}")
     if mark:
         (tmp_path / mark).write_text("")
     with pytest.raises(BadInput, match=r"manifest.json is .*; take the folder") if mark else contextlib.nullcontext():
-        refuse_unsafe(tmp_path)
+        refuse_damaged(tmp_path)
 
 
 def test_a_file_that_may_be_read_and_is_not_listed_is_refused(folder):
     (folder / "NOTES.md").write_text("x")
-    refuse_unsafe(folder)
+    refuse_damaged(folder)
     (folder / "more.json").write_text("{}")
     with pytest.raises(BadInput, match="more.json is not in manifest.json and may be read: take it away"):
-        refuse_unsafe(folder)
+        refuse_damaged(folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cria_tricks import models
-from cria_tricks.common import atomic_files, safe_files
+from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, first_line, usable_path
 from cria_tricks.load.adapter_files import SIDE_NETWORK, save_weights
 from cria_tricks.models import ends
@@ -183,7 +183,7 @@ def verify(folder: str | Path) -> Verified:
     """Compare every file of a folder with its manifest.
 
     Raises:
-        BadInput: naming the first file that is missing, changed, or does not belong in an adapter's folder.
+        BadInput: naming the first file that is missing or changed.
     """
     folder = usable_path("adapter", folder)
     # A manifest alone is enough here: if the config is lost, the comparison with the manifest names it as missing.
@@ -193,47 +193,34 @@ def verify(folder: str | Path) -> Verified:
             f"{folder}: has no {atomic_files.MANIFEST}: either it was lost, or neither cria train nor cria merge wrote "
             "this folder"
         )
-    refuse_unsafe(folder)
+    refuse_damaged(folder)
     files = atomic_files.listed(folder)
     size = sum(about["bytes"] for about in files.values())
     return Verified(len(files), size, atomic_files.unlisted(folder))
 
 
-def refuse_unsafe(folder: Path) -> None:
-    """Refuse a damaged folder, and one whose files could do harm.
+def refuse_damaged(folder: Path) -> None:
+    """Refuse a folder that is not as it was written, and one whose weights are in a pickle.
 
     Chat, merge, publish and evaluation call this before they load a model or send files from the folder.
 
-    A folder that we wrote is compared with its manifest. That finds damage by a disk, a transfer or a careless edit.
-    But the manifest is no signature: a person who can write the folder can write the manifest, too. Therefore no file
-    in the folder may run code when it is read, and no link may lead out of the folder, whatever the manifest says.
-    (Only in the hub's cache are links into its folder ``blobs`` allowed.) These two rules also hold for a folder that
-    plain peft wrote, which has no manifest. They do not cover the base model, which may lie anywhere; it is always
-    loaded without remote code and without pickles.
+    A folder that we wrote is compared with its manifest. That finds damage by a disk, a transfer or a careless edit. It
+    is no defence against a person who can write the folder, because that person can write the manifest, too. Against
+    that person it helps that nothing is loaded in a way that runs code: weights are read from safetensors files only,
+    and configs without remote code.
 
     Raises:
         BadInput: naming the file, and what is wrong with it.
     """
-    again = "take the folder from its source again"
     # One of the three shows that we wrote the folder, because the others may be lost. Plain peft writes none of them.
-    ours = any((folder / name).exists() for name in (atomic_files.MANIFEST, PROVENANCE, RECIPE))
-    # Links are checked first, because the other checks open files. Damage is checked second, because the checks after
-    # it read the content of files.
-    why = safe_files.way_out(folder)
-    if why:
-        raise BadInput(f"{folder}: {why}; {again}")
-    if ours:
+    if any((folder / name).exists() for name in (atomic_files.MANIFEST, PROVENANCE, RECIPE)):
         why = atomic_files.damage(folder)
         if why:
-            raise BadInput(f"{folder}: {why}; {again}")
-    why = safe_files.program(folder)
-    if why:
-        raise BadInput(f"{folder}: {why}")
-    if not ours:
-        return
-    for name in atomic_files.unlisted(folder):
-        if may_be_read(name):
+            raise BadInput(f"{folder}: {why}; take the folder from its source again")
+        for name in filter(may_be_read, atomic_files.unlisted(folder)):
             raise BadInput(f"{folder}: {name} is not in {atomic_files.MANIFEST} and may be read: take it away")
+    if not any(folder.glob("*.safetensors")):
+        raise BadInput(f"{folder}: holds no safetensors file; weights in a pickle, which may run code, are never read")
 
 
 def may_be_read(name: str) -> bool:
@@ -256,7 +243,7 @@ def adapter(
         The folder's path.
 
     Raises:
-        BadInput: if it is no such folder, or an adapter that is damaged, not safe to read, or without its base.
+        BadInput: if it is no such folder, or an adapter that is damaged, or without its base.
     """
     path = usable_path("adapter", folder)
     refuse_another(path)
@@ -264,7 +251,7 @@ def adapter(
     # A whole model, and an adapter whose config names no base or cannot be read, are checked when they are opened
     # (base_of in adapter/opening.py).
     if named:
-        refuse_unsafe(path)
+        refuse_damaged(path)
         if look_at_base and not base:
             refuse_moved_base(path, named)
         if look_at_base:

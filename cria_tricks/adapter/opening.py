@@ -15,8 +15,8 @@ from cria_tricks.adapter.folder import (
     is_whole,
     refuse_another,
     refuse_base_of_whole,
+    refuse_damaged,
     refuse_moved_base,
-    refuse_unsafe,
     trained_over,
 )
 from cria_tricks.common import packages
@@ -193,7 +193,7 @@ def base_of(folder: Path, base: str | Path | None = None) -> tuple[Path | None, 
     config = adapter_config(folder)
     whole = (folder / "config.json").is_file()
     if config or whole or (folder / MANIFEST).is_file():
-        refuse_unsafe(folder)
+        refuse_damaged(folder)
     if not config and not whole:
         raise BadInput(f"{folder}: holds neither adapter_config.json nor config.json; name the folder of an adapter")
     if config is None:

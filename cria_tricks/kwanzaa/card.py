@@ -38,7 +38,7 @@ def write_scores(adapter: str | Path, evaluations: Sequence[str | Path] = ()) ->
     """
     folder = usable_path("adapter", adapter)
     artifact.refuse_another(folder, atomic_files.MANIFEST)
-    artifact.refuse_unsafe(folder)
+    artifact.refuse_damaged(folder)
     found = [_read(usable_path("--eval", each), folder) for each in evaluations or [folder.absolute().parent / "eval"]]
     readme = folder / "README.md"
     if not readme.is_file():

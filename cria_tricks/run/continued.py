@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.adapter.folder import RECIPE, refuse_another, refuse_unsafe, trained_over
+from cria_tricks.adapter.folder import RECIPE, refuse_another, refuse_damaged, trained_over
 from cria_tricks.adapter.opening import quantization_of
 from cria_tricks.models import Weights, adapter_config, identity, pretrained, weight_files
 from cria_tricks.models.catalogue import ALIASES, short_name
@@ -22,7 +22,7 @@ def revision(recipe: Recipe) -> str:
     """
     folder = Path(recipe.lora.continue_from)
     refuse_another(folder)
-    refuse_unsafe(folder)
+    refuse_damaged(folder)
     base = short_name(adapter_config.read(folder)["base_model_name_or_path"])
     if ALIASES.get(base, base) != ALIASES.get(recipe.model, recipe.model):
         return ""

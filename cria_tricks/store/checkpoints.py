@@ -5,10 +5,9 @@ optimizer, the learning rate schedule and the loss scaler, the random states, th
 ``run.json``. This file says to which run the checkpoint belongs, and what the run has spent so far (seconds and peak
 bytes). The frozen base model is not in it.
 
-Four of its files are pickles (``PICKLES``), because torch has no other file format for an optimizer's state. They are
-the run's own files, and they are read with ``weights_only``, which makes tensors and numbers only, and refuses
-everything else. A checkpoint with any other pickle is refused. The trained weights are in safetensors, and the other
-rules of ``common/safe_files.py`` hold, too.
+Some of its files are pickles, because torch has no other file format for an optimizer's state. They are read with
+``weights_only``, which makes tensors and numbers only, and refuses everything else. The trained weights are in
+safetensors.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from cria_tricks.common import atomic_files, interrupts, safe_files
+from cria_tricks.common import atomic_files, interrupts
 from cria_tricks.common.again import resumed
 from cria_tricks.common.errors import BadInput, Unwritten
 from cria_tricks.common.fields import flat
@@ -35,7 +34,6 @@ from cria_tricks.recipe import Recipe
 KEPT = 2
 """How many checkpoints are kept."""
 RUN = "run.json"
-PICKLES = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth")
 FREE = {
     "name",
     "train.save_steps",
@@ -139,7 +137,7 @@ class Checkpoints:
         """
         damaged: dict[Path, str] = {}
         for path in self._all():
-            why = _unfit(path)
+            why = atomic_files.damage(path)
             found = None if why else _read(path)
             if found:
                 for other, what in damaged.items():
@@ -164,7 +162,7 @@ class Checkpoints:
             Unwritten: if one in the run's own folder cannot be renamed; for the mirror there is a warning instead.
         """
         for path in self._all():
-            if _step(path) > start.step or (_step(path) == start.step and _unfit(path)):
+            if _step(path) > start.step or (_step(path) == start.step and atomic_files.damage(path)):
                 aside = path.with_name(path.name + ".damaged")
                 shutil.rmtree(aside, ignore_errors=True)
                 try:
@@ -283,22 +281,6 @@ def _in(folder: Path) -> list[Path]:
 
 def _step(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
-
-
-def _unfit(path: Path) -> str:
-    """Say why a checkpoint must not be read: links, damage, or files that may run code; empty for a good one."""
-    return safe_files.way_out(path) or atomic_files.damage(path) or safe_files.program(path, PICKLES) or _foreign(path)
-
-
-def _foreign(path: Path) -> str:
-    """Name a file that is not in the manifest, because a library might read it.
-
-    Hidden files and ``desktop.ini`` are allowed, because file managers put them into folders.
-    """
-    visible = [name for name in atomic_files.unlisted(path) if not name.startswith(".") and name != "desktop.ini"]
-    if not visible:
-        return ""
-    return f"{visible[0]} is not in its manifest"
 
 
 def _prune(folder: Path) -> None:

@@ -356,7 +356,7 @@ ADAPTER: dict[str, tuple[Damage, str]] = {
     "config changed": (fields("run/adapter/adapter_config.json", r=3), "adapter_config.json has"),
     "recipe changed": (appended("run/adapter/recipe.toml"), "recipe.toml has"),
     "manifest broken": (text("run/adapter/manifest.json", "{"), "manifest.json is damaged"),
-    "a pickle beside": (text("run/adapter/adapter_model.bin", "x"), "may be a pickle"),
+    "a pickle beside": (text("run/adapter/adapter_model.bin", "x"), "adapter_model.bin is not in manifest.json"),
     "a stranger": (text("run/adapter/merges.txt", "x"), "merges.txt is not in manifest.json"),
 }  # fmt: skip
 SEALED: dict[str, tuple[Damage, str]] = {
@@ -631,8 +631,6 @@ SINGLE = [
           shortened("stopped/checkpoints/checkpoint-1/optimizer.pt")),
     Fault("checkpoint: a file gone", RESUME, "none of the checkpoints .*optimizer.pt is missing",
           gone("stopped/checkpoints/checkpoint-1/optimizer.pt")),
-    Fault("checkpoint: a pickle more", RESUME, "none of the checkpoints",
-          text("stopped/checkpoints/checkpoint-1/evil.pkl", "x")),
     Fault("checkpoint: no account of the run", RESUME, "no run.json", gone("stopped/run.json")),
     Fault("command: no such recipe", "train none", "none"),
     Fault("command: a recipe that is no TOML", "train broken.toml", "broken.toml", text("broken.toml", "a = [")),
