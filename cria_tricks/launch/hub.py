@@ -112,7 +112,6 @@ class JobsHub:
         import huggingface_hub
 
         network.refuse_offline("--on hf-jobs: a job is sent over the network", "leave one out, or add --print")
-        network.bound()
         self.token = huggingface_hub.get_token()
         if not self.token:
             raise BadInput("--on hf-jobs: nobody is logged in to the hub; run hf auth login, or set HF_TOKEN")
