@@ -38,8 +38,10 @@ guess = 0  # @param {type:"number"}
 
 # %% Imports and settings tags=["hide-input"]
 import logging
+import math
 import textwrap
 import threading
+from dataclasses import dataclass
 
 # on some CPUs it tells of a package that is not needed
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -51,20 +53,54 @@ from cria_tricks.bench.tables import table
 from cria_tricks.common.errors import BadInput, OutOfMemory
 from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.hardware.cards import CARDS, FLAVORS
-from cria_tricks.launch import hub
-from cria_tricks.launch import job as jobs
 from cria_tricks.launch import torchrun as launch
+from cria_tricks.launch.job import launch as launch_job
 from cria_tricks.models.shape import find_shape
+from cria_tricks.predict import plan_data
 from cria_tricks.predict.toggles import Target
 from cria_tricks.processes import rendezvous
 from cria_tricks.recipe import with_settings
 
 # %%
-job_on, lines = {}, []
-for name in FLAVORS:
-    job = jobs.prepare("kwanzaa", "me/adapter", flavor=name)
-    job_on[name] = job
-    minutes = (f"{job.training_seconds / 60:.1f}", f"{job.timeout / 60:.0f}")
+AROUND = 30  # minutes to install, download, evaluate and publish
+
+
+@dataclass(frozen=True)
+class Job:
+    """The price of an hour [USD], and the predicted minutes of training."""
+
+    price: float
+    minutes: float
+    spread: tuple[float, float]  # the ends of the minutes' range
+
+    @property
+    def timeout(self):
+        """Minutes after which it is ended: twice the training, and what is around."""
+        return math.ceil(2 * self.minutes + AROUND)
+
+    @property
+    def most(self):
+        return self.price * self.timeout / 60
+
+    @property
+    def training_cost(self):
+        return self.price * self.minutes / 60
+
+
+def predicted(name, epochs=3):
+    """The job on a rented machine."""
+    device = CARDS[FLAVORS[name].card].device
+    wanted = with_settings(recipes.kwanzaa(device), [f"train.epochs={epochs}"])
+    found = plan_data.prices(Target(find_shape(wanted.model), device), wanted, 107)
+    run = next(each for each in found if each["flavor"] == name)
+    ends = (run["minutes_low"], run["minutes_high"])
+    return Job(FLAVORS[name].price, run["minutes"], ends)
+
+
+job_on = {name: predicted(name) for name in FLAVORS}
+lines = []
+for name, job in job_on.items():
+    minutes = (f"{job.minutes:.1f}", f"{job.timeout}")
     dollars = (f"{job.training_cost:.2f}", f"{job.most:.2f}")
     lines.append((name, f"{job.price:.2f}", *minutes, *dollars))
 course.reveal(guess, job_on["t4-small"].most, "USD")
@@ -76,9 +112,9 @@ print("medium, large: the same card with more host memory; x2, x4: 2 and 4 cards
 t4_job, a100_job = job_on["t4-small"], job_on["a100-large"]
 assert min(job_on.values(), key=lambda job: job.most) is t4_job
 assert [job.price for job in (t4_job, a100_job)] == [0.4, 2.5]
-assert [round(j.training_seconds / 60, 1) for j in (t4_job, a100_job)] == [7.3, 0.7]
+assert [round(j.minutes, 1) for j in (t4_job, a100_job)] == [7.3, 0.7]
 _real = sum(tokens for tokens, _ in row_lengths("train")) / (107 * 2048)
-_range = [_real * end / 60 for end in t4_job.training_range]
+_range = [_real * end for end in t4_job.spread]
 assert [round(end) for end in _range] == [4, 6]  # minutes, with the rows' real lengths
 assert (round(t4_job.most, 2), round(a100_job.most, 2)) == (0.3, 1.33)
 assert round(t4_job.training_cost, 2) == 0.05
@@ -86,34 +122,27 @@ assert a100_job.price / 2 > 3 * t4_job.most  # even if it trained in no time
 
 EPOCHS = (3, 10, 30, 100, 300, 1000)
 usd = {
-    name: [
-        jobs.prepare("kwanzaa", "me/x", [f"train.epochs={n}"], flavor=name).most
-        for n in EPOCHS
-    ]
+    name: [predicted(name, n).most for n in EPOCHS]
     for name in ("t4-small", "l4x1", "a100-large")
 }
 cheapest = [min(usd, key=lambda name: usd[name][n]) for n in range(len(EPOCHS))]
 assert cheapest == 3 * ["t4-small"] + 3 * ["a100-large"]
 _near = {  # where both cost the same
-    epochs: [
-        jobs.prepare("kwanzaa", "me/x", [f"train.epochs={epochs}"], flavor=name).most
-        for name in ("t4-small", "a100-large")
-    ]
+    epochs: [predicted(name, epochs).most for name in ("t4-small", "a100-large")]
     for epochs in (75, 85)
 }
 assert _near[75][0] < _near[75][1]
 assert _near[85][0] > _near[85][1]
 assert round(a100_job.training_cost / t4_job.training_cost, 1) == 0.6
 _ends = {  # of the training's cost, in USD
-    name: [job_on[name].price * end / 3600 for end in job_on[name].training_range]
-    for name in usd
+    name: [job_on[name].price * end / 60 for end in job_on[name].spread] for name in usd
 }
 assert _ends["a100-large"][1] < _ends["t4-small"][0] < 1.15 * _ends["a100-large"][1]
 assert _ends["l4x1"][0] < _ends["a100-large"][1]
 assert _ends["l4x1"][1] > _ends["t4-small"][1]
-_early = t4_job.price * (30 + t4_job.training_seconds / 60) / 60
+_early = t4_job.price * (30 + t4_job.minutes) / 60
 assert round(_early, 2) == 0.25
-_five = [j.price * (5 + 2 * j.training_seconds / 60) / 60 for j in (t4_job, a100_job)]
+_five = [j.price * (5 + 2 * j.minutes) / 60 for j in (t4_job, a100_job)]
 assert [round(most, 2) for most in _five] == [0.13, 0.27]
 
 
@@ -153,7 +182,6 @@ course.show(
 # **Step 1: choose the machine whose job costs least.** Its cards must have enough memory ([the bill](the_bill.py)).
 
 # %%
-import math
 import os
 import subprocess
 import sys
@@ -162,7 +190,6 @@ from pathlib import Path
 
 import torch
 
-AROUND = 30  # minutes to install, download, evaluate and publish
 # dollars an hour, and predicted minutes of training
 MACHINES = {"t4-small": (0.40, 7.3), "l4x1": (0.80, 4.5), "a100-large": (2.50, 0.7)}
 
@@ -326,9 +353,9 @@ folder.cleanup()
 
 # %% tags=["deep"]
 token = "hf_" + "x" * 34
-for setting in (f"name={token}", "data.train=mine.jsonl", "model=/models/mine"):
+for setting in (f"name={token}", "data.train=mine.jsonl"):
     try:
-        jobs.prepare("kwanzaa", "me/adapter", [setting])
+        launch_job("kwanzaa", "me/adapter", [setting], only_print=True)
         raise AssertionError(setting)
     except BadInput as error:
         print(textwrap.fill(textwrap.shorten(str(error), 170, placeholder=" ..."), 88))
@@ -420,7 +447,7 @@ shared = with_settings(recipe, ["parallel.strategy=ddp"])
 on_two = Target(shape, t4.device, 2).bill(shared).seconds * tokens
 saved_share = 1 - on_two / step_seconds
 # 321 rows of 8 a step; the last step of each of three epochs has only three
-seconds_left = job_on["t4-small"].training_seconds
+seconds_left = 60 * job_on["t4-small"].minutes
 print(f"a step takes {step_seconds:.1f} s on one card and {on_two:.1f} s on two")
 print(f"worth a restart of 90 s with more than {90 / saved_share:.0f} s to go")
 print(f"our whole run takes {seconds_left:.0f} s on one card")
@@ -466,15 +493,16 @@ assert round(90 / (1 - 1 / 1.8), -1) == 200
 # %% [markdown]
 # ## 5. The production switch
 # **Send a job.** (We have sent it only to a stand-in of the hub. Until our repository is public, a real job fails in
-# its line `uv pip install`.) In plain code it is one call of `huggingface_hub`, with a machine, a timeout, and a
-# command that installs, trains and publishes:
+# its first step, the installation.) In plain code it is one call of `huggingface_hub`, with a machine, a timeout, and a
+# command that trains and publishes:
 #
 # ```python
-# from huggingface_hub import get_token, run_job
+# from huggingface_hub import get_token, run_uv_job
 #
-# run_job(
-#     image="ghcr.io/astral-sh/uv:python3.12-bookworm",
-#     command=["bash", "-c", "... && python train.py && hf upload ..."],
+# run_uv_job(
+#     "bash",
+#     script_args=["-c", "python train.py && hf upload ..."],
+#     dependencies=["torch", "transformers", "peft"],
 #     flavor="t4-small",
 #     timeout="45m",
 #     secrets={"HF_TOKEN": get_token()},  # safer: a token for one repository
@@ -484,22 +512,17 @@ assert round(90 / (1 - 1 / 1.8), -1) == 200
 # Our command makes all of that from the recipe, and with `--print` only shows it:
 #
 # ```bash
-# cria launch kwanzaa --on hf-jobs --repo me/adapter --budget 1 --print
+# cria launch kwanzaa --on hf-jobs --repo me/adapter --timeout 45m --print
 # ```
 
 # %%
-job = jobs.prepare("kwanzaa", "me/adapter", budget=1)
-for line in hub.shown(job):
-    print(textwrap.fill(line, 88, subsequent_indent=10 * " ", break_long_words=False))
-assert job.most <= 1
+launch_job("kwanzaa", "me/adapter", [], timeout="45m", only_print=True)
 
 # %% [markdown]
-# It needs 9.5 GiB instead of 1.5, because the T4's recipe spends memory to save time. `cria train` gets the timeout
-# less the 15 minutes for installing and publishing. If these take longer, the timeout may come before the result is
-# published. The token travels in a field of its own, which the hub encrypts. Without `--print` the command follows the
-# log, fetches the adapter, and compares it with its manifest, a list of hashes. With `--attempts 2 --bucket
-# me/checkpoints` the hub starts a failed job again, and it continues from its checkpoint in the bucket, a storage that
-# outlives the job.
+# The timeout is ours to choose; without `--timeout` it is an hour. `cria train` gets the timeout less the 15 minutes
+# for installing and publishing. If these take longer, the timeout may come before the result is published. The token
+# travels in a field of its own, which the hub encrypts. Without `--print` the command asks for the day's price, sends
+# the job, follows its log and downloads the adapter.
 #
 # **Survive restarts.** `cria launch` writes torchrun's command. The first is for one machine, the second for one or two
 # that meet at node0. Both get the same command:
@@ -529,11 +552,8 @@ for elastic, out in ((one, None), (some, Path("/shared/run"))):
 # kept for installing and publishing:
 
 # %%
-short = jobs.prepare("kwanzaa", "me/adapter", timeout="10m", flavor="t4-small")
-print(f"the job ends after {short.timeout} s, the training after {short.time_budget} s")
-print("is that enough for all steps?", "yes" if short.finishes else "perhaps not")
-assert short.time_budget < short.timeout
-assert not short.finishes
+launch_job("kwanzaa", "me/adapter", [], timeout="10m", only_print=True)
+assert job_on["t4-small"].minutes > 10 / 2
 
 # %% [markdown]
 # **It trained here, and there it is out of memory.** The rented card is another one, and runs other kernels. The cure
@@ -544,8 +564,8 @@ assert not short.finishes
 # %% Hold the numbers of this failure tags=["hide-input"]
 for flavor in ("t4-small", "a100-large"):
     try:
-        jobs.prepare("baseline", "me/model", ["model=llama-3.2-1b"], flavor=flavor)
-        print(f"{flavor}: fits")
+        full = ["model=llama-3.2-1b"]
+        launch_job("baseline", "me/model", full, flavor=flavor, only_print=True)
     except OutOfMemory as error:
         print(error)
         assert "needs 26.7 GiB of 14.7 GiB" in str(error)
@@ -666,7 +686,7 @@ course.check(3, hours_lost, of_loss, "a number of hours")
 # - **When not**: do not grow a short run. A restart and an installation take longer than a second card saves.
 #
 # ## Sources
-# - huggingface_hub 2.4, `hf_api.py` (`run_job`, `fetch_job_logs`, `list_jobs_hardware`): the requests. hub-docs,
+# - huggingface_hub 2.4, `hf_api.py` (`run_uv_job`, `fetch_job_logs`, `list_jobs_hardware`): the requests. hub-docs,
 #   `docs/hub/jobs-pricing.md` at commit a9fef576: prices, billing by the minute, 30 minutes by default; in the same
 #   folder `jobs-configuration.md` (encrypted secrets) and `jobs-manage.md` (what is shown of a job; its disk is
 #   deleted).

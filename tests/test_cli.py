@@ -19,7 +19,7 @@ import cria_tricks
 from cria_tricks import models
 from cria_tricks.adapter import folder as artifact
 from cria_tricks.cli import app, main
-from cria_tricks.common.errors import BadInput, Diverged, Interrupted, JobFailed, Lost, OutOfMemory, Unfinished
+from cria_tricks.common.errors import BadInput, Diverged, Interrupted, Lost, OutOfMemory, Unfinished
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import PRICES_DATE
 from cria_tricks.load import adapter_files
@@ -622,7 +622,6 @@ def test_no_space_for_the_output_is_said_before_the_model_is_loaded(run_cria, fe
             "error: run/adapter: cannot be written: KeyError: 'x'; what was saved before is whole: run the command "
             "again (a training run: with --resume)\n",
         ),
-        (JobFailed("the job ended"), 1, "error: the job ended\n"),
         (
             Lost("another process died"),
             1,

@@ -86,12 +86,11 @@ CASES = {
     "prepare baseline --out shards --set data.contract=true": "set data.contract=false",
     "launch smoke --on slurm": "--on slurm: there are torchrun, accelerate",
     "launch smoke --on torchrun --nodes 4:1": "--nodes 4:1: write how many machines at least and at most",
-    "launch smoke --on torchrun --repo a/b": "--attempts and --bucket are for --on hf-jobs",
+    "launch smoke --on torchrun --repo a/b": "--repo, --flavor and --timeout are for --on hf-jobs",
     "launch smoke --on hf-jobs": "--repo '': name a repository of the hub, OWNER/NAME",
     "launch smoke --on hf-jobs --repo a/b --nproc 2": "are for the other launchers; leave them out",
     "launch smoke --on hf-jobs --repo a/b --flavor t4-smal": "unknown flavor t4-smal: did you mean t4-small?",
     "launch smoke --on hf-jobs --repo a/b --timeout soon": "--timeout soon: must be a time of a minute or more",
-    "launch smoke --on hf-jobs --repo a/b --budget 0": "--budget 0: must be an amount of USD above 0",
     # folders of adapters
     **{
         f"{command} {{folder}}/{folder}{rest}": said

@@ -14,7 +14,7 @@ from typing import Any
 
 from cria_tricks.adapter import folder as artifact
 from cria_tricks.common import atomic_files, interrupts
-from cria_tricks.common.errors import BadInput, cure, first_line, in_one_line, usable_path
+from cria_tricks.common.errors import BadInput, first_line, usable_path
 from cria_tricks.models import identity, is_hub_id, network
 
 TAG = "v0.1.0"
@@ -108,7 +108,6 @@ def push(prepared: dict[str, Any], say: Callable[[str], None] = lambda sentence:
     network.refuse_offline(
         f"publish: {repo}: can only be reached over the network", "publish without --offline and HF_HUB_OFFLINE"
     )
-    network.bound()
     reason = _unusable_base(folder)
     if reason:
         raise BadInput(f"{folder}: {reason}, so nobody else could load it; train over a model of the hub")
@@ -236,8 +235,7 @@ def _another_base_there(api: Any, folder: Path) -> str:
 
 def _in_one_line(error: Exception) -> str:
     """Say in one line what went wrong with the hub, and what to do about it."""
-    cures = {401: "is the token right? hf auth whoami tells", 403: "may this login write there?"}
-    words = in_one_line(error)
-    if type(error) is RuntimeError and error.__cause__:  # from an upload's thread: only the cause is informative
-        words += f": {in_one_line(error.__cause__)}"
-    return f"{words}{cure(error, cures)}; nothing was tagged"
+    cause = error.__cause__
+    if type(error) is RuntimeError and cause:  # from an upload's thread: only the cause is informative
+        return f"{network.why(cause)}; nothing was tagged"
+    return f"{network.why(error)}; nothing was tagged"

@@ -29,6 +29,7 @@ MACHINE = "Check this machine"
 # The groups of options, where a command has several.
 SHOWN = "What to show"
 OUTPUT = "Output and network"
+HF_JOBS = "For --on hf-jobs"
 
 
 # Of click, which newer versions of typer carry inside: an unknown option or command, a missing argument.
@@ -68,22 +69,6 @@ Toggles = Annotated[
 ]
 Nodes = Annotated[
     str, typer.Option(metavar="MIN:MAX", help="Machines that may come and go.", rich_help_panel="For --on torchrun")
-]
-Repo = Annotated[
-    str,
-    typer.Option(metavar="OWNER/NAME", help="Where the adapter goes, private.", rich_help_panel="For --on hf-jobs"),
-]
-Timeout = Annotated[
-    str, typer.Option(help="When it is ended, e.g. 90m; else from the estimate.", rich_help_panel="For --on hf-jobs")
-]
-Attempts = Annotated[
-    int, typer.Option(min=1, help="How often a failed job starts.", rich_help_panel="For --on hf-jobs")
-]
-Bucket = Annotated[
-    str,
-    typer.Option(
-        metavar="OWNER/NAME", help="Keeps checkpoints for the next attempt.", rich_help_panel="For --on hf-jobs"
-    ),
 ]
 OtherBase = Annotated[
     bool, typer.Option("--other-base", help="Take the base although it is another than was trained over.")

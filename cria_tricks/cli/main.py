@@ -12,7 +12,6 @@ from cria_tricks.common.errors import (
     BadInput,
     Diverged,
     Interrupted,
-    JobFailed,
     Lost,
     OutOfMemory,
     Unfinished,
@@ -68,7 +67,7 @@ def _end(error: Exception) -> NoReturn:
     leave_for_a_package(error)
     if isinstance(error, BadInput):
         leave(f"error: {error}", 2)
-    if isinstance(error, JobFailed | Unfinished):
+    if isinstance(error, Unfinished):
         leave(f"error: {error}", 1)
     if is_out_of_memory(error):
         leave("error: out of memory", 3)

@@ -7,28 +7,25 @@ import contextlib
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from cria_tricks.cli.app import (
+    HF_JOBS,
     TRAIN,
-    Attempts,
-    Bucket,
     FitAim,
     Json,
     MayChange,
     Nodes,
     Offline,
     OtherBase,
-    Repo,
     Settings,
-    Timeout,
     app,
     aside,
     screen,
 )
-from cria_tricks.common import interrupts, waiting
+from cria_tricks.common import waiting
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
 from cria_tricks.processes import numbers
@@ -99,32 +96,29 @@ def launch(
         str, typer.Option(metavar="HOST:PORT", help="--nodes: where they meet.", rich_help_panel="For --on torchrun")
     ] = "",
     only_print: Annotated[bool, typer.Option("--print", help="Only print what would be run, or sent.")] = False,
-    repo: Repo = "",
-    flavor: Annotated[
-        str, typer.Option(help="The machine; auto is the cheapest that it fits on.", rich_help_panel="For --on hf-jobs")
-    ] = "auto",
-    timeout: Timeout = "",
-    budget: Annotated[
-        float | None, typer.Option(help="USD that it may cost at most.", rich_help_panel="For --on hf-jobs")
-    ] = None,
-    attempts: Attempts = 1,
-    bucket: Bucket = "",
+    repo: Annotated[
+        str, typer.Option(metavar="OWNER/NAME", help="Where the result goes, private.", rich_help_panel=HF_JOBS)
+    ] = "",
+    flavor: Annotated[str, typer.Option(help="The machine, t4-small when left out.", rich_help_panel=HF_JOBS)] = "",
+    timeout: Annotated[str, typer.Option(help="When it is ended; 1h when left out.", rich_help_panel=HF_JOBS)] = "",
     fit: FitAim = "",
     may_change: MayChange = None,
     other_base: OtherBase = False,
     offline: Offline = False,
 ) -> None:
     """Train a recipe in several processes, or as a job on a rented machine: print what is run or sent, and do it."""
+    about = {name: value for name, value in (("flavor", flavor), ("timeout", timeout)) if value}
     if on == "hf-jobs":
-        if nproc or resume or max_restarts or nodes or endpoint or other_base:
-            options = "--nproc, --resume, --max-restarts, --nodes, --endpoint and --other-base"
+        if nproc or resume or max_restarts or nodes or endpoint or other_base or fit or may_change:
+            options = "--nproc, --resume, --max-restarts, --nodes, --endpoint, --other-base, --fit and --may-change"
             raise BadInput(f"--on hf-jobs: {options} are for the other launchers; leave them out")
-        about = {"flavor": flavor, "timeout": timeout, "budget": budget, "attempts": attempts, "bucket": bucket}
-        _job(recipe, repo, settings or [], {**about, "fit": fit, "may_change": may_change or []}, out, only_print)
+        # It imports the estimates, which the other launchers do not need.
+        from cria_tricks.launch import job
+
+        job.launch(recipe, repo, settings or [], out, only_print, **about)
         return
-    if repo or flavor != "auto" or timeout or budget or attempts > 1 or bucket:
-        options = "--repo, --flavor, --timeout, --budget, --attempts and --bucket"
-        raise BadInput(f"--on {on}: {options} are for --on hf-jobs; leave them out")
+    if repo or about:
+        raise BadInput(f"--on {on}: --repo, --flavor and --timeout are for --on hf-jobs; leave them out")
     from cria_tricks.launch import torchrun
     from cria_tricks.run import given
 
@@ -142,39 +136,3 @@ def launch(
     with waiting.paused():  # the processes speak
         code = torchrun.run(words)
     sys.exit(code)  # not typer.Exit, because interrupted processes have said so themselves
-
-
-def _job(
-    recipe: str,
-    repo: str,
-    settings: list[str],
-    about: dict[str, Any],
-    out: Path | None,
-    only_print: bool,
-) -> None:
-    from cria_tricks.launch import hub as jobs_hub
-    from cria_tricks.launch import job as jobs
-
-    def say(*lines: str) -> None:
-        screen.print(*lines, sep="\n", highlight=False, markup=False)
-
-    def prepare(prices: dict[str, float] | None = None) -> jobs.HubJob:
-        return jobs.prepare(recipe, repo, settings, prices=prices, **about)
-
-    job = prepare()
-    if only_print:
-        say(*jobs_hub.shown(job), "nothing was sent; prices are those of the list kept here")
-        return
-    folder = jobs_hub.free_folder(out, job)
-    hub = jobs_hub.JobsHub()
-    job = prepare(hub.prices())
-    say(*jobs_hub.shown(job))
-    interrupts.now_saved("the job may have been sent; hf jobs ps lists the ones that run and cost")
-    started = hub.send(job)
-    interrupts.now_saved(f"the job goes on, and costs: {'; '.join(jobs_hub.ways_on(started, job))}")
-    say(f"job {started.id}: {started.url}")
-    hub.follow(started, job, say)
-    interrupts.now_saved(f"the job has ended; {jobs_hub.by_hand(job)}")
-    found = hub.fetch(job, folder)
-    interrupts.now_saved(f"the job has ended, and its result is in {folder}")
-    say(f"whole: {found.files} files, {human(found.bytes)}, every sha256 as written", f"adapter: {folder}")

@@ -107,15 +107,11 @@ class Lost(RuntimeError):
     """Another process died, stopped answering or did not start; everything saved before is complete. Exit code 1."""
 
 
-class JobFailed(RuntimeError):
-    """A job on a rented machine was refused or failed, or its log or result could not be fetched. Exit code 1."""
-
-
 class Interrupted(RuntimeError):
     """The user, or the system, stopped the run; its state was saved if it had done a step. Exit code 130."""
 
 
-FORESEEN = (BadInput, Unfinished, Diverged, OutOfMemory, Lost, JobFailed, Interrupted)
+FORESEEN = (BadInput, Unfinished, Diverged, OutOfMemory, Lost, Interrupted)
 """Errors whose message is one sentence for the user already."""
 
 
@@ -171,20 +167,6 @@ def first_line(error: BaseException) -> str:
 def in_one_line(error: BaseException) -> str:
     """Return a library's error message with its lines joined into one."""
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def cure(error: BaseException, cures: Mapping[int, str]) -> str:
-    """Look up the advice for a library's HTTP error, to append to a message: ``"; is the token right?"``.
-
-    Args:
-        error: the library's error; only an HTTP error has a ``response`` with a status code, and so may get advice.
-        cures: the advice, by status code.
-
-    Returns:
-        An empty string if there is no advice for this error.
-    """
-    status = getattr(getattr(error, "response", None), "status_code", 0)
-    return f"; {cures[status]}" if status in cures else ""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

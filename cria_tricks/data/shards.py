@@ -226,7 +226,6 @@ class HubStream:
         # It takes a second to import, and only rows of the hub need it.
         from datasets import load_dataset
 
-        network.bound()
         self.lanes = lanes
         self.name = name
         hub_id, _, split = name.partition(":")

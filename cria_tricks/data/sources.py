@@ -36,6 +36,8 @@ _KWANZAA = (
     "https://raw.githubusercontent.com/AINative-Studio/kwanzaa/118f69491c3adf5ab626f0229360a6c1a469b7f5"
     "/data/training/kwanzaa_{part}.jsonl"
 )
+WAIT = 10.0
+"""How long its server may be silent [s]."""
 _SHA256 = {
     "train": "773afadf36d5a95ea604908abaf6dc05b7eeaf5e0952726eaaa0186ba59262c7",
     "eval": "5ecf05e81bbd2c3362a67d043e99bef79e62c1f66ad4b51748f74546bc3b0628",
@@ -234,7 +236,7 @@ def _download_kwanzaa(part: Part) -> Path:
     at_hand = f"with a copy of the file at hand: --set data.{part}=FILE.jsonl"
     network.refuse_offline(f"data.{part}=kwanzaa: is not downloaded yet ({url})", at_hand)
     try:
-        with urllib.request.urlopen(url, timeout=network.BOUND) as answer:
+        with urllib.request.urlopen(url, timeout=WAIT) as answer:
             content = answer.read()
     except (OSError, http.client.HTTPException) as error:  # URLError and TimeoutError are OSErrors
         reason = getattr(error, "reason", error)
@@ -249,7 +251,6 @@ def _from_hub(name: str, part: Part) -> DataSource:
     # It takes a second to import, and only rows of the hub need it.
     from datasets import get_dataset_split_names, load_dataset
 
-    network.bound()
     hub_id, _, split = name.partition(":")
     try:
         if not split:

@@ -26,7 +26,7 @@ from cria_tricks.load.adapters import add_adapter, modules_named
 from cria_tricks.load.device_map import device_map
 from cria_tricks.load.fused import PLAIN, by_triton, fuse, fuse_blocks, tile_mlps
 from cria_tricks.load.refusals import Facts, refuse
-from cria_tricks.models import Weights, ends, network, pretrained, quantised
+from cria_tricks.models import Weights, ends, pretrained, quantised
 from cria_tricks.models.configs import MORE_THAN_TEXT
 from cria_tricks.models.shape import BESIDE_HEAD
 from cria_tricks.processes.numbers import processes
@@ -145,11 +145,10 @@ def count_trainable(plan: Plan, weights: Weights, highest_id: int = 0, longest: 
 
 
 def quiet_libraries() -> None:
-    """Switch off the libraries' progress bars and warnings, and limit how long a silent hub is waited for.
+    """Switch off the libraries' progress bars and warnings.
 
     Our own warnings say what matters to the user.
     """
-    network.bound()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -120,8 +120,6 @@ def fetch(weights: Weights, revision: str = "") -> Weights:
         return weights
     from huggingface_hub import snapshot_download
 
-    network.bound()
-
     try:
         folder = Path(snapshot_download(weights.path, revision=revision or None, allow_patterns=list(SMALL)))
         names = ["model.safetensors"]
@@ -187,7 +185,6 @@ def fetch_tokenizer(name: str) -> Path:
 
     from cria_tricks.models import network
 
-    network.bound()
     try:
         return Path(snapshot_download(weights.tokenizer, allow_patterns=list(SMALL)))
     except Exception as error:  # from the hub's library, or from httpx
