@@ -27,17 +27,21 @@ from cria_tricks.run.run import train
 LONGEST = {"history_notes": 512, "kwanzaa": 1024}
 """The longest answer [tokens], by data set."""
 OURS = "history_notes"
+SHOWN = 10
+"""The number of rows whose answers are written down."""
 
 
 def scores(found: dict[str, Any]) -> dict[str, Any]:
     """Return what an evaluation found, without the text of any row."""
-    return {key: found[key] for key in ("data", "rows", "systems", "kinds", "questions", "differences")}
+    return {key: found[key] for key in ("data", "rows", "systems", "kinds", "differences")}
 
 
 def answered(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the examples of an evaluation of our own rows: question, reference, and each system's answer."""
+    """Return some rows of an evaluation of our own rows, evenly spread: question, documents, and all answers."""
+    rows = found["answers"]
+    chosen = sorted({round(number * (len(rows) - 1) / (SHOWN - 1)) for number in range(SHOWN)})
     shown = []
-    for example in found["examples"]:
+    for example in [rows[number] for number in chosen]:
         answers = {name: system["text"] for name, system in example["systems"].items()}
         shown.append({"question": example["query"], "documents": example["documents"], **answers})
     return shown

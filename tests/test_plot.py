@@ -91,7 +91,7 @@ def test_what_the_guide_says_of_the_curated_run_is_what_was_measured():
         assert said in text, said
     assert base["format"]["value"] == base["confusion"]["refused_wrongly"] == 0
     assert adapter["grounding"]["value"] == 1
-    assert adapter["cut_off"] == adapter["learnt_by_heart"] == 0
+    assert adapter["cut_off"] == 0
 
 
 def test_what_the_pages_say_of_the_run_on_real_rows_is_what_was_measured():

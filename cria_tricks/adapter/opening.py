@@ -223,18 +223,5 @@ def other_than_trained_over(folder: Path, base: models.Weights, allowed: bool) -
     return identity.compare(trained_over(folder), identity.of(base), str(folder), allowed=allowed, weights=base)
 
 
-def open_base(weights: models.Weights) -> Any:
-    """Load a base model without an adapter, on the device and in the dtype that :func:`open_folder` takes by default.
-
-    Raises:
-        BadInput: if it cannot be downloaded or loaded.
-    """
-    quiet_libraries()
-    device = this_device()
-    weights = models.fetch(weights)
-    options = {"dtype": _dtype(device), **flash_decoding.for_chat(device)}
-    return pretrained.causal_lm(weights.path, weights.name, **options).to(device.kind).eval()
-
-
 def _dtype(device: Device) -> torch.dtype:
     return getattr(torch, DTYPE[device.best_precision])

@@ -41,7 +41,7 @@ class Answers:
         rows: the answers so far, by row number.
 
     Raises:
-        BadInput: if the file has another header, or cannot be read or written.
+        BadInput: if the file has another header, or is damaged.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]):
@@ -50,62 +50,40 @@ class Answers:
         if not path.exists():
             atomic_files.write_file(path, json.dumps(dict(about)) + "\n")
             return
-        whole = self._whole_lines()
-        header = "".join(whole[:1])
-        self._refuse_another(header, about)
+        damaged = BadInput(f"{path}: is damaged; remove the file, or name another --out")
         try:
-            for line in whole[1:]:
+            # The last part is empty, or a line that a killed process left unfinished.
+            header, *lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+            before = dict(json.loads(header))
+        except (OSError, ValueError, TypeError):
+            raise damaged from None
+        other = [name for name in about if before.get(name) != about[name]]
+        if other:
+            raise BadInput(
+                f"{path}: holds answers that differ in {', '.join(other)}; name another folder with --out, or "
+                "remove the file"
+            )
+        try:
+            for line in lines:
                 entry = json.loads(line)
                 row = entry.pop("row")
                 self.rows[row] = Written(**entry)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            number = len(self.rows) + 2  # lines count from 1, and the header is the first
-            raise BadInput(f"{path}:{number}: is damaged; remove the file, or name another --out") from None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise damaged from None
         # Remove an unfinished line at the end, or the next answer would be appended to it.
-        atomic_files.write_file(path, "".join(f"{line}\n" for line in whole))
+        atomic_files.write_file(path, "".join(f"{line}\n" for line in [header, *lines]))
         self._saved()
 
     def add(self, answered: Mapping[int, Written]) -> None:
-        """Append the answers of a batch, and sync the file to the disk, so that they survive a crash of the machine.
-
-        Raises:
-            BadInput: if they cannot be written; the answers before them stay whole.
-        """
+        """Append the answers of a batch, and sync the file to the disk, so that they survive a crash of the machine."""
         lines = [json.dumps({"row": row, **asdict(written)}) + "\n" for row, written in answered.items()]
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write("".join(lines))
-                file.flush()
-                os.fsync(file.fileno())  # flush alone leaves the lines in the memory of the operating system
-        except OSError as error:
-            raise BadInput(
-                f"{self.path}: cannot be written: {error.strerror}; make room, then give the same command again: it "
-                f"goes on after {len(self.rows)} answers"
-            ) from None
+        with atomic_files.unwritten_in_one_line(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(lines))
+            file.flush()
+            os.fsync(file.fileno())  # flush alone leaves the lines in the memory of the operating system
         self.rows.update(answered)
         self._saved()
 
     def _saved(self) -> None:
         """Set what the command says is saved if the user interrupts it."""
         interrupts.now_saved(f"{len(self.rows)} answers are in {self.path}; the same command goes on after them")
-
-    def _whole_lines(self) -> list[str]:
-        """Read the lines of the file that end with a newline."""
-        try:
-            text = self.path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadInput(f"{self.path}: cannot be read: {error}; remove it, or name another --out") from None
-        return text.split("\n")[:-1]  # the last part is empty, or a line that a killed process left unfinished
-
-    def _refuse_another(self, header: str, about: Mapping[str, Any]) -> None:
-        """Refuse a file whose header differs from what decides the answers now."""
-        try:
-            before = dict(json.loads(header))
-        except (ValueError, TypeError, RecursionError):
-            before = {}  # not a header, so every field differs
-        other = [name for name in about if before.get(name) != about[name]]
-        if other:
-            raise BadInput(
-                f"{self.path}: holds answers that differ in {', '.join(other)}; name another folder with --out, or "
-                "remove the file"
-            )

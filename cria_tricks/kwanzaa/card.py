@@ -10,15 +10,11 @@ from cria_tricks.adapter import folder as artifact
 from cria_tricks.adapter.model_card import NOT_SCORED
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, usable_path
-from cria_tricks.kwanzaa.page import NAMES, groups_table, scores_table, table_lines
+from cria_tricks.kwanzaa.page import NAMES, kinds_table, scores_table, table_lines
 from cria_tricks.kwanzaa.scores import SCORERS
 
 BEGIN, END = "<!-- scores -->", "<!-- end of scores -->"
 """The lines around the scores in a card; what stands between them is replaced."""
-BETTER = "is better than its base"
-WORSE = "is worse than its base"
-ALIKE = "shows no difference from its base beyond chance"
-"""What a verdict says of a score; the last, where the interval of the difference holds zero."""
 BEFORE = "## On a GPU"
 """The section of the card that follows the scores."""
 
@@ -82,28 +78,30 @@ def scored_card(card: str, evaluations: Sequence[Mapping[str, Any]]) -> str:
     section = [BEGIN, "## Scores", ""]
     results = []
     for found in evaluations:
-        section += [verdict(found), "", *table_lines(scores_table(found)), ""]
-        section += [*table_lines(groups_table("rows whose answer is", found["kinds"])), ""]
-        for key, value in _values(found).items():
-            result = EvalResult(
-                task_type="text-generation",
-                dataset_type=found["data"],  # results of one type are put together, whatever their name
-                dataset_name=found["data"],
-                metric_type=key,
-                metric_name=NAMES[key],
-                metric_value=round(value["value"], 4),
-                metric_args={"low": round(value["low"], 4), "high": round(value["high"], 4), "rows": found["rows"]},
-            )
-            results.append(result)
-    section.append(END)
-    begin, _, rest = card.replace(NOT_SCORED, "").partition(BEGIN)
-    if rest:
-        rest = rest.partition(END)[2].lstrip("\n")
-    else:
-        begin, rest = _halves(begin)
-    made = ModelCard(begin.rstrip() + "\n\n" + "\n".join(section) + "\n\n" + rest, ignore_metadata_errors=True)
+        section += [verdict(found), "", *table_lines(scores_table(found)), "", *table_lines(kinds_table(found)), ""]
+        for key, name in NAMES.items():
+            value = found["systems"]["adapter"].get(key)
+            if value:
+                result = EvalResult(
+                    task_type="text-generation",
+                    dataset_type=found["data"],  # results of one type are put together, whatever their name
+                    dataset_name=found["data"],
+                    metric_type=key,
+                    metric_name=name,
+                    metric_value=round(value["value"], 4),
+                    metric_args={"low": round(value["low"], 4), "high": round(value["high"], 4), "rows": found["rows"]},
+                )
+                results.append(result)
+    begin, _, scored = card.replace(NOT_SCORED, "").partition(BEGIN)
+    rest = scored.partition(END)[2].lstrip("\n")
+    if not scored:  # the scores belong before the section on the GPU, or at the end
+        begin, title, rest = begin.partition(BEFORE)
+        rest = title + rest
+    text = "\n\n".join([begin.rstrip(), "\n".join([*section, END]), rest])
+    made = ModelCard(text, ignore_metadata_errors=True)
     about: Any = made.data  # the library's class takes these two as attributes, and does not declare them
-    about.model_name = _title(card)
+    headings = [line.removeprefix("# ") for line in card.splitlines() if line.startswith("# ")]
+    about.model_name = headings[0] if headings else "adapter"
     about.eval_results = results
     return f"---\n{about.to_yaml()}\n---\n{made.text}"
 
@@ -111,43 +109,29 @@ def scored_card(card: str, evaluations: Sequence[Mapping[str, Any]]) -> str:
 def verdict(found: Mapping[str, Any]) -> str:
     """Say in one sentence what the adapter does better than its base, beyond chance, on the rows of an evaluation.
 
-    A difference counts if its 95 % interval does not hold zero.
+    A difference counts if its 95 % interval does not hold zero. Rows without scores are compared by their loss.
     """
     on = f"On {found['rows']} rows ({found['data']})"
     differences = found["differences"]
     if not differences:
         return f"{on} the adapter was scored without its base, so what it has learnt is not told."
-    words: dict[str, list[str]] = {BETTER: [], WORSE: [], ALIKE: []}
-    for key in SCORERS:
-        if key in differences:
-            words[_compared(differences[key])].append(NAMES[key])
-    if not any(words.values()):
-        words[_compared(differences["loss"], lower_is_better=True)].append("loss")
+    better: list[str] = []
+    worse: list[str] = []
+    alike: list[str] = []
+    for key in [key for key in SCORERS if key in differences] or ["loss"]:
+        low, high = differences[key]["low"], differences[key]["high"]
+        is_score = key in SCORERS
+        name = NAMES[key] if is_score else "loss"
+        if low <= 0 <= high:
+            alike.append(name)
+        elif (low > 0) == is_score:  # a higher score is better, and a lower loss
+            better.append(name)
+        else:
+            worse.append(name)
+    words = {
+        "is better than its base": better,
+        "is worse than its base": worse,
+        "shows no difference from its base beyond chance": alike,
+    }
     said = [f"{compared} in {', '.join(names)}" for compared, names in words.items() if names]
     return f"{on} the adapter {'; it '.join(said)}."
-
-
-def _compared(difference: Mapping[str, float], lower_is_better: bool = False) -> str:
-    low, high = difference["low"], difference["high"]
-    if lower_is_better:
-        low, high = -high, -low
-    if low > 0:
-        return BETTER
-    return WORSE if high < 0 else ALIKE
-
-
-def _values(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the adapter's scores and losses, each with its interval."""
-    adapter = found["systems"]["adapter"]
-    return {key: adapter[key] for key in NAMES if adapter.get(key)}
-
-
-def _halves(card: str) -> tuple[str, str]:
-    """Split a card without scores where they belong: before its section on the GPU, or at its end."""
-    begin, title, rest = card.partition(BEFORE)
-    return begin, title + rest
-
-
-def _title(card: str) -> str:
-    """Return the first heading of a card."""
-    return next((line.removeprefix("# ") for line in card.splitlines() if line.startswith("# ")), "adapter")

@@ -23,8 +23,7 @@ from cria_tricks.kwanzaa.page import UNSCORED, markdown
 from cria_tricks.kwanzaa.prompt import QARow, keeps_contract, read_rows
 from cria_tricks.kwanzaa.reply import plain_reply, read_reply
 from cria_tricks.kwanzaa.summary import Scored, summarise
-from cria_tricks.kwanzaa.systems import Settings, answers_of_systems, base_name
-from cria_tricks.kwanzaa.training import read_training
+from cria_tricks.kwanzaa.systems import Settings, answers_of_systems
 from cria_tricks.kwanzaa.trivial import trivial_reply
 from cria_tricks.recipe import from_toml
 
@@ -79,24 +78,20 @@ def evaluate(
     about: dict[str, Any] = {"data": source.description, "rows": len(rows), "rows_in_data": len(source.rows)}
     with atomic_files.only_writer(place):
         systems: dict[str, list[Scored]] = {}
-        training = None
         if folder:
             answered, more = answers_of_systems(folder, base, source, len(rows), place, settings, console)
             systems = {name: _scored(rows, written) for name, written in answered.items()}
             about |= {"adapter": str(folder), **more}
-            if rows[0].contract:
-                training = read_training(folder, console.print)
-            else:
+            if not rows[0].contract:
                 console.print(f"note: {UNSCORED}")
-        systems |= _without_a_model(rows, trivial, reference)
-        found = summarise(systems, about, training)
-        _write(found, place)
+        if trivial:
+            systems["trivial"] = [Scored(row, trivial_reply(row), None) for row in rows]
+        if reference:
+            systems["reference"] = [Scored(row, row.reference, None) for row in rows]
+        found = summarise(systems, about)
+        atomic_files.write_file(place / "eval.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
+        atomic_files.write_file(place / "eval.md", markdown(found))
     return found | {"out": str(place)}
-
-
-def _write(found: dict[str, Any], place: Path) -> None:
-    atomic_files.write_file(place / "eval.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
-    atomic_files.write_file(place / "eval.md", markdown(found))
 
 
 def _adapter_folder(adapter: str | Path | None, base: bool, without: bool, settings: Settings) -> Path | None:
@@ -109,13 +104,9 @@ def _adapter_folder(adapter: str | Path | None, base: bool, without: bool, setti
                 "name the folder of an adapter, or give --reference to score the data's own answers, or --trivial"
             )
         return None
-    path = Path(adapter)
-    if not base or not is_whole(path):
-        return artifact.adapter(adapter, settings.base, other_base=settings.other_base)
-    # A whole model, and its base is to answer, too: settings.base is then that base, and not one below the model.
-    path = artifact.adapter(adapter)
-    if not settings.base:
-        base_name(path)  # raises if no file names the base
+    path = artifact.adapter(adapter, settings.base, other_base=settings.other_base)
+    if base and is_whole(path):
+        raise artifact.no_base_below(path, "--with-base")
     return path
 
 
@@ -159,13 +150,3 @@ def _scored(rows: Sequence[QARow], written: Mapping[int, Written]) -> list[Score
     """Parse the answers of one system: as JSON if the rows keep the contract, else as plain text."""
     reader = read_reply if rows[0].contract else plain_reply
     return [Scored(row, reader(written[number].text), written[number]) for number, row in enumerate(rows)]
-
-
-def _without_a_model(rows: Sequence[QARow], trivial: bool, reference: bool) -> dict[str, list[Scored]]:
-    """Score the answers that need no model, those that are asked for."""
-    systems = {}
-    if trivial:
-        systems["trivial"] = [Scored(row, trivial_reply(row), None) for row in rows]
-    if reference:
-        systems["reference"] = [Scored(row, row.reference, None) for row in rows]
-    return systems

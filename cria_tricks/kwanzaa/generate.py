@@ -10,24 +10,19 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from cria_tricks.adapter.folder import PROVENANCE, RECIPE, is_whole
+from cria_tricks.adapter.folder import PROVENANCE
 from cria_tricks.common import atomic_files, waiting
-from cria_tricks.common.errors import BadInput, Diverged, OutOfMemory, is_out_of_memory
+from cria_tricks.common.errors import Diverged, OutOfMemory, is_out_of_memory
 from cria_tricks.common.progress_bars import new_bar
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.rows import Chat
 from cria_tricks.data.samples import answer_line, question
 from cria_tricks.data.tokens import tokenize, trained
-from cria_tricks.hardware import this_device
-from cria_tricks.hardware.gpus import rates_of
 from cria_tricks.kwanzaa.answers import Answers, Written
 from cria_tricks.kwanzaa.reply import read_reply
 from cria_tricks.load.answering import answer_batch
 from cria_tricks.load.losses import full_loss_sum
 from cria_tricks.models import pretrained
-from cria_tricks.models.shape import shape_of
-from cria_tricks.predict.answer_time import Asked, at_most, of_eval
-from cria_tricks.recipe import Recipe, from_toml
 
 BROKEN = 700.0
 """The loss at which an evaluation stops with an error (nats per token).
@@ -53,34 +48,6 @@ def fingerprint(folder: Path) -> str:
 def hash_of(data: Any) -> str:
     """Compute the sha256 of plain JSON data."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
-
-
-def how_long(model: Any, folder: Path, system: str, asked: Asked, *, packed: bool = False) -> str:
-    """Say how long a system's answers take at most, by the rates of this machine.
-
-    Args:
-        model: the adapter over its base, or a whole model.
-        folder: its folder.
-        system: ``adapter`` or ``base``.
-        asked: the rows that are not answered yet.
-        packed: whether the base stays packed.
-    """
-    card = rates_of(this_device())
-    if card is None:
-        return "how long the answers take is not known; cria doctor --calibrate measures this machine"
-    recipe = Recipe()
-    if not is_whole(folder):
-        if not (folder / RECIPE).is_file():
-            return "how long the answers take is not known: the folder has no recipe.toml, which describes the adapter"
-        recipe = from_toml(folder / RECIPE)
-    try:
-        shape = shape_of(model.config.to_dict(), str(folder))
-        most = of_eval(recipe, shape, card, asked, with_adapter=system == "adapter", packed=packed)
-    except BadInput:  # a model that answers, but of a type that cannot be estimated
-        most = None
-    if most is None:
-        return "how long the answers take is not known: the model is of another kind"
-    return at_most(most)
 
 
 def answer_rows(

@@ -1,4 +1,4 @@
-"""Write an evaluation, the content of ``eval.json``, as a Markdown page."""
+"""Write an evaluation, the content of ``eval.json``, as tables."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,36 +13,30 @@ NAMES = {
     "loss": "loss per token of the reference, nats",
     "perplexity": "perplexity of the reference, exp(loss)",
 }
-"""The scores and losses in their order on the page: the key in ``eval.json``, and its name on the page."""
+"""The scores and losses in their order in the tables: the key in ``eval.json``, and its name in a table."""
 _COUNTS = {
-    "json": "a JSON object could be read",
     "placeholders": "placeholders in the place of an answer",
-    "learnt_by_heart": "answers whose text is a training answer, word for word",
-    "same_documents": "cites the same documents as the data's own answer",
-    "citation_precision": "right labels, of all labels",
-    "citation_recall": "statements with a right label, of those that need one",
-    "items": "numbers, years, names and quotes",
-    "unsupported": "of these in no document",
-    "tokens": "tokens an answer, mean",
-    "cut_off": "answers cut off at the longest allowed",
-}
-"""The same for counts."""
-_CASES = {
+    "same_documents": "share that cites the same documents as the data's own answer",
     "refused_rightly": "should refuse, refuses",
     "answered_wrongly": "should refuse, answers",
     "refused_wrongly": "should answer, refuses",
     "answered_rightly": "should answer, answers",
     "no_text": "neither: no text",
+    "cut_off": "answers cut off at the longest allowed",
 }
-"""The same for the confusion matrix of refusals."""
+"""The same for counts."""
 UNSCORED = (
     "The four scores (format, citations, grounding, refusal) need rows whose answers keep the contract "
     "kwanzaa.answer.v1, so they are left out."
 )
-KINDS = "The kind is that of the data's own answer. A placeholder announces an answer in brackets and gives none."
-QUESTIONS = "Where a question was trained on, a model may know the answer by heart."
-_LONGEST = 1200
-"""The length at which a text in an example is cut (characters)."""
+_EXPLAINED = """\
+Mean over the rows; in brackets its 95 % interval, by 10,000 bootstrap draws of the rows (BCa). The docstrings in
+`cria_tricks/kwanzaa/scores.py` define the scores. Loss and perplexity are over whole rows, and the lower the better.
+The kind of a row is that of the data's own answer: a placeholder announces an answer in brackets and gives none.
+`eval.json` has the answers to each row, with the reasons of their scores."""
+
+Table = list[list[str]]
+"""The lines of a table, each a list of cells; the first line holds the names of the columns."""
 
 
 def markdown(found: Mapping[str, Any]) -> str:
@@ -51,124 +45,23 @@ def markdown(found: Mapping[str, Any]) -> str:
     Args:
         found: the evaluation, from :func:`cria_tricks.kwanzaa.summary.summarise`.
     """
-    lines = [
-        "# Evaluation",
-        "",
-        f"{found['rows']} of {found['rows_in_data']} rows of {found['data']}.",
-        *_made_with(found),
-        "",
-        *_scores(found),
-        *_groups("kind of row", KINDS, groups_table("rows whose answer is", found["kinds"])),
-        *_groups("question", QUESTIONS, groups_table("rows of which", found["questions"])),
-        *_counts(found["systems"]),
-    ]
-    if _keeps_contract(found["systems"]):
-        lines += _violations(found["systems"])
-        lines += _refusals(found["systems"])
-    lines += [f"## {len(found['examples'])} examples", ""]
-    for example in found["examples"]:
-        lines += _example(example)
-    return "\n".join(lines)
-
-
-def _keeps_contract(systems: Mapping[str, Any]) -> bool:
-    """Tell whether the rows keep the answer contract: only then are its violations counted."""
-    first = next(iter(systems.values()))
-    return "violations" in first
-
-
-def _made_with(found: Mapping[str, Any]) -> list[str]:
-    """Name the adapter and the versions of the libraries; no lines if no model has answered."""
-    lines = []
+    lines = ["# Evaluation", "", f"{found['rows']} of {found['rows_in_data']} rows of {found['data']}."]
     if "adapter" in found:
         keys = ("base", "quantization", "dtype", "device", "max_new_tokens")
         with_what = ", ".join(f"{key} {found[key]}" for key in keys if found.get(key))
         lines.append(f"Adapter: {found['adapter']}; {with_what}.")
-    versions = [f"{name} {version}" for name, version in found.get("versions", {}).items()]
-    if versions:
-        lines.append(f"Versions: {', '.join(versions)}.")
-    return lines
-
-
-def _scores(found: Mapping[str, Any]) -> list[str]:
-    where = UNSCORED
-    if _keeps_contract(found["systems"]):
-        where = "Definitions and blind spots stand in `cria_tricks/kwanzaa/scores.py`."
-    texts = ""
     if found.get("text_length"):
-        texts = f"A text is not answered; for its loss it is cut into rows of {found['text_length']:,} tokens. "
-    return [
-        "## Scores",
-        "",
-        "Mean over the rows; in brackets its 95 % interval, by 10,000 bootstrap draws of the rows (BCa).",
-        "",
-        *table_lines(scores_table(found)),
-        "",
-        where,
-        "",
-        f"The loss is on whole rows, and it is not quite the training report's where that cut some. {texts}"
-        "Loss and perplexity: the lower the better.",
-        "",
-    ]
+        lines.append(f"A text is not answered; for its loss it is cut into rows of {found['text_length']:,} tokens.")
+    if not found["kinds"]:
+        lines.append(UNSCORED)
+    lines += ["", _EXPLAINED, ""]
+    for made in (scores_table(found), kinds_table(found), _counts_table(found["systems"])):
+        lines += [*table_lines(made), ""]
+    return "\n".join(lines)
 
 
-def _groups(by: str, text: str, table: list[list[str]]) -> list[str]:
-    """Write the scores by group of rows under a heading; no lines without a table."""
-    return [f"## By {by}", "", text, "", *table_lines(table), ""] if table else []
-
-
-def groups_table(column: str, groups: Mapping[str, Any]) -> list[list[str]]:
-    """Lay out the scores by group of rows: a line for each group and score, a column for each system.
-
-    Returns:
-        The lines of the table; the first line holds the column names. Empty if all rows are of one group, or do not
-        keep the contract.
-    """
-    if len(groups) < 2:
-        return []
-    systems = next(iter(groups.values()))["systems"]
-    rows = [[column, "score", *systems]]
-    for group, found in groups.items():
-        for key, name in NAMES.items():
-            values = [_value(system[key]) for system in found["systems"].values() if key in system]
-            if values:
-                rows.append([f"{group}, {found['rows']} rows", name, *values])
-    return rows
-
-
-def _counts(systems: Mapping[str, Any]) -> list[str]:
-    first = next(iter(systems.values()))
-    rows = []
-    for key, label in _COUNTS.items():
-        if key in first:
-            rows.append([label, *(_count(system[key]) for system in systems.values())])
-    return ["## Counts", "", *table_lines([["what", *systems], *rows]), ""]
-
-
-def _violations(systems: Mapping[str, Any]) -> list[str]:
-    kinds: dict[str, None] = {}  # an ordered set
-    for system in systems.values():
-        kinds |= dict.fromkeys(system["violations"])
-    rows = []
-    for kind in kinds:
-        shares = [system["violations"].get(kind, 0) for system in systems.values()]
-        rows.append([kind, *(f"{share:.2f}" for share in shares)])
-    return ["## Violations of the contract", "", *table_lines([["share of rows with", *systems], *rows]), ""]
-
-
-def _refusals(systems: Mapping[str, Any]) -> list[str]:
-    rows = []
-    for key, label in _CASES.items():
-        rows.append([label, *(str(system["confusion"][key]) for system in systems.values())])
-    return ["## Refusals", "", *table_lines([["rows", *systems], *rows]), ""]
-
-
-def scores_table(found: Mapping[str, Any]) -> list[list[str]]:
-    """Lay out the scores with their intervals, a column for each system and one for their difference.
-
-    Returns:
-        The lines of the table, each a list of cells; the first line holds the column names.
-    """
+def scores_table(found: Mapping[str, Any]) -> Table:
+    """Lay out the scores over all rows with their intervals: a column for each system and one for their difference."""
     systems = found["systems"]
     differences = found["differences"]
     rows = [["score", *systems]]
@@ -183,38 +76,34 @@ def scores_table(found: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _example(example: Mapping[str, Any]) -> list[str]:
-    """Write one row with its documents, and below it the reference and the answer of each system."""
-    asked = example["query"].strip().splitlines() or ["(nothing is asked)"]
-    where = f"{example['row']}."
-    if any(system["scores"] for system in example["systems"].values()):
-        documents = [f"[{number}] {title}" for number, title in enumerate(example["documents"], 1)]
-        where += f" Documents: {'; '.join(documents) or 'none'}"
-    lines = [f"### {asked[0]}", "", where, ""]
-    answers = {"reference": _quoted(example["reference"])}
-    scores = {"reference": ""}
-    for name, system in example["systems"].items():
-        answers[name] = _quoted(system["text"])
-        scores[name] = _scores_in_words(system)
-    for name, quoted in answers.items():
-        lines += [f"**{name}**{scores[name]}", "", *quoted, ""]
-    return lines
+def kinds_table(found: Mapping[str, Any]) -> Table:
+    """Lay out the scores by kind of row; empty if all rows are of one kind, or do not keep the contract."""
+    if len(found["kinds"]) < 2:
+        return []
+    rows = [["rows whose answer is", "score", *found["systems"]]]
+    for kind, about in found["kinds"].items():
+        for key, name in NAMES.items():
+            values = [_value(system[key]) for system in about["systems"].values() if key in system]
+            if values:
+                rows.append([f"{kind}, {about['rows']} rows", name, *values])
+    return rows
 
 
-def _scores_in_words(system: Mapping[str, Any]) -> str:
-    said = ", ".join(f"{scorer} {value:.2f}" for scorer, value in system["scores"].items())
-    if not said:
-        return ""
-    if not system["read"]:
-        said += "; no JSON could be read"
-    return f" ({said})"
-
-
-def _quoted(text: str) -> list[str]:
-    """Write a text as a Markdown quotation, cut to its first :data:`_LONGEST` characters."""
-    if len(text) > _LONGEST:
-        text = text[:_LONGEST] + " ..."
-    return [f"> {line}".rstrip() for line in text.splitlines() or ["(no text)"]]
+def _counts_table(systems: Mapping[str, Any]) -> Table:
+    """Lay out the counts, and the share of answers with each violation of the contract."""
+    counts = []
+    violations: dict[str, None] = {}  # an ordered set
+    for system in systems.values():
+        counts.append({**system, **system.get("confusion", {})})
+        violations |= dict.fromkeys(system.get("violations", {}))
+    rows = [["what", *systems]]
+    for key, name in _COUNTS.items():
+        if key in counts[0]:
+            rows.append([name, *(_count(count[key]) for count in counts)])
+    for violation in violations:
+        shares = [system["violations"].get(violation, 0.0) for system in systems.values()]
+        rows.append([f"share that breaks the contract: {violation}", *map(_count, shares)])
+    return rows
 
 
 def _value(found: Mapping[str, float] | None, sign: str = "") -> str:
@@ -227,9 +116,7 @@ def _value(found: Mapping[str, float] | None, sign: str = "") -> str:
 def _count(value: float | None) -> str:
     if value is None:
         return ""
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:,.2f}"
+    return f"{value:.2f}" if isinstance(value, float) else f"{value:,}"
 
 
 def table_lines(table: Sequence[Sequence[str]]) -> list[str]:

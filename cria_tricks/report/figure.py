@@ -1,4 +1,4 @@
-"""Draw the figure of a report, loss and memory over the steps, and the losses of several runs."""
+"""Draw the figure of a report: loss and memory over the steps."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,6 @@ from cria_tricks.common.themes import THEMES
 
 _BLUE, _ORANGE, *_ = THEMES["light"].series
 """The picture has a white background of its own, so it is the same in both modes."""
-_COLOURS = THEMES["light"].series
-_MARKS = (".", "s", "^")
 
 
 def draw(report: Mapping[str, Any]) -> bytes:
@@ -42,44 +40,6 @@ def draw(report: Mapping[str, Any]) -> bytes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
         axes.xaxis.get_major_locator().set_params(integer=True)
-    picture = io.BytesIO()
-    figure.savefig(picture)
-    return picture.getvalue()
-
-
-def draw_losses(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
-    """Draw the training and evaluation losses of several runs, and return the picture as a PNG.
-
-    Args:
-        histories: the history of each run, by its name; those that did not finish have none.
-
-    Returns:
-        No bytes if no run has a history.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here, because matplotlib starts slowly
-    from matplotlib.figure import Figure
-
-    if not any(histories.values()):
-        return b""
-    figure = Figure(figsize=(9, 3.6), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = dict(zip(("loss", "eval_loss"), figure.subplots(1, 2), strict=True))
-    for number, (name, history) in enumerate(histories.items()):
-        colour = _COLOURS[number % len(_COLOURS)]
-        # After the last colour they begin again, with other marks.
-        mark = _MARKS[number // len(_COLOURS) % len(_MARKS)]
-        for key, plot in axes.items():
-            entries = [entry for entry in history if entry.get(key) is not None]
-            if entries:
-                plot.plot(_column(entries, "step"), _column(entries, key), color=colour, marker=mark, label=name)
-    axes["loss"].set(title="Training steps", ylabel="loss per trained token, nats")
-    axes["eval_loss"].set(title="Evaluations, all rows")
-    for plot in axes.values():
-        plot.set_xlabel("optimizer step")
-        plot.spines[["top", "right"]].set_visible(False)
-        plot.grid(alpha=0.25)
-        plot.xaxis.get_major_locator().set_params(integer=True)
-    figure.legend(*axes["loss"].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=4)
     picture = io.BytesIO()
     figure.savefig(picture)
     return picture.getvalue()

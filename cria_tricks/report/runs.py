@@ -75,7 +75,7 @@ def _read(folder: Path, name: str) -> RunFolder:
         raise BadInput(f"{folder / 'recipe.toml'}: cannot be read: {error.strerror}") from None
     except ValueError as error:  # no TOML, or not UTF-8
         raise BadInput(f"{folder / 'recipe.toml'}: not valid TOML: {error}") from None
-    evaluation = _json(folder / EVALUATION, ("data", "rows", "systems", "answers", "examples"))
+    evaluation = _json(folder / EVALUATION, ("data", "rows", "systems"))
     return RunFolder(name, folder, flat(recipe), report, evaluation)
 
 

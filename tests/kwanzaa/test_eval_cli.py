@@ -14,15 +14,9 @@ from typer.main import get_command
 
 from cria_tricks import models
 from cria_tricks.cli import main
-from cria_tricks.data.lengths import read as read_lengths
 from cria_tricks.hardware import this_device
-from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.device import pretend
-from cria_tricks.hardware.reached import Reached
-from cria_tricks.kwanzaa import generate
-from cria_tricks.models.shape import find_shape
-from cria_tricks.predict.answer_time import Asked, of_eval
-from cria_tricks.recipe import from_toml, with_settings
+from cria_tricks.recipe import with_settings
 from cria_tricks.settings import BATCH, NEW_TOKENS
 from tests.test_cli import QUICK, ROWS, few_rows  # noqa: F401 (a fixture)
 
@@ -32,7 +26,7 @@ SHORT = ["--data", str(ROWS), "--limit", "3", "--batch-size", "2", "--max-new-to
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
     """One LoRA step of the tiny model, as ``cria train`` leaves it."""
-    from cria_tricks.recipe import Recipe, with_settings
+    from cria_tricks.recipe import Recipe
     from cria_tricks.run.run import train
 
     few = tmp_path_factory.mktemp("rows") / "few.jsonl"
@@ -58,12 +52,10 @@ def test_adapter_base_and_reference_side_by_side(adapter, run_cria, tmp_path):
     assert loss["adapter"] != loss["base"], "the adapter was on for one and off for the other"
     assert difference["low"] <= difference["value"] <= difference["high"]
     assert "loss" not in found["systems"]["reference"]
-    assert [len(rows) for rows in found["answers"].values()] == [3, 3, 3]
+    assert [list(row["systems"]) for row in found["answers"]] == [["adapter", "base", "reference"]] * 3
     assert "adapter    2/3 rows" in stderr
     text = (out / "eval.md").read_text()
     assert f"{loss['adapter']:.3f}" in text
-    assert all(example["query"] in text for example in found["examples"])
-    assert len(found["examples"]) == 3
 
     before = (out / "answers-base.jsonl").read_text()
     again = run_cria("eval", adapter, "--with-base", "--reference", *SHORT, "--out", out, "--json")
@@ -78,26 +70,6 @@ def test_adapter_base_and_reference_side_by_side(adapter, run_cria, tmp_path):
 def chat(*said: str) -> dict:
     turns = [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(said)]
     return {"messages": turns}
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_before_it_answers_it_says_how_long_that_takes_at_most(known, adapter, run_cria, tmp_path, monkeypatch):
-    card = Card(this_device(), 1e12, 1e12, 1e11, 1e10, "made up", Reached(1, 1, 1, 1e-5, 1.5, "made up"))
-    monkeypatch.setattr(generate, "rates_of", lambda device: card if known else None)
-    if known:
-        monkeypatch.setattr(generate, "at_most", lambda seconds: f"{seconds:.9f} s")
-    code, _, stderr = run_cria("eval", adapter, "--with-base", *SHORT, "--out", tmp_path / "eval")
-    assert code == 0, stderr
-    said = [line.partition(": ")[2] for line in stderr.splitlines() if line.startswith(("adapter: ", "base: "))]
-    if not known:
-        assert said == ["how long the answers take is not known; cria doctor --calibrate measures this machine"] * 2
-        return
-    recipe = from_toml(Path(adapter) / "recipe.toml")
-    longest = max(read_lengths(with_settings(recipe, [f"data.eval={ROWS}"])).prompts[:3])
-    asked = Asked(rows=3, prompt=longest, new=4, together=2)
-    times = [of_eval(recipe, find_shape("tiny"), card, asked, with_adapter=on) for on in (True, False)]
-    assert said == [f"{time:.9f} s" for time in times]
-    assert times[0] > times[1] > 0
 
 
 def test_its_defaults_are_those_that_a_plan_counts_with():
@@ -139,7 +111,7 @@ def test_any_data_has_a_loss_a_perplexity_and_answers(adapter, run_cria, tmp_pat
         loss = sum(full_loss_sum(model, PadToLongest(0)([row])).item() for row in rows)
     loss /= sum(map(trained, rows))
     system = found["systems"]["adapter"]
-    assert list(system) == ["loss", "perplexity", "tokens", "cut_off"], "no scores"
+    assert list(system) == ["loss", "perplexity", "cut_off"], "no scores"
     assert system["loss"]["value"] == pytest.approx(loss, rel=2e-3 if model.dtype == torch.bfloat16 else 1e-6)
     for end in ("value", "low", "high"):
         assert system["perplexity"][end] == pytest.approx(math.exp(system["loss"][end]))
@@ -150,12 +122,12 @@ def test_any_data_has_a_loss_a_perplexity_and_answers(adapter, run_cria, tmp_pat
     written = [json.loads(line) for line in (out / "answers-adapter.jsonl").read_text().splitlines()[1:]]
     tokens = {list(KINDS)[entry["row"]]: entry["tokens"] for entry in written}
     assert [kind for kind in KINDS if not tokens[kind]] == ["no prompt", "text"], "there is nothing to answer"
-    asked = [example["query"] for example in found["examples"]]
+    asked = [row["query"] for row in found["answers"]]
     assert asked == ["Who carved it?", "When?", "The mat lies", "", "", "Name the third.\n\nof seven"]
     page = (out / "eval.md").read_text()
     assert "the contract kwanzaa.answer.v1, so they are left out" in page
     assert "A text is not answered; for its loss it is cut into rows of 320 tokens." in page
-    assert "## Refusals" not in page
+    assert "should refuse" not in page
     assert f"| perplexity of the reference, exp(loss) | {system['perplexity']['value']:.3f} [" in page
 
     code, stdout, stderr = run_cria("eval", adapter, "--with-base", *arguments)
@@ -171,8 +143,10 @@ def test_the_loss_below_the_adapter_is_the_base_models(bf16, apart, adapter, run
     In fp32 a loss near 11 is the same but for sums in another order. In bf16 some processors round the same model in
     two ways, and by half a step at most, which is 2**-9 of a number.
     """
+    from transformers import AutoModelForCausalLM
+
     from cria_tricks import models
-    from cria_tricks.adapter.opening import open_base, open_folder
+    from cria_tricks.adapter.opening import open_folder
     from cria_tricks.data.rows import read_jsonl
     from cria_tricks.kwanzaa.generate import reference_loss
 
@@ -180,9 +154,9 @@ def test_the_loss_below_the_adapter_is_the_base_models(bf16, apart, adapter, run
     with pretend(replace(this_device(), real_bf16=bf16)):
         code, stdout, stderr = run_cria("eval", adapter, "--with-base", *one, "--out", tmp_path, "--json")
         assert code == 0, stderr
-        _, tokenizer = open_folder(adapter)
-        plain = open_base(models.find("random:tiny"))
-    assert plain.dtype == (torch.bfloat16 if bf16 else torch.float32)
+        adapted, tokenizer = open_folder(adapter)
+    assert adapted.dtype == (torch.bfloat16 if bf16 else torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(models.find("random:tiny").path, dtype=adapted.dtype).eval()
     loss, tokens = reference_loss(plain, tokenizer, read_jsonl(ROWS)[0])
     assert json.loads(stdout)["systems"]["base"]["loss"]["value"] == pytest.approx(loss / tokens, rel=apart)
 
@@ -201,31 +175,16 @@ def test_without_out_it_stands_beside_the_adapter_and_prints_a_table(adapter, ru
     assert "format compliance" in stdout
 
 
-def test_a_whole_model_is_held_against_what_it_was_trained_from(run_cria, few_rows, tmp_path):  # noqa: F811
-    sets = ["--set", "model=random:tiny", "--set", "train.max_steps=1", "--set", "data.max_length=320"]
-    code, _, stderr = run_cria("train", "baseline", *sets, *few_rows, "--out", tmp_path / "run")
+def test_a_whole_model_is_evaluated_without_a_base_and_options_that_need_one_are_refused(run_cria, tokenizer, tmp_path):
+    whole = tmp_path / "whole"
+    shutil.copytree(models.find("random:tiny").path, whole)
+    tokenizer.save_pretrained(whole)
+    for options in (["--with-base"], ["--base", tmp_path]):
+        code, _, stderr = run_cria("eval", whole, *options, *SHORT, "--out", tmp_path / "eval")
+        assert (code, f"{whole} is a whole model and has no base below it" in stderr) == (2, True)
+    code, stdout, stderr = run_cria("eval", whole, *SHORT, "--out", tmp_path / "eval", "--json")
     assert code == 0, stderr
-    folder = tmp_path / "run" / "model"
-    code, stdout, stderr = run_cria("eval", folder, "--with-base", *SHORT, "--json")
-    assert code == 0, stderr
-    assert json.loads(stdout)["differences"]["loss"]["value"] < 0, "it learnt something"
-    (folder / "recipe.toml").unlink()
-    code, _, stderr = run_cria("eval", folder, "--with-base", *SHORT)
-    assert code == 2
-    assert "holds a whole model and no recipe.toml that names what it was trained from" in stderr
-
-
-def test_a_whole_model_may_be_told_where_that_lies(run_cria, tokenizer, tmp_path):
-    base = tmp_path / "base"
-    shutil.copytree(models.find("random:tiny").path, base)
-    tokenizer.save_pretrained(base)
-    code, _, stderr = run_cria("eval", base, "--base", tmp_path, *SHORT, "--out", tmp_path / "eval")
-    assert (code, f"--base {tmp_path}: {base} is a whole model and has no base" in stderr) == (2, True)
-    code, stdout, stderr = run_cria(
-        "eval", base, "--with-base", "--base", base, *SHORT, "--out", tmp_path / "eval", "--json"
-    )
-    assert code == 0, stderr
-    assert json.loads(stdout)["differences"]["loss"]["value"] == 0
+    assert list(json.loads(stdout)["systems"]) == ["adapter"]
 
 
 def test_a_tokenizer_of_another_model_is_one_line(run_cria, tiny_model, tokenizer, tmp_path):

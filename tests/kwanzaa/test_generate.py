@@ -166,10 +166,10 @@ def test_kept_answers_come_back_and_a_line_cut_short_does_not(tmp_path):
     ("content", "said"),
     [
         (json.dumps({**ABOUT, "adapter": "b"}) + "\n", "holds answers that differ in adapter;"),
-        ("", "holds answers that differ in adapter, max_new_tokens;"),
-        ("[]\n", "differ in adapter"),
-        (json.dumps(ABOUT) + '\n{"row": 1}\n', "answers.jsonl:2: is damaged"),
-        (json.dumps(ABOUT) + "\nx\n", "answers.jsonl:2: is damaged"),
+        ("[]\n", "holds answers that differ in adapter, max_new_tokens;"),
+        ("", "answers.jsonl: is damaged"),
+        (json.dumps(ABOUT) + '\n{"row": 1}\n', "answers.jsonl: is damaged"),
+        (json.dumps(ABOUT) + "\nx\n", "answers.jsonl: is damaged"),
     ],
 )
 def test_answers_of_something_else_are_refused_and_left_alone(content, said, tmp_path):
