@@ -15,7 +15,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from cria_tricks.bill.fsdp_bytes import sizes
@@ -23,7 +22,6 @@ from cria_tricks.hardware.cards import CARDS, FLAVORS
 from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import context, ddp, fsdp, tensor
 from cria_tricks.predict.links import LINKS, when_it_stops
-from cria_tricks.predict.machines import advise
 from cria_tricks.predict.per_process import per_process
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks import folds
@@ -123,13 +121,6 @@ DOUBLINGS = (
     "smollm2 t4 10gbe ddp: accumulate",
 )
 
-# Model: the kind, tokens and budget that advise is asked with.
-QUESTIONS = (
-    "smollm2: kind=quick",
-    "llama-3.1-8b: kind=production budget=60",
-    "llama-2-13b: tokens=3000000 budget=4.5",
-)
-
 
 def read(case: str) -> tuple[Recipe, dict[str, Any]]:
     """A recipe of ``ROWSxTOKENS: toggles``, and the options among these, which have an = and no dot before it."""
@@ -190,26 +181,6 @@ def of_doublings(case: str) -> dict[str, Any]:
     return {**points, "stops": found.stops, "why": found.why}
 
 
-def of_advice(case: str) -> dict[str, Any]:
-    """The whole answer, but for the machines' options a line each; of bytes that are easy to follow."""
-    model, _, asked = case.partition(": ")
-    options = {name: value for name, _, value in (word.partition("=") for word in asked.split())}
-    given = {name: value if name == "kind" else json.loads(value) for name, value in options.items()}
-
-    def estimate(recipe: Recipe, shape: Any, device: Any) -> Any:
-        each = {"full": 16, "lora": 2, "qlora": 0.5}[recipe.name]
-        needed = int(each * shape.weights) + recipe.data.max_length * 2**20
-        return SimpleNamespace(needed_bytes=needed, least_bytes=needed)
-
-    found = asdict(advise(find_shape(model), estimate, **given))
-    for option in found.pop("options"):
-        money = [option[key] and rounded(option[key]) for key in ("minutes", "cost")]
-        found[f"{option['method']} on {option['flavor']}"] = [
-            option["needed_bytes"], option["capacity_bytes"], option["verdict"], *money, option["within_budget"],
-        ]  # fmt: skip
-    return found
-
-
 TABLES = {"cards": CARDS, "flavors": FLAVORS, "links": LINKS}
 
 
@@ -220,7 +191,6 @@ def of_table(name: str) -> dict[str, Any]:
 
 FILES: dict[str, tuple[Callable[[str], Any], Sequence[str]]] = {
     "steps": (of_step, STEPS),
-    "advice": (of_advice, QUESTIONS),
     "processes": (of_process, SHARED),
     "doublings": (of_doublings, DOUBLINGS),
     "tables": (of_table, tuple(TABLES)),

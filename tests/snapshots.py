@@ -28,7 +28,7 @@ CASES = {
     "--set tricks.gradient_checkpointing=true --set tricks.chunked_loss=true",
     "plan_two_cards": "plan kwanzaa --gpu t4 --rows-full --nproc 2",
     "tricks": "tricks",
-    "hardware": "hardware",
+    "plan_all": "plan kwanzaa --gpu all --rows 107 --rows-full",
     "data": "data nguzo_saba --max-length 400",
     "doctor": "doctor",
     "explain": "explain nf4",

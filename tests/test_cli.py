@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +19,6 @@ from cria_tricks import models
 from cria_tricks.adapter import folder as artifact
 from cria_tricks.cli import app, main
 from cria_tricks.common.errors import BadInput, Diverged, Interrupted, Lost, OutOfMemory, Unfinished
-from cria_tricks.hardware import trust
-from cria_tricks.hardware.cards import PRICES_DATE
 from cria_tricks.load import adapter_files
 from cria_tricks.recipe import Recipe
 from tests.parallel import steps
@@ -301,55 +298,6 @@ def test_doctor_and_tricks(run_cria):
     assert off == {entry["set"]: entry["saved_bytes"] for entry in plan["removed"]}
 
 
-@pytest.fixture
-def estimator(monkeypatch):
-    """Stands in for the memory estimate: so many bytes a parameter, whatever else."""
-    each = {"full": 20, "lora": 2, "qlora": 1}
-
-    def estimate(recipe, shape, device):
-        needed = each[recipe.name] * shape.weights
-        return SimpleNamespace(needed_bytes=needed, least_bytes=needed)
-
-    monkeypatch.setattr("cria_tricks.tricks.folds.estimate", estimate)
-
-
-def test_hardware(run_cria, estimator):
-    code, stdout, stderr = run_cria(
-        "hardware", "--model", "llama-3.1-8b", "--tokens", "1000000", "--budget", "9", "--json"
-    )
-    assert code == 0, stderr
-    found = json.loads(stdout)
-    assert (found["model"], found["tokens"], found["budget"]) == ("llama-3.1-8b", 1_000_000, 9)
-    assert (found["cheapest"]["full"], found["cheapest"]["lora"]) == (None, "a100-large")
-    assert {"l4x1", "a100-large"} <= {found["cheapest"]["qlora"], *found["as_cheap"]["qlora"]}
-    assert found["guide"][1]["flavors"] == ["t4-medium", "a10g-small"]
-    code, stdout, _ = run_cria("hardware", "--model", "llama-3.1-8b", "--kind", "production")
-    assert code == 0
-    assert "t4-small      14.7 GiB  needs 149.6 GiB " in stdout
-    assert "The guide recommends" in stdout
-    assert trust.TIME in " ".join(stdout.split())
-    assert f"list of {PRICES_DATE}" in " ".join(stdout.split())
-    for option in found["options"]:
-        assert option["flavor"] in stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--model", "llama-9"], "model llama-9: no such folder, and no hub id (owner/name)"),
-        (["--tokens", "-5"], "--tokens -5: must be a whole number above 0"),
-        (["--tokens", "many"], "Invalid value for '--tokens'"),
-        (["--budget", "-1"], "--budget -1: must be an amount of USD above 0"),
-        (["--budget", "nan"], "--budget nan: must be an amount of USD above 0"),
-        (["--kind", "quik"], "--kind quik: did you mean quick?"),
-    ],
-)
-def test_a_wrong_question_about_hardware_is_one_line(arguments, said, run_cria, estimator):
-    code, stdout, stderr = run_cria("hardware", *arguments)
-    assert (code, stdout, stderr.count("\n")) == (2, "", 1)
-    assert stderr.startswith(f"error: {said}")
-
-
 def test_explain(run_cria):
     code, stdout, _ = run_cria("explain", "nf4")
     assert code == 0
@@ -362,7 +310,7 @@ def test_explain(run_cria):
 
 
 GROUPS = {
-    "Before you train": ("plan", "hardware", "film", "data"),
+    "Before you train": ("plan", "film", "data"),
     "Train": ("prepare", "train", "launch"),
     "After training": ("chat", "eval", "card", "verify", "merge", "export", "publish", "compare"),
     "Learn the techniques": ("tricks", "explain"),

@@ -334,14 +334,3 @@ def run_tokens(recipe: Recipe, rows: int, tokens: float) -> float:
     if not rows_of_run:  # max_steps is not set
         rows_of_run = math.ceil(rows * train.epochs)
     return rows_of_run * tokens
-
-
-def run_cost(step: Step, tokens: float, flavor: Flavor) -> RunPrice:
-    """Estimate minutes and price of a run.
-
-    Args:
-        step: an estimate for the flavor's card and its number of cards.
-        tokens: tokens of the whole run, all epochs together.
-        flavor: the machine. Its cards are data-parallel: they share the rows, and each holds the whole model.
-    """
-    return RunPrice(flavor, tokens / (step.tokens_per_second * flavor.cards) / 60, step.spread)

@@ -34,6 +34,9 @@ from cria_tricks.cli import techniques  # noqa: F401
 from cria_tricks.cli import bench  # noqa: F401
 # isort: on
 
+GONE = {"hardware": "cria plan RECIPE --gpu all"}
+"""Commands that are gone, each with what does its work now."""
+
 
 def main() -> None:
     """Run the command line; every foreseen error is one line on stderr and an exit code."""
@@ -78,10 +81,13 @@ def _run() -> int | None:
     """Run the command; the exit code of typer.Exit.
 
     Raises:
-        BadInput: if it cannot be told which process of a run this is.
+        BadInput: for a command that is gone, or if it cannot be told which process of a run this is.
         KeyboardInterrupt: if a signal came, whatever a library or typer, which returns 130, has made of it.
     """
     numbers.refuse_odd_numbers()
+    command = "".join(sys.argv[1:2])
+    if command in GONE:
+        raise BadInput(f"cria {command} is gone; use {GONE[command]}")
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="cria", standalone_mode=False)
     except (SystemExit, Interrupted):

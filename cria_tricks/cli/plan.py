@@ -1,6 +1,6 @@
-"""``cria plan`` and ``cria hardware``: the memory, time and price of a run, and a machine for it.
+"""``cria plan``: the memory, time and price of a run, on one machine or on all.
 
-Each command imports its part of the package when it is called, so that ``cria --help`` is quick.
+It imports its part of the package when it is called, so that ``cria --help`` is quick.
 """
 
 import contextlib
@@ -9,23 +9,17 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from cria_tricks.cli.app import PLAN, SHOWN, FitAim, Json, MayChange, Offline, Settings, Toggles, app, screen
 from cria_tricks.common import interrupts
-from cria_tricks.common.console import table
+from cria_tricks.common.errors import BadInput
 from cria_tricks.common.startup import importing
-from cria_tricks.common.units import human
 
-if TYPE_CHECKING:
-    from cria_tricks.predict.machines import Advice, Option
-
-
-MORE = "[dim]more: --fit AIM, --switches, --ladder, --front, --longest, --rows N, --json[/]"
+MORE = "[dim]more: --gpu all, --fit AIM, --switches, --ladder, --front, --longest, --rows N, --json[/]"
 """The last line of the answer of ``cria plan``."""
 
 
@@ -35,7 +29,7 @@ def plan(
     model: Annotated[str | None, typer.Option(help="A short name, a hub id, a folder or a config.json.")] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(help="A card (t4, rtx3060; t4@kaggle), its memory (8GiB), or here. Default: yours, or a t4."),
+        typer.Option(help="A card (t4, rtx3060; t4@kaggle), its memory (8GiB), here or all. Default: yours, or a t4."),
     ] = None,
     settings: Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the real step on tensors without data.")] = False,
@@ -68,9 +62,21 @@ def plan(
     offline: Offline = False,
     as_json: Json = False,
 ) -> None:
-    """Say what a recipe needs on a card, and why, without loading a weight. Exit code 3 if it does not fit."""
+    """Say what a recipe needs on a card, or on all, without loading a weight. Exit code 3 if it does not fit."""
+    from cria_tricks.hardware import T4
     from cria_tricks.run import api
+    from cria_tricks.run.asked import named
 
+    if gpu is not None and gpu.strip().lower() == api.ALL:
+        of_one = {"--dry-run": dry_run, "--switches": toggles, "--ladder": ladder, "--front": front}
+        for option, given in (of_one | {"--longest": longest, "--nproc": nproc > 1}).items():
+            if given:
+                raise BadInput(f"{option} with --gpu all: it is about one machine; name it, such as --gpu t4")
+        start, changes = named(recipe, model, settings or ())
+        api.find_wanted(start, changes, T4)  # a wrong name is told before torch is imported, which takes seconds
+        fitting = {"fit": fit, "may_change": may_change or (), "as_is": as_is}
+        _compare(recipe, as_json, model=model, settings=settings or (), rows=rows, rows_full=rows_full, **fitting)
+        return
     with contextlib.redirect_stdout(sys.stderr), interrupts.AtOnce():  # it writes nothing
         found = api.plan(
             recipe,
@@ -107,53 +113,15 @@ def _train(recipe: str, model: str | None, settings: Sequence[str], aim: str) ->
     return shlex.join(["cria", "train", str(start), *sets, "--fit", aim])
 
 
-@app.command(rich_help_panel=PLAN, epilog="Example: cria hardware --model llama-3.1-8b --budget 9")
-def hardware(
-    model: Annotated[str, typer.Option(help="A short name, a hub id, a folder or a config.json.")] = "llama-3.2-1b",
-    tokens: Annotated[int | None, typer.Option(help="Of the whole run, every epoch counted.")] = None,
-    budget: Annotated[float | None, typer.Option(help="USD for the run.")] = None,
-    kind: Annotated[str, typer.Option(help="quick, development, production or research.")] = "development",
-    offline: Offline = False,
-    as_json: Json = False,
-) -> None:
-    """Say which machine a model can be trained on, for how long and at what price; and what the usual guide says."""
-    from cria_tricks.models.shape import find_shape
-    from cria_tricks.predict.selection_guide import refuse_unknown
-
-    refuse_unknown(tokens, budget, kind)
-    shape = find_shape(model)
-    with importing():  # this imports torch, which takes seconds; a wrong name was told before
-        from cria_tricks.predict.machines import advise
-        from cria_tricks.tricks.folds import estimate
-    found = advise(shape, estimate, tokens, budget, kind)
+def _compare(recipe: str, as_json: bool, **asked: Any) -> None:
+    """Print what the recipe needs, how long it takes and what it costs on every machine."""
+    with importing():
+        from cria_tricks.run import machines
+    with contextlib.redirect_stdout(sys.stderr), interrupts.AtOnce():  # it writes nothing
+        offers = machines.compare(recipe, **asked)
     if as_json:
-        print(json.dumps(dataclasses.asdict(found), indent=2, allow_nan=False))
-        return
-    _print_advice(found)
-
-
-def _print_advice(found: "Advice") -> None:
-    from cria_tricks.predict.machines import METHODS
-    from cria_tricks.predict.words import in_words, verdict
-
-    lead = Table.grid(padding=(0, 2))
-    lead.add_row("[bold]model[/]", f"{found.model}, {found.parameters / 1e9:.2f} billion parameters")
-    lead.add_row("[bold]run[/]", f"{found.tokens:,} tokens, in rows of {found.tokens_per_row:,} ({found.kind})")
-    for name, ways in verdict(found):
-        lead.add_row(f"[bold]{name}[/]", ways)
-    shown = table("machine", "memory", *METHODS.values())
-    for flavor in dict.fromkeys(option.flavor for option in found.options):
-        here = [option for option in found.options if option.flavor == flavor]
-        shown.add_row(flavor, human(here[0].capacity_bytes), *map(_cell, here))
-    screen.wrapped(lead, "", "[bold]What we estimate, on one machine each[/]", "", shown)
-    for paragraph in in_words(found):
-        screen.wrapped("", Text(paragraph))
-
-
-def _cell(option: "Option") -> str:
-    from cria_tricks.predict.words import in_figures
-
-    if option.minutes is None:
-        return f"[red]needs {human(option.least_bytes)}[/]"
-    colour = "yellow" if option.within_budget is False or option.verdict == "tight" else "green"
-    return f"[{colour}]{in_figures(option)}[/]"
+        print(json.dumps({"machines": [dataclasses.asdict(offer) for offer in offers]}, indent=2, allow_nan=False))
+    else:
+        machines.show(offers, screen)
+    if not any(offer.fits for offer in offers):
+        raise typer.Exit(3)

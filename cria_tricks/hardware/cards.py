@@ -153,20 +153,13 @@ FLAVORS: dict[str, Flavor] = {
 }
 """The GPU machines of the Hardware Selection Guide (seed document 004), in its order, at the prices of PRICES_DATE.
 
-The package has no other list of prices: ``cria plan --rows``, ``cria hardware``, ``cria launch`` and the page "Will it
-fit?" all use this one. An ``a100-large`` has the 80 GB of the price list; the guide says 40.
+The package has no other list of prices: ``cria plan --rows``, ``cria launch`` and the page "Will it fit?" all use this
+one. An ``a100-large`` has the 80 GB of the price list; the guide says 40.
 """
 PRICES_DATE = "2026-08-21"
 """The date of the price list."""
 PRICES_SOURCE = "github.com/huggingface/hub-docs, docs/hub/jobs-pricing.md, commit a9fef576"
 """Where the price list is."""
-
-TPUS: dict[str, str] = {
-    "v5e-1x1": "TPU v5e, small workloads",
-    "v5e-2x2": "4 TPU v5e, medium workloads",
-    "v5e-2x4": "8 TPU v5e, large workloads",
-}
-"""The guide's TPU machines, only for the record. They need code of their own, so nothing is estimated for them."""
 
 
 def find_card(name: str) -> Card:

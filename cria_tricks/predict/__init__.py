@@ -1,1 +1,1 @@
-"""What a run would take: the plan, switch sets, several processes, dry runs, machines and prices."""
+"""What a run would take: the plan, switch sets, several processes, dry runs and prices."""

@@ -33,6 +33,8 @@ BEST = "best"
 """The search of a plan for which nobody named an aim."""
 HERE = "here"
 """What ``gpu`` may be for this machine."""
+ALL = "all"
+"""What ``--gpu`` may be for all machines that can be rented or are free."""
 
 
 def train(
@@ -79,7 +81,7 @@ def train(
     # Its checks of rows import numpy, and importing this package should stay quick.
     from cria_tricks.run import given
 
-    changes = _several(settings)
+    changes = several(settings)
     given.training(given.recipe(recipe, changes), out, resume, other_base)
     # torch and the trainer take seconds to import. A named recipe needs torch too: it chooses its precision for the
     # device.
@@ -143,17 +145,16 @@ def plan(
         >>> answer.prices[0].flavor, answer.verdict
         ('t4-small', 'fits')
     """
-    recipe, changes = named(recipe, model, _several(settings))
+    recipe, changes = named(recipe, model, several(settings))
     device, nproc = _device(gpu, nproc)
-    wanted, shape, device = _wanted(recipe, changes, device)
+    wanted, shape, device = find_wanted(recipe, changes, device)
     host = _host(gpu)  # names are checked by now; this machine's card is looked up with torch
     # It imports numpy and torch, which takes seconds; errors in names were raised above.
     from cria_tricks.predict.toggles import Target
 
     target = Target(shape, device, nproc, host)
-    wanted = replace(wanted, recipe=_shared(wanted.recipe, nproc))
-    aim = fit or ("" if as_is or wanted.own else BEST)
-    target, wanted, found_lengths, fitted = _searched(target, wanted, rows_full, aim, _several(may_change))
+    aim = aim_of(wanted, fit, as_is)
+    target, wanted, found_lengths, fitted = searched(target, wanted, rows_full, aim, several(may_change))
     rows = (found_lengths.rows or None) if rows is None else rows
     asked = {"dry": dry_run, "advise": advise, "longest": longest, "rows": rows}
     return _answered(target, wanted, found_lengths, asked, fitted)
@@ -187,11 +188,11 @@ def film(
     Examples:
         >>> film("kwanzaa", gpu="t4").write("film.html")  # doctest: +SKIP
     """
-    recipe, changes = named(recipe, model, _several(settings))
+    recipe, changes = named(recipe, model, several(settings))
     device, cards = _device(gpu, 1)
     if cards > 1:
         raise BadInput(f"--gpu {gpu}: a film is of one card")
-    wanted, shape, device = _wanted(recipe, changes, device)
+    wanted, shape, device = find_wanted(recipe, changes, device)
     # It imports numpy and torch, which takes seconds; errors in names were raised above.
     with importing():
         from cria_tricks.predict.toggles import Target
@@ -199,10 +200,19 @@ def film(
     return film_answer.answer(Target(shape, device), wanted.recipe, shorter, say)
 
 
-def _searched(
+def aim_of(wanted: Asked, fit: str, as_is: bool) -> str:
+    """Return the aim of a plan's search; empty if the plan is for the recipe's own switches."""
+    if fit:
+        return fit
+    return "" if as_is or wanted.own else BEST
+
+
+def searched(
     target: "Target", wanted: Asked, rows_full: bool, aim: str, may_change: list[str]
 ) -> tuple["Target", Asked, "Lengths", "Found | None"]:
-    """Read the lengths of the rows, and search the best switches if that is wanted.
+    """Read the lengths of the rows, and search the best switches if there is an aim.
+
+    Several processes share the rows (``ddp``) if the recipe names no strategy.
 
     Returns:
         The target with the evaluation rows, the recipe, the lengths, and what was found.
@@ -211,6 +221,8 @@ def _searched(
     from cria_tricks.predict.evaluation import rows_of
     from cria_tricks.run import search
 
+    if target.processes > 1 and wanted.recipe.parallel.strategy == "none":
+        wanted = replace(wanted, recipe=with_settings(wanted.recipe, ["parallel.strategy=ddp"]))
     if aim:
         wanted = workable(target, wanted)
     target.resolve(wanted.recipe)  # raises for a setting that cannot work, before the data is read
@@ -254,7 +266,7 @@ def _fitted_here(wanted: Asked, shape: Shape, fit: str, may_change: Iterable[str
     target = replace(target, evaluated=rows_of(found_lengths, wanted.recipe))
     # Rows are trained as long as they are, so a shorter data.max_length is for the estimate only.
     recipe = lengths.as_long_as(found_lengths.longest, wanted.recipe)
-    found = search.search(target, recipe, fit, found_lengths, _several(may_change), wanted.set)
+    found = search.search(target, recipe, fit, found_lengths, several(may_change), wanted.set)
     _say([*wanted.warnings, search.in_words(found)], console)
     return with_settings(wanted.recipe, found.chosen.set)
 
@@ -276,13 +288,6 @@ def _shape_if_known(model: str) -> Shape | None:
         return find_shape(model)
     except BadInput:
         return None
-
-
-def _shared(recipe: Recipe, processes: int) -> Recipe:
-    """Return the recipe for so many processes: they share the rows (``ddp``) if it names no strategy."""
-    if processes > 1 and recipe.parallel.strategy == "none":
-        return with_settings(recipe, ["parallel.strategy=ddp"])
-    return recipe
 
 
 def estimate(
@@ -309,7 +314,7 @@ def estimate(
         >>> memory.fits, memory.needed_bytes == plan("kwanzaa", gpu="t4").needed_bytes
         (True, True)
     """
-    asked_for, shape, device = _wanted(recipe, _several(settings), _device(gpu, 1)[0])
+    asked_for, shape, device = find_wanted(recipe, several(settings), _device(gpu, 1)[0])
     wanted = asked_for.recipe
     # They import torch, which takes seconds; errors in names were raised above.
     from cria_tricks.predict.toggles import Target
@@ -337,6 +342,10 @@ def _device(gpu: str | Device | None, processes: int) -> tuple[Device | None, in
         return gpu, processes
     if gpu.strip().lower() == HERE:
         return this_device(), processes
+    if gpu.strip().lower() == ALL:
+        raise BadInput(
+            f"gpu={ALL}: this answers for one machine; for all of them call cria_tricks.run.machines.compare"
+        )
     found = find_gpu(gpu)
     if found.count == 1:
         return found.device, processes
@@ -345,7 +354,7 @@ def _device(gpu: str | Device | None, processes: int) -> tuple[Device | None, in
     return found.device, found.count
 
 
-def _wanted(recipe: Named, changes: list[str], card: Device | None) -> tuple[Asked, Shape, Device]:
+def find_wanted(recipe: Named, changes: list[str], card: Device | None) -> tuple[Asked, Shape, Device]:
     """Find the changed recipe, the shape of its model, and the card.
 
     All names are checked before this machine's card is looked up, because that imports torch.
@@ -369,7 +378,7 @@ def _read_lengths(recipe: Recipe) -> "Lengths":
     return lengths.read(recipe, augment.of(recipe))
 
 
-def _several(settings: Iterable[str]) -> list[str]:
+def several(settings: Iterable[str]) -> list[str]:
     """Return the settings as a list; a single text is one setting, not a list of letters."""
     if isinstance(settings, str):
         return [settings]

@@ -8,28 +8,10 @@ import pytest
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
 from cria_tricks.hardware import T4, Device
-from cria_tricks.hardware.cards import CARDS, FLAVORS, TPUS, find_card, find_flavor
+from cria_tricks.hardware.cards import CARDS, FLAVORS, find_card, find_flavor
 from cria_tricks.hardware.datasheets import DATASHEETS
 from cria_tricks.hardware.gpus import COLAB, GPUS, KAGGLE, Host, find_gpu, other_versions, rates_of
 from cria_tricks.hardware.reached import LAPTOP, WIDE
-from cria_tricks.predict.selection_guide import MACHINES
-
-
-def test_the_machines_are_those_of_the_guide():
-    assert list(MACHINES) == list(FLAVORS)
-    both = zip(FLAVORS.values(), MACHINES.values(), strict=True)
-    assert {here.name: (here.card, here.cards, there.low, there.high, there.gb) for here, there in both} == {
-        "t4-small": ("t4", 1, 0.5, 1, 16),
-        "t4-medium": ("t4", 1, 1, 2, 16),
-        "l4x1": ("l4", 1, 2, 3, 24),
-        "l4x4": ("l4", 4, 8, 12, 96),
-        "a10g-small": ("a10g", 1, 3, 4, 24),
-        "a10g-large": ("a10g", 1, 4, 6, 24),
-        "a10g-largex2": ("a10g", 2, 8, 12, 48),
-        "a10g-largex4": ("a10g", 4, 16, 24, 96),
-        "a100-large": ("a100-80", 1, 8, 12, 40),
-    }
-    assert set(TPUS) == {"v5e-1x1", "v5e-2x2", "v5e-2x4"}
 
 
 def test_rates_are_those_of_the_datasheets():
@@ -56,11 +38,6 @@ def test_a_card_has_less_than_its_name_says():
         "39.4 GiB",
         "79.2 GiB",
     ]
-    for name, flavor in FLAVORS.items():
-        if name == "a100-large":  # the guide's 40 GB are not what the price list rents
-            assert 40 * 2**30 < CARDS[flavor.card].device.memory_bytes < 80 * 2**30
-            continue
-        assert flavor.cards * CARDS[flavor.card].device.memory_bytes < MACHINES[flavor.name].gb * 2**30
 
 
 @pytest.mark.parametrize(

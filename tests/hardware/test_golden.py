@@ -1,4 +1,4 @@
-"""What a step costs, what is advised, and the tables of cards and machines: every figure as it was written down.
+"""What a step costs, and the tables of cards and machines: every figure as it was written down.
 
 One that differs is either a mistake or meant; then ``python -m tests.figures`` writes them anew.
 The commit says why.
@@ -10,7 +10,7 @@ from tests import figures
 
 
 @pytest.mark.parametrize(
-    ("name", "case"), [(name, case) for name in ("steps", "advice", "tables") for case in figures.FILES[name][1]]
+    ("name", "case"), [(name, case) for name in ("steps", "tables") for case in figures.FILES[name][1]]
 )
 def test_the_figures_are_those_that_were_written_down(name, case):
     assert figures.computed(name, case) == figures.kept(name)[case]
