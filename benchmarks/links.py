@@ -1,7 +1,7 @@
 """The links' model of a step's time, against steps of two processes that are joined by gloo.
 
-``python -m benchmarks.links`` first measures the collectives between the two processes, as ``cria doctor
---collectives`` does, and fits a line to each. A step of a strategy should then take what one process computes, plus
+``python -m benchmarks.links`` first measures the collectives between the two processes, and fits a line to each. A
+step of a strategy should then take what one process computes, plus
 the time of its calls on these lines (``predict/links.py``). What it computes is measured without any communication,
 in both processes at once, because they share the memory's bandwidth. The real steps are timed in between, by turns.
 
@@ -13,8 +13,9 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from benchmarks.per_process import SETTINGS, WIDTHS, adamw, made, prepared, save
 from cria_tricks.bench.case import stamp
 from cria_tricks.bill.calls import Call
 from cria_tricks.course.processes import Ranks
-from cria_tricks.doctor import collectives
 from cria_tricks.load import losses
 from cria_tricks.load.model import quiet_libraries
 from cria_tricks.models.shape import shape_of
@@ -39,6 +39,11 @@ PROCESSES = 2
 TOKENS = 256
 ROUNDS = 7
 """Steps of each kind; the median counts."""
+SIZES = tuple(2**power for power in (10, 13, 16, 18, 20, 22, 24, 26))
+"""The tensors whose collectives are measured: 1 KiB to 64 MiB [bytes]. There are fewer small ones, because there the
+latency decides and the size hardly matters."""
+CALLS = 20
+"""Timed calls of each collective at each size; the median counts."""
 SHAPES = {
     "whole": WIDTHS["smollm2"],
     # What one of two processes has of each block under tensor parallelism.
@@ -55,6 +60,34 @@ def timed(step: Callable[[], Any]) -> float:
     began = time.perf_counter()
     step()
     return time.perf_counter() - began
+
+
+def measured_collectives(sizes: Iterable[int] = SIZES) -> list[Timing]:
+    """Time three collectives at each size; every process must call it, and every process gets the same timings.
+
+    A size that does not divide evenly among the processes is rounded down.
+    """
+    processes = dist.get_world_size()
+    found = []
+    for size in sizes:
+        elements = max(size // 4 // processes, 1)  # fp32 elements, of 4 bytes, in the piece of each process
+        whole = torch.zeros(elements * processes)
+        piece = torch.zeros(elements)
+        calls: dict[str, Callable[[], Any]] = {
+            "all_reduce": partial(dist.all_reduce, whole),
+            "all_gather": partial(dist.all_gather_into_tensor, whole, piece),
+            "reduce_scatter": partial(dist.reduce_scatter_tensor, piece, whole),
+        }
+        spent: dict[str, list[float]] = {kind: [] for kind in calls}
+        for _ in range(CALLS + 1):
+            # Each round makes every call once, so that a machine that slows down for a while slows down all of them.
+            for kind, call in calls.items():
+                spent[kind].append(timed(call))
+        for kind, seconds in spent.items():
+            own = torch.tensor(statistics.median(seconds[1:]), dtype=torch.float64)  # the first call connects
+            dist.all_reduce(own)
+            found.append(Timing(kind, whole.nbytes, processes, own.item() / processes))
+    return found
 
 
 def both(
@@ -129,7 +162,7 @@ def main() -> None:
     console = Console(highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory() as out, Ranks(PROCESSES) as ranks:
         folders = {name: saved(Path(out, name), widths) for name, widths in SHAPES.items()}
-        timings: list[Timing] = ranks.run(collectives.measure)[0]
+        timings: list[Timing] = ranks.run(measured_collectives)[0]
         kinds = dict.fromkeys(timing.kind for timing in timings)
         lines = {kind: fit_line(timing for timing in timings if timing.kind == kind) for kind in kinds}
         for kind, line in lines.items():

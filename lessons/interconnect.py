@@ -29,10 +29,7 @@ guess = 0  # @param {type:"number"}
 
 # %% Imports, settings, and the bill tags=["hide-input"]
 import logging
-import os
 import statistics
-import subprocess
-import sys
 import warnings
 from functools import partial
 from unittest import mock
@@ -675,18 +672,8 @@ for protocol in (0, 1):
 # dist.destroy_process_group()
 # ```
 #
-# This command measures three collectives and fits the lines:
-
-# %%
-command = [sys.executable, "-m", "cria_tricks", "doctor", "--collectives"]
-print("$ cria doctor --collectives")
-wide = os.environ | {"COLUMNS": "120"}
-done = subprocess.run(command, capture_output=True, encoding="utf-8", env=wide)
-print(*(line for line in done.stdout.splitlines() if "sent" in line), sep="\n")
-assert done.returncode == 0, done.stderr
-
-
-# %% [markdown]
+# NVIDIA's nccl-tests does so for every collective: `all_reduce_perf -g 2`.
+#
 # ## 6. Where it breaks
 # **The link is hardly used, but the step waits for it.** The reason is many small calls, for example one for each
 # matrix, or for each number that is logged. The next cell sends 1 MiB in one call and in 1,024 calls, and predicts both
@@ -885,4 +872,4 @@ course.check(3, break_even_bytes, of_break_even, "a number of bytes")
 # - NVML API reference, `nvmlUtilization_t`: a card is busy while a kernel executes, whatever it does. axolotl,
 #   `docs/nccl.qmd`: busy, and less power than usual, while a collective hangs.
 # - torch 2.13, `ProcessGroupGloo.cpp`: its reduce-scatter is an all-reduce, its all-gather has a copy.
-# - Ours: `cria_tricks/doctor/collectives.py`, `links.py`; `tests/parallel/test_collectives.py`, `test_links.py`.
+# - Ours: `cria_tricks/predict/links.py`, `benchmarks/links.py`; `tests/parallel/test_collectives.py`, `test_links.py`.

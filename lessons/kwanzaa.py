@@ -98,8 +98,8 @@ whose_output = "your run" if GPU else "the toy, with random weights"
 # proves only that every command works. The result to read is the stored run in section 3.
 #
 # Before you train, look at the rows, here one of each kind: the first two are ours, and we made the third as the real
-# ones are made. Then `cria doctor --selftest` asks whether the libraries compute what they should ([some do
-# not](when_libraries_lie.py)), and `cria data` counts kinds, lengths and repeated questions.
+# ones are made. Then `cria data` counts kinds, lengths and repeated questions. (Libraries can also [go wrong without an
+# error](when_libraries_lie.py).)
 
 
 # %% Show one row of each kind tags=["hide-input"]
@@ -128,7 +128,6 @@ for row in (answer, refusal, replace(answer, reference=unfilled)):
     show(row)
 
 # %%
-_ = cria("doctor", "--selftest")
 # Without a GPU these are our own rows. The real ones are GPL-3.0, so they are fetched
 # from their own repository and used only if their SHA-256 is the one that we know.
 _ = cria("data", DATA)

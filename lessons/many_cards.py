@@ -457,12 +457,12 @@ assert find_shape("mixtral-8x7b").inner == 14_336
 
 # %% [markdown]
 # ## 5. The production switch
-# MFU needs no switch. The first command shows it, and writes it into `report.md`. (On a CPU it is `unknown`.) The
-# second measures your links, for the inequality:
+# MFU needs no switch. The first command writes it into `report.md`. (On a CPU it is `unknown`.) NVIDIA's nccl-tests
+# measure your links, for the inequality:
 #
 # ```bash
 # cria train kwanzaa
-# cria doctor --collectives --nproc 8
+# all_reduce_perf -b 4K -e 1G -f 2 -g 8
 # ```
 #
 # Our package has neither zero bubble nor expert parallelism, and torchtitan has both. In the plain code of [the lesson

@@ -40,6 +40,7 @@ guess = 0  # @param {type:"number"}
 # %% Imports and settings tags=["hide-input"]
 import atexit
 import gzip
+import shutil
 import tempfile
 
 from rich.console import Console
@@ -48,9 +49,7 @@ from cria_tricks import course
 from cria_tricks.bench.style import Theme, panels
 from cria_tricks.bench.tables import table
 from cria_tricks.bill.bill import CONTEXT
-from cria_tricks.common.errors import BadInput
 from cria_tricks.course import hang_demo
-from cria_tricks.doctor import hang
 from cria_tricks.hardware import T4
 from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.measure.monitor import Monitor, read, summarise
@@ -625,7 +624,6 @@ assert live.peak >= 256 * MIB > 4 * (max(samples) - samples[0])
 #
 # ```bash
 # py-spy dump --pid PID  # one process, if the system allows it
-# cria doctor --hang PID  # all processes of the run
 # ```
 #
 # Below, two processes sum a tensor once a step, and rank 1 waits for rows that nobody sends. One process will be in
@@ -633,16 +631,24 @@ assert live.peak >= 256 * MIB > 4 * (max(samples) - samples[0])
 
 
 # %% Helper: print the stacks that py-spy finds tags=["hide-input"]
-def print_stacks():
-    try:
-        stacks = hang.look(os.getpid())
-    except BadInput as refused:
-        # There is no py-spy, or this machine lets no process read another.
-        print(refused)
+def print_stacks(processes):
+    """Print the innermost calls of each process's main thread."""
+    # the folder of this Python may not be on the path
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    spy = shutil.which("py-spy", path=path)
+    if spy is None:
+        print("there is no py-spy here: pip install py-spy")
         return
-    print(hang.verdict(stacks))
-    for one in stacks:
-        print(f"rank {one.rank}: {' < '.join(one.frames[:3])}")
+    for rank, process in enumerate(processes):
+        command = [spy, "dump", "--pid", str(process.pid)]
+        plain = os.environ | {"CLICOLOR_FORCE": "0"}  # a notebook asks for colours
+        done = subprocess.run(command, capture_output=True, text=True, env=plain)
+        if done.returncode:  # this machine lets no process read another
+            print(f"rank {rank}: {' '.join(done.stderr.split())}")
+            continue
+        _, _, main = done.stdout.partition('"MainThread"\n')
+        calls = [line.strip() for line in main.splitlines()[:3]]
+        print(f"rank {rank}: {' < '.join(calls)}")
 
 
 away = place / "hang"
@@ -653,7 +659,7 @@ with hang_demo.hanging(away, seconds=15) as processes:
     counts = [hang_demo.counts(found) for found in hang_demo.recorded(away, processes)]
     for rank, (begun, ended) in enumerate(counts):
         print(f"rank {rank}: {begun} collectives begun, {ended} ended")
-    print_stacks()  # as cria doctor --hang does
+    print_stacks(processes)  # py-spy dump --pid, for each
     code = processes[0].wait()
     print(f"rank 0, exit code {code}: {processes[0].stderr.read().strip()}")
 assert (counts, code) == ([(5, 4), (4, 4)], 1)

@@ -11,8 +11,8 @@
 # # When libraries lie: seven failures that raise nothing
 # > **Promise.** A training log shows a loss of 0.0, although every weight of the model is NaN, and no error was raised.
 # > You build seven such silent failures from scratch, see the widely used libraries produce them (two on the page, five
-# > in folded parts), and catch each with one line. At the end, one command tests this package for all seven on your
-# > machine, in seconds.
+# > in folded parts), and catch each with one line. At the end you put one of them into this package, and see a check
+# > notice it.
 # >
 # > **Card.** saves runs that have failed without an error / costs seconds before a run / exact: no false alarm on a
 # > healthy machine, and each failure is found by one check / about 25 minutes / after [a full card](a_full_card.py)
@@ -24,6 +24,7 @@
 import logging
 import shutil
 import tempfile
+import time
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -33,11 +34,15 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 import bitsandbytes as bnb
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
     DataCollatorForSeq2Seq,
+    PreTrainedTokenizerFast,
     PrinterCallback,
     Trainer,
     TrainerCallback,
@@ -50,12 +55,13 @@ from cria_tricks.data import tokens
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.data.rows import check_rows
-from cria_tricks.doctor import selftest, selftest_runs
 from cria_tricks.hardware import T4
 from cria_tricks.load import model as load
+from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict.plan_data import prices
 from cria_tricks.predict.toggles import Target
+from cria_tricks.tricks.packing import pack
 
 load.quiet_libraries()
 folder = tempfile.TemporaryDirectory()  # goes with this process
@@ -279,7 +285,53 @@ assert list(asked.values()) == 7 * [(True, False)]
 # `Trainer` show, with one step in a line?
 
 # %% Helpers: a tiny model, a tokenizer, a plain trainer, and a row made the right way tags=["hide-input"]
-tiny = selftest_runs.make(Path(folder.name), vocab_size=512).path
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is two and two?"},
+    {"role": "assistant", "content": "Four."},
+    {"role": "user", "content": "And three more?"},
+    {"role": "assistant", "content": "Seven: 4 + 3."},
+]
+# A chat template as most models have it: nothing in it marks the assistant's tokens.
+CHATML = (
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def write_tiny_base(path):
+    """Write a Llama of two blocks with random weights, and a tokenizer of single bytes."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**CONFIGS["tiny"] | {"vocab_size": 512})
+    made = AutoModelForCausalLM.from_config(config)
+    made.to(torch.bfloat16).save_pretrained(path)
+    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = {byte: number for number, byte in enumerate(bytes_)}
+    text = Tokenizer(BPE(ids, []))  # no merges, so every byte is a token
+    text.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    text.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=text,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        chat_template=CHATML,
+    ).save_pretrained(path)
+
+
+def random_rows(*lengths):
+    """Make rows of random bytes, from their lengths and how much of each is prompt."""
+    draw = torch.Generator().manual_seed(0)
+    made = []
+    for length, prompt in lengths:
+        ids = torch.randint(1, 256, (length,), generator=draw).tolist()
+        made.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    return made
+
+
+tiny = folder.name
+write_tiny_base(tiny)
 tokenizer = AutoTokenizer.from_pretrained(tiny)
 tokenizer.pad_token = tokenizer.eos_token
 pad = DataCollatorForSeq2Seq(tokenizer)
@@ -311,7 +363,7 @@ def plain_trainer(model, rows, *callbacks, **settings):
 
 
 # The right way: the conversation up to an answer is the beginning of that with it.
-chats = list(check_rows([({"messages": selftest.TURNS}, "here")]))
+chats = list(check_rows([({"messages": TURNS}, "here")]))
 (ours,) = tokens.tokenize(chats, tokenizer, 2048).rows
 
 # %% Your guess: the loss in the log tags=["predict"]
@@ -319,7 +371,7 @@ guess = "no guess"  # @param ["no guess", "0.0", "nan", "an error"]
 
 # %%
 made = tokenizer.apply_chat_template(
-    selftest.TURNS, return_dict=True, return_assistant_tokens_mask=True
+    TURNS, return_dict=True, return_assistant_tokens_mask=True
 )
 marks = zip(made["input_ids"], made["assistant_masks"], strict=True)
 empty = {
@@ -367,7 +419,7 @@ def log(run):
 
 
 # lengths, and how much of each is prompt
-rows = selftest_runs.random_rows((12, 2), (40, 4), (33, 5), (50, 1), (21, 10))
+rows = random_rows((12, 2), (40, 4), (33, 5), (50, 1), (21, 10))
 
 # %%
 every_step, ended = log(doomed()), doomed(logging_steps=10)
@@ -723,9 +775,8 @@ ask("whole base", lambda info: not info["missing_keys"], whole, info)
 # A check that cannot fail proves nothing, and people switch off a check that fails on a healthy run. Here are the seven
 # checks on the real libraries, and what the folded parts found.
 #
-# `cria doctor --selftest` runs these checks, and an eighth where Triton runs, through the package's own loader, trainer
-# and evaluation. If we switch one failure on in this code, exactly one check must fail. A test does so for all seven;
-# the last cell does it for the leak.
+# Such a check also belongs into the tests of your own code. The last cell does it for ours: the package packs two
+# documents and makes a batch of them, once as it is, and once with a mask of ones added.
 
 # %%
 for name, (of_healthy, of_faulty) in asked.items():
@@ -738,7 +789,7 @@ print("5: three batch sizes, three losses:", *(f"{loss:.4f}" for loss in says.va
 print(f"6: {len(repacked)} of 14 adapters get no gradient")
 print(f"7: {(filled == lost).sum()} of {filled.numel():,} lost weights are right")
 
-# %% Examine a trainer whose documents leak tags=["hide-input"]
+# %% Ask the package, as it is and with a mask tags=["hide-input"]
 collate = PadToLongest.__call__
 
 
@@ -747,29 +798,39 @@ def with_a_mask(self, rows):
     return {"attention_mask": torch.ones_like(batch["input_ids"]), **batch}
 
 
-def lines_of(found):
-    return [
-        f"{'holds' if c['holds'] else 'fails'}  {c['name']}\n    {c['found']}"
-        for c in found["checks"]
-    ]
+def gradient(neighbour, document):
+    """Pack two documents by the package; only the second has labels."""
+    batch = PadToLongest(0)(pack([neighbour, document], 64))
+    model.zero_grad()
+    model(**batch, use_cache=False).loss.backward()
+    return torch.cat([weight.grad.flatten() for weight in model.parameters()])
 
 
-with mock.patch.object(PadToLongest, "__call__", with_a_mask):
-    leaking = selftest.examine()
-print(*lines_of(leaking), sep="\n")
-assert [c["name"] for c in leaking["checks"] if not c["holds"]] == ["packed_documents"]
+def stays(way):
+    before, other, document = random_rows((24, 24), (24, 24), (16, 4))
+    with mock.patch.object(PadToLongest, "__call__", way):
+        alone, beside_another = gradient(before, document), gradient(other, document)
+    moved = ((alone - beside_another).norm() / alone.norm()).item()
+    print(f"another neighbour moves the gradient by {moved:.1e} of itself")
+    return moved <= 1e-3
+
+
+began = time.perf_counter()
+ask("packed documents, in the package", stays, collate, with_a_mask)
+seconds = time.perf_counter() - began
+assert asked["packed documents, in the package"] == (True, False)
 
 # %% [markdown]
-# Each check compares with a *limit*: a gradient may move by a thousandth of itself, a loss by a ten-thousandth. Healthy
-# losses differ by 6e-8 (1.2e-7 on an H200), because sums have another order, and each failure is far beyond its limit.
+# A check compares with a *limit*. Here a gradient may move by a thousandth of itself, and above a loss by a
+# ten-thousandth. Healthy losses differ by 1e-7, because sums have another order, and each failure is far beyond its
+# limit.
 #
 # ## 4. What it costs
-# The selftest takes seconds once, and no byte, because it is over before the job begins.
+# This check takes a moment, once, and no byte, because it is over before the job begins.
 
 # %%
-found = selftest.examine()
-one_in = 60 * minutes / found["seconds"]
-print(f"{found['seconds']:.1f} s here, {60 * minutes:.0f} s for a run on a T4")
+one_in = 60 * minutes / seconds
+print(f"{seconds:.1f} s here, {60 * minutes:.0f} s for a run on a T4")
 print(f"it pays if it saves one run in {one_in:.0f}")
 
 # %% [markdown]
@@ -777,15 +838,10 @@ print(f"it pays if it saves one run in {one_in:.0f}")
 # three epochs, and on a GPU it must wait for the number each time.
 #
 # ## 5. The production switch
-# Ask before you train, on the machine that trains, and again after every update of a library:
-#
-# ```
-# cria doctor --selftest && cria train kwanzaa
-# ```
-#
-# The exit code is 0 if all checks hold, else 1, with the cause and the cure of what fails. The command tests the
-# package, not your own rows or your own loop. In plain Hugging Face code, lines 1 and 7 are checks, and 2 to 6 are
-# cures:
+# The package needs no switch. `cria train` refuses a base that lacks a tensor and a row without a trained token, and
+# stops at a NaN; the folded list below says what keeps it from the other four. In your own code, ask before you train,
+# on the machine that trains, and again after every update of a library. In plain Hugging Face code, lines 1 and 7 are
+# checks, and 2 to 6 are cures:
 #
 # ```python
 # assert all(max(row["labels"]) != -100 for row in rows)  # 1
@@ -800,11 +856,7 @@ print(f"it pays if it saves one run in {one_in:.0f}")
 # assert not info["missing_keys"]  # 7
 # ```
 #
-# The selftest saves no byte, added to the earlier lessons or taken away from the whole job.
-
-# %%
-print(*lines_of(found), sep="\n")
-assert found["ok"]
+# The checks save no byte, added to the earlier lessons or taken away from the whole job.
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: what keeps the package from each failure
@@ -838,7 +890,7 @@ except RuntimeError as error:
 # Failure 6 needs a certain CPU. If you ask the plain libraries on a machine without AVX512-BF16, such as the one where
 # your tests run, all is well. A check speaks only for the machine that it ran on, so ask where you train.
 #
-# `python -O` removes every `assert`. Therefore the selftest has none: it compares, and returns.
+# `python -O` removes every `assert`. Therefore let a check that guards a run compare and raise, not `assert`.
 
 # %% tags=["deep"]
 # as on another CPU
@@ -849,12 +901,6 @@ print(
     f"{len(repacked)} where it repacks"
 )
 assert not elsewhere
-print(
-    "the lines above speak for",
-    found["device"],
-    "and bitsandbytes",
-    found["versions"]["bitsandbytes"],
-)
 
 # %% [markdown]
 # ## 7. Exercises
@@ -986,4 +1032,5 @@ course.check(
 # - NaN and evaluation: `_run_epoch` and `evaluation_loop` in `trainer.py` of transformers 5.23.
 # - Repacking: `nn/modules.py` (`Linear4bit.forward`) and `autograd/_functions.py` (`matmul_4bit`) of bitsandbytes
 #   0.50.2. Its CUDA libraries lack the function `has_avx512bf16_cpu`.
-# - Ours: `cria_tricks/doctor/selftest.py`, `tests/test_selftest.py`.
+# - Ours: the files of the folded list; `tests/test_pretrained.py`, `tests/data/test_tokens.py`,
+#   `tests/tricks/test_packing.py`, `tests/test_trainer.py`, `tests/test_load.py`.

@@ -74,13 +74,6 @@ if VERSION == "short":
 _ = cria("doctor")
 
 # %% [markdown]
-# **Does it compute right?** Seven checks, and an eighth where Triton runs, look for wrong numbers that raise no error.
-# If one fails, the notebook stops here, because times of a faulty machine are worth nothing.
-
-# %%
-_ = cria("doctor", "--selftest")
-
-# %% [markdown]
 # **How fast is it?** `--calibrate` times single operations, such as matrix products and copies. The predictions below
 # use these times.
 
@@ -96,14 +89,7 @@ _ = cria(*BENCH, "--minutes")
 
 # %% [markdown]
 # ## 2. Measure
-# **The GPU tests.** They check kernels, bytes and training on a real card. They need a CUDA card and the `full`
-# version. Otherwise one line says why they are skipped.
-
-# %%
-_ = cria(*BENCH, "--part", "gpu-tests")
-
-# %% [markdown]
-# **All other parts.** The cell prints one line for each case: the measured peak, the predicted one, the one that a dry
+# The cell prints one line for each case: the measured peak, the predicted one, the one that a dry
 # run counted, and the time of a step. Each case is saved when it is done. So you lose at most one case if you stop the
 # cell or the session ends. Run nothing else on this machine meanwhile, because that changes the times.
 

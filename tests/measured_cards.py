@@ -9,7 +9,6 @@ from cria_tricks.bench.case import prepared, settings_of
 from cria_tricks.bench.measured_card import (
     Calibrated,
     CardCase,
-    Check,
     MeasuredCard,
     MeasuredDevice,
     PartRecord,
@@ -48,8 +47,7 @@ def made_up(name: str = "t4", times: float = 1.0) -> MeasuredCard:
             began=DAY, ended=DAY,
         ),
         settings=settings,
-        parts=dict.fromkeys(("machine", "selftest", "calibrate", "ladder"), done),
-        selftest=(Check(name="nan_stops", holds=True, found="it stopped"),),
+        parts=dict.fromkeys(("machine", "calibrate", "ladder"), done),
         calibration=Calibrated(date=DAY[:10], model="llama-3.2-1b", launch=17e-6, link_rate=6e9, rates=rates),
         cases=tuple(cases),
     )  # fmt: skip

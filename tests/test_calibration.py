@@ -171,9 +171,3 @@ def test_the_command_shows_stores_and_says_where(file, monkeypatch, run_cria):
     assert plan["seconds_by"] == "measured here"
     assert "as measured here" in " ".join(run_cria("plan", "smoke", "--gpu", "here")[1].split())
     assert json.loads(run_cria("plan", "smoke", "--gpu", "t4", "--json")[1])["seconds_by"] != "measured here"
-
-
-def test_nproc_is_not_for_this_measurement(run_cria):
-    code, _, stderr = run_cria("doctor", "--calibrate", "--nproc", "2")
-    assert code == 2
-    assert "belongs to --collectives" in stderr

@@ -2,17 +2,14 @@
 
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
-from cria_tricks.common.errors import BadInput
-from cria_tricks.doctor import hang, machine
+from cria_tricks.doctor import machine
 from cria_tricks.hardware import T4, this_device
 from cria_tricks.hardware.device import pretend
 
@@ -138,86 +135,3 @@ def test_the_screen_says_it_too(t4, monkeypatch, capfd):
         "works: states of 100,000 elements",
     ):
         assert words in said
-
-
-def at(rank: int, *, in_collective: bool) -> hang.Waiting:
-    return hang.Waiting(100 + rank, rank, ("f (a.py:1)",), in_collective)
-
-
-@pytest.mark.parametrize(
-    ("there", "said"),
-    [
-        ((True, False, True), "ranks 0, 2 wait in a collective for rank 1, which never came there"),
-        ((False, True, False), "rank 1 waits in a collective for ranks 0, 2, which never came there"),
-        ((True, True), "all wait in a collective: in different ones, or for a process that has ended"),
-        ((False, False), "no process waits in a collective (on NCCL a stack does not show it"),
-    ],
-)
-def test_a_hang_is_said_in_one_line(there, said):
-    found = [at(rank, in_collective=inside) for rank, inside in enumerate(there)]
-    assert hang.verdict(found).startswith(said)
-
-
-def py_spy(folder: Path, frames: list[dict], **thread) -> str:
-    """A stand-in for py-spy: whichever process it is asked about, it prints the same stack."""
-    about = {"thread_name": "MainThread", "os_thread_id": 7, "active": False, "frames": frames} | thread
-    (folder / "stack.json").write_text(json.dumps([about]))
-    spy = folder / "py-spy"
-    spy.write_text(f"#!/bin/sh\ncat {folder / 'stack.json'}\n")
-    spy.chmod(0o755)
-    return str(spy)
-
-
-@pytest.mark.parametrize(
-    ("name", "file", "active", "waits"),
-    [
-        ("all_reduce", "torch/distributed/distributed_c10d.py", False, True),
-        ("_engine_run_backward", "torch/autograd/graph.py", False, True),  # DistributedDataParallel: it waits in C++
-        ("_engine_run_backward", "torch/autograd/graph.py", True, False),  # it computes
-        ("wait", "ring.py", False, True),  # Work.wait, a function in C++
-        ("wait", "ring.py", True, False),
-        ("next_rows", "rows.py", False, False),
-    ],
-)
-def test_a_process_in_a_collective_is_known_by_its_innermost_line(name, file, active, waits, tmp_path):
-    (tmp_path / "ring.py").write_text("for work in under_way:\n    work.wait()\n")
-    frames = [{"name": name, "filename": str(tmp_path / file), "line": 2}]
-    assert hang._stack(py_spy(tmp_path, frames, active=active), 7, 0).in_collective == waits
-
-
-def test_the_main_thread_need_not_have_a_name(tmp_path):
-    frames = [{"name": "f", "filename": "/a.py", "line": 1}]
-    assert hang._stack(py_spy(tmp_path, frames, thread_name=None), 7, 0).frames == ("f (a.py:1)",)
-    assert hang._stack(py_spy(tmp_path, frames, thread_name=None), 8, 0).frames == ()
-
-
-def test_a_helper_of_a_rank_is_no_rank(tmp_path, monkeypatch):
-    """Workers of a DataLoader have the rank of their parent in their environment."""
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    py_spy(tmp_path, [])
-    started = [
-        subprocess.Popen(["sh", "-c", "sleep 100 & wait"], env=os.environ | {"RANK": str(n), "LOCAL_RANK": str(n)})
-        for n in range(2)
-    ]
-    helpers = []
-    try:
-        while len(helpers) < 2:
-            helpers = [child for one in started for child in psutil.Process(one.pid).children()]
-        for asked in (started[0].pid, helpers[0].pid):
-            assert [(one.process, one.rank) for one in hang.look(asked)] == [(started[n].pid, n) for n in range(2)]
-    finally:
-        for process in (*helpers, *started):
-            process.kill()
-            process.wait()
-
-
-def test_what_cannot_be_looked_at_is_refused_in_one_line(monkeypatch, run_cria):
-    monkeypatch.setattr("shutil.which", lambda *_, **__: "/bin/false")
-    code, _, stderr = run_cria("doctor", "--hang", str(2**22 + 1))
-    assert (code, "take the id of the launcher or of a process of it" in stderr) == (2, True)
-    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    code, _, stderr = run_cria("doctor", "--hang", "1")
-    assert (code, stderr.count("\n"), "pip install py-spy" in stderr) == (2, 1, True)
-    with pytest.raises(BadInput, match="py-spy cannot read process 1 "):
-        hang._stack("/bin/false", 1, 0)

@@ -17,6 +17,7 @@ from cria_tricks.parallel import BESIDE, STRATEGIES
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks import INFERENCE, TRICKS, nf4, trick_name
+from tools import switches
 
 ROOT = Path(__file__).parents[1]
 SPREAD = (*STRATEGIES.values(), *BESIDE)
@@ -27,8 +28,8 @@ def test_the_page_has_the_tables_as_they_are_made(tmp_path):
     page = "docs/reference/switches.md"
     copy = tmp_path / "switches.md"
     copy.write_text((ROOT / page).read_text())
-    explain.write_into(copy)
-    assert copy.read_text() == (ROOT / page).read_text(), f"run python -m cria_tricks.doctor.explain {page}"
+    switches.write_into(copy)
+    assert copy.read_text() == (ROOT / page).read_text(), "run python -m tools.switches"
     assert [row["name"] for row in explain.table()] == NAMES
     assert [row["name"] for row in explain.table("parallel")] == [trick_name(strategy) for strategy in SPREAD]
     assert all(row[column] for row in (*explain.table(), *explain.table("parallel")) for column in explain.COLUMNS)

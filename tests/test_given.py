@@ -116,7 +116,6 @@ CASES = {
     "chat": "Missing argument",
     "publish {folder}/run name": "name: is no name of a repository on the hub; write OWNER/NAME",
     "publish {folder}/run a/b --tag 1": "--tag 1: is no version; write it as v0.1.0",
-    "doctor --nproc 2": "--nproc 2: belongs to --collectives",
     "report {folder}/none.json": "{folder}/none.json",
 }  # fmt: skip
 

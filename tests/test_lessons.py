@@ -169,8 +169,7 @@ def test_the_wheel_holds_what_the_lessons_need(installed):
     ours |= {committed / path.relative_to(results) for path in results.rglob("*") if path.is_file()}
     ours |= {Path("cria_tricks/report") / name for name in ("film.css", "film.js")}  # for the page of cria film
     theirs = {path.relative_to(installed) for path in (installed / "cria_tricks").rglob("*") if path.is_file()}
-    on_a_card = {path for path in theirs if "gpu_tests" in path.parts}  # tests/test_wheel.py looks at these
-    assert theirs - on_a_card == ours
+    assert theirs == ours
 
 
 @pytest.mark.parametrize("lesson", notebooks.lessons(), ids=lambda path: path.stem)

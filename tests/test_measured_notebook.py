@@ -43,18 +43,15 @@ def test_every_cell_runs_and_goes_on_in_one_folder(quick, asked, tmp_path, monke
     bench = ["bench", "--out", "--short"]
     assert asked == [
         ["doctor"],
-        ["doctor", "--selftest"],
         ["doctor", "--calibrate"],
         [*bench, "--minutes"],
-        [*bench, "--part", "gpu-tests"],
         bench,
         ["bench", "--check"],
     ]
     card = measured_card.read(names["FILE"])
-    assert card.parts["gpu-tests"].why == "there is no CUDA card"
     assert [case.name for case in card.cases] == ["off", "ladder_peft"]
     wrong = [where for where, _ in accept.problems(card, names["FILE"])]
-    assert [where for where in wrong if not any(word in where for word in ("selftest", *OF_TIME))] == []
+    assert [where for where in wrong if not any(word in where for word in OF_TIME)] == []
     assert names["ZIP"].is_file()
     assert names["FILE"].is_relative_to(tmp_path / "cria-bench")
     assert drawn == [style.SAYS["errors"]], "the other figure needs the switches alone"

@@ -34,7 +34,7 @@ USED_BY = {
     "import-linter": ("Makefile", "bin/lint-imports"),
     "mypy": ("Makefile", "bin/mypy"),
     "ipykernel": ("tools/executed.py", "NotebookClient"),  # the kernel that it starts
-    "py-spy": ("cria_tricks/doctor/hang.py", 'which("py-spy"'),  # a program that it starts
+    "py-spy": ("lessons/monitoring.py", 'which("py-spy"'),  # a program that it starts
     "mkdocs": ("Makefile", "-m mkdocs"),
     "mkdocs-material": ("mkdocs.yml", "name: material"),
     "mkdocs-redirects": ("mkdocs.yml", "- redirects:"),

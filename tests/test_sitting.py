@@ -14,7 +14,7 @@ from cria_tricks.bench.case import Setup, bytes_by_dry_run, measure, prepared
 from cria_tricks.bench.cases import ToMeasure
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import duration
-from cria_tricks.doctor import calibrate, gpu_tests
+from cria_tricks.doctor import calibrate
 from cria_tricks.hardware import T4, calibration, this_device
 from cria_tricks.hardware.device import pretend
 from cria_tricks.hardware.gpus import GPUS, by_datasheet
@@ -50,18 +50,16 @@ def begun(out: Path, **changed) -> sitting.Sitting:
 
 def test_the_command_measures_packs_and_says_where(quick, tmp_path, run_cria):
     out = tmp_path / "mine"
-    wanted = ("machine", "selftest", "calibrate", "gpu-tests", "ladder", "capstone", "longest")
+    wanted = ("machine", "calibrate", "ladder", "capstone", "longest")
     words = [word for part in wanted for word in ("--part", part)]
     code, stdout, stderr = run_cria("bench", "--short", *words, "--out", out)
     assert code == 0, stderr
     assert f"{out}/measured_card.json" in stdout.replace("\n", "")
     assert "ladder: about" in stderr, "its minutes are said before it begins"
-    assert "gpu-tests: skipped, because there is no CUDA card" in stderr
     assert "longest: skipped, because on a CPU" in stderr
     card = measured_card.read(out / measured_card.NAME)
     assert list(card.parts) == list(wanted)
     assert {card.parts[part].status for part in wanted} == {"done", "skipped"}
-    assert all(check.holds for check in card.selftest)
     assert {case.name for case in card.cases} == {"off", "ladder_peft", "kwanzaa"}
     for case in card.cases:
         assert (case.status, case.device) == ("ok", this_device().name)
@@ -89,8 +87,7 @@ def test_minutes_are_said_without_measuring(quick, tmp_path, run_cria):
     assert not out.exists()
     said = dict(line.split(maxsplit=1) for line in stdout.splitlines())
     assert list(said) == [*measured_card.PARTS, "in"]
-    assert said["gpu-tests"] == "skipped, because there is no CUDA card"
-    assert said["selftest"] == f"about {duration(parts.FIXED['selftest'][0])}"
+    assert said["calibrate"] == f"about {duration(parts.FIXED['calibrate'][0])}"
     assert said["ladder"] == "some minutes, which are not known before", "nobody has calibrated this machine"
     code, _, stderr = run_cria("bench", "--short", "--part", "machine", "--part", "calibrate", "--out", out)
     assert code == 0, stderr
@@ -261,13 +258,6 @@ def test_the_longest_row_is_found_from_either_side(room):
     low, high = longest.search(1000, runs)
     assert low <= room < high <= low * longest.CLOSE + 1
     assert len(set(tried)) == len(tried) <= 12
-
-
-def test_pytests_outcome_is_read_off_its_last_line():
-    text = "......\n== 3 failed, 20 passed, 4 skipped in 1.2s ==\n"
-    found = gpu_tests.outcome(text)
-    assert (found.passed, found.failed, found.skipped) == (20, 3, 4)
-    assert gpu_tests.outcome("ERROR: no module\n1 error in 0.1s").failed == 1
 
 
 class FakeNVML:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import cria_tricks
-from cria_tricks.bench import provenance
 
 ROWS = Path(cria_tricks.__file__).parent / "data" / "nguzo_saba_eval.jsonl"
 
@@ -29,14 +28,6 @@ print(json.dumps({
     "file": c.__file__, "version": c.__version__, "plan": answer.to_dict(), "shown": repr(answer),
     "needed": c.estimate("kwanzaa", gpu="t4").needed_bytes, "report": report, "package": made["package"],
 }))
-"""
-
-ON_A_CARD = """
-import json
-from cria_tricks.bench import provenance
-from cria_tricks.doctor import gpu_tests
-
-print(json.dumps([str(gpu_tests.FOLDER), provenance.code(), gpu_tests.run()._asdict()]))
 """
 
 TYPED = """
@@ -106,19 +97,6 @@ def test_the_command_says_its_version(python, tmp_path):
     version = run(python, "-c", "import cria_tricks; print(cria_tricks.__version__)", folder=tmp_path).stdout
     assert (done.returncode, done.stdout, done.stderr) == (0, f"cria_tricks {version}", "")
     assert version.strip()[0].isdigit()
-
-
-def test_the_tests_on_a_card_travel_with_it(python, tmp_path):
-    """All but those of the lessons, which stay in the checkout; and without a card each is skipped."""
-    done = run(python, "-c", ON_A_CARD, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    folder, code, found = json.loads(done.stdout.splitlines()[-1])
-    there, here = Path(folder), Path(__file__).parent / "gpu"
-    assert there.is_relative_to(python.parents[1])
-    assert {path.name for path in there.glob("*.py")} == {path.name for path in here.glob("*.py")}
-    assert (found["passed"], found["failed"]) == (0, 0), found["last_lines"]
-    assert found["skipped"] > 50
-    assert code == provenance.code(), "a checkout and its wheel are the same code"
 
 
 def test_mypy_reads_our_types(python, tmp_path):

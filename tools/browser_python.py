@@ -23,7 +23,7 @@ HERE = ROOT / "docs" / "assets" / "python"
 PYODIDE = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm")
 MADE = ("python_stdlib.zip", "packages.zip")
 LEFT_OUT = (
-    *("gpu_tests", "committed", "course/", "bench/", "doctor/", "launch/", "cli/", "trainer/", "kwanzaa/", "adapter/"),
+    *("committed", "course/", "bench/", "doctor/", "launch/", "cli/", "trainer/", "kwanzaa/", "adapter/"),
     "report/",
 )
 """Parts of the package that no plan imports."""

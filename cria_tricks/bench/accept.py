@@ -22,7 +22,7 @@ from cria_tricks.hardware.reached import SPREAD
 
 FILE = re.compile(r"measured_card(-[a-z0-9]+)*\.json")
 """The name of a file; a second file of the same card has a word more."""
-NEEDED: tuple[PartName, ...] = ("machine", "selftest", "calibrate", "ladder")
+NEEDED: tuple[PartName, ...] = ("machine", "calibrate", "ladder")
 """The parts without which a file says too little."""
 BYTES = {"cpu": 0.01, "cuda": trust.MARGIN}
 """How far a measured peak may be from its own dry run, as a share of it.
@@ -151,13 +151,6 @@ def _parts(card: MeasuredCard) -> Iterator[Problem]:
             yield f"parts.{part}", "is done, and has no case"
         if record.status == "skipped" and not record.why:
             yield f"parts.{part}.why", "must say why it was skipped"
-    for check in card.selftest:
-        if not check.holds:
-            yield f"selftest.{check.name}", f"fails on this machine: {check.found}"
-    if not card.selftest:
-        yield "selftest", "has no check"
-    if card.gpu_tests and card.gpu_tests.failed:
-        yield "gpu_tests.failed", f"{card.gpu_tests.failed} tests fail on this card"
     names = [(case.bench, case.name) for case in card.cases]
     for name in sorted(set(names)):
         if names.count(name) > 1:

@@ -20,7 +20,7 @@ NAME = "measured_card.json"
 FORMAT = "cria_tricks measured card 1"
 """The value of ``format``. The number grows when a field changes its meaning."""
 
-PartName = Literal["machine", "selftest", "calibrate", "gpu-tests", "ladder", "alone", "capstone", "longest", "errors"]
+PartName = Literal["machine", "calibrate", "ladder", "alone", "capstone", "longest", "errors"]
 PARTS: tuple[PartName, ...] = get_args(PartName)
 """The parts of a sitting, in their order."""
 OF_CASES: tuple[PartName, ...] = ("ladder", "alone", "capstone", "longest", "errors")
@@ -138,14 +138,6 @@ class PartRecord(_Strict):
     seconds: float = Field(0.0, ge=0, description="it took, all sittings together")
 
 
-class Check(_Strict):
-    """A check of ``cria doctor --selftest``."""
-
-    name: str
-    holds: bool
-    found: str
-
-
 class Calibrated(_Strict):
     """What ``cria doctor --calibrate`` measured."""
 
@@ -154,15 +146,6 @@ class Calibrated(_Strict):
     launch: float = Field(gt=0, description="time of an operation beside its work [s]")
     link_rate: float = Field(gt=0, description="copies between card and host [bytes/s]")
     rates: dict[str, float] = Field(description="flops PART PRECISION or bytes PART PRECISION -> work a second")
-
-
-class GpuTests(_Strict):
-    """The outcome of ``pytest -m gpu``."""
-
-    passed: int = Field(ge=0)
-    failed: int = Field(ge=0)
-    skipped: int = Field(ge=0)
-    last_lines: tuple[str, ...] = Field((), description="of pytest's output")
 
 
 class MeasuredCard(_Strict):
@@ -180,9 +163,7 @@ class MeasuredCard(_Strict):
     parts: dict[PartName, PartRecord] = {}
     toggles: tuple[dict[str, str], ...] = Field((), description="of cria doctor: which work here, and why not")
     attention: dict[str, str] = Field({}, description="of cria doctor: the kernels that ran")
-    selftest: tuple[Check, ...] = ()
     calibration: Calibrated | None = None
-    gpu_tests: GpuTests | None = None
     cases: tuple[CardCase, ...] = ()
 
     def of(self, *parts: PartName) -> list[CardCase]:

@@ -22,7 +22,7 @@ A case of ``random:tiny`` took about one on two EPYC cores. The figure for a GPU
 """
 DRY_BLOCK = 1.0
 """Time of a dry run for each block of the model [s]: 0.9 to 2.7 on two busy EPYC cores, for Llama-3.2-1B."""
-FIXED: dict[PartName, tuple[float, float]] = {"machine": (5, 5), "selftest": (20, 20), "calibrate": (30, 75)}
+FIXED: dict[PartName, tuple[float, float]] = {"machine": (5, 5), "calibrate": (30, 75)}
 """Time of the parts without cases [s], of the short and of the full version: on two EPYC cores."""
 CALIBRATED = {True: 0.4, False: 1.5}
 """How long each piece of the calibration is repeated, in the short version and in the full one [s]."""
@@ -74,11 +74,9 @@ def settings_for(device: Device, *, short: bool, profile: str = "") -> BenchSett
 
 def skipped(part: PartName, settings: BenchSettings, device: Device) -> str:
     """Say why a part is left out; empty if it is not."""
-    if device.kind == "cpu" and part == "gpu-tests":
-        return "there is no CUDA card"
     if device.kind == "cpu" and part == "longest":
         return "on a CPU the memory is the machine's, which is not filled on purpose"
-    if settings.short and part in ("gpu-tests", "longest", "errors") and device.kind == "cuda":
+    if settings.short and part in ("longest", "errors") and device.kind == "cuda":
         return "the short version leaves it out"
     return ""
 
@@ -123,7 +121,7 @@ def seconds_of(part: PartName, settings: BenchSettings, device: Device, card: Ca
     """
     if part in FIXED:
         return FIXED[part][0 if settings.short else 1]
-    if part == "gpu-tests" or card is None:
+    if card is None:
         return None
     if part == "capstone":
         return _capstone_seconds(settings, device, card)

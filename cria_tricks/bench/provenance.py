@@ -12,7 +12,6 @@ import torch
 
 from cria_tricks.bench import sensors
 from cria_tricks.bench.measured_card import MeasuredDevice, Provenance
-from cria_tricks.doctor.gpu_tests import IN_PACKAGE
 from cria_tricks.doctor.machine import colab
 from cria_tricks.hardware import Device
 from cria_tricks.hardware.calibration import threads
@@ -45,8 +44,7 @@ def code() -> str:
     """Return a hash of the package's Python files: two measurements with the same one ran the same code."""
     found = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
-        if IN_PACKAGE not in path.parents:  # a checkout and its wheel have the same hash
-            found.update(f"{path.relative_to(PACKAGE).as_posix()}\0".encode() + path.read_bytes())
+        found.update(f"{path.relative_to(PACKAGE).as_posix()}\0".encode() + path.read_bytes())
     return found.hexdigest()
 
 

@@ -10,14 +10,12 @@ from typing import Any
 
 from cria_tricks.bench import capstone, cases, compare, longest, measured_card, parts, provenance, sensors
 from cria_tricks.bench.accept import UNSTEADY
-from cria_tricks.bench.case import Setup, bytes_by_dry_run, estimated, free_memory, measure, prepared
+from cria_tricks.bench.case import Setup, bytes_by_dry_run, estimated, measure, prepared
 from cria_tricks.bench.measured_card import (
     NAME,
     BenchSettings,
     Calibrated,
     CardCase,
-    Check,
-    GpuTests,
     MeasuredCard,
     PartName,
     PartRecord,
@@ -29,7 +27,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import duration, human
 from cria_tricks.common.version import versions
 from cria_tricks.common.waiting import doing
-from cria_tricks.doctor import calibrate, gpu_tests, machine, selftest
+from cria_tricks.doctor import calibrate, machine
 from cria_tricks.hardware import calibration, this_device
 from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.gpus import by_datasheet
@@ -118,10 +116,7 @@ class Sitting:
         return packed
 
     def _skipped(self, part: PartName) -> str:
-        why = parts.skipped(part, self.card.settings, self.device)
-        if not why and part == "gpu-tests":
-            why = gpu_tests.missing()
-        return why
+        return parts.skipped(part, self.card.settings, self.device)
 
     def _done(self, part: PartName) -> bool:
         return part in self.card.parts and self.card.parts[part].status == "done"
@@ -157,9 +152,7 @@ class Sitting:
         """Return how each part is measured."""
         return {
             "machine": self._machine,
-            "selftest": self._selftest,
             "calibrate": self._calibrate,
-            "gpu-tests": self._gpu_tests,
             "ladder": lambda: self._planned("ladder"),
             "alone": lambda: self._planned("alone"),
             "capstone": self._capstone,
@@ -171,24 +164,11 @@ class Sitting:
         found = machine.examine()
         self._keep(toggles=tuple(found["toggles"]), attention=found["attention"])
 
-    def _selftest(self) -> None:
-        names = set(Check.model_fields)
-        found = selftest.examine()["checks"]
-        checks = [Check(**{name: check[name] for name in names}) for check in found]
-        self._keep(selftest=tuple(checks))
-        self.say(f"  {sum(check.holds for check in checks)} of {len(checks)} checks hold")
-
     def _calibrate(self) -> None:
         seconds = parts.CALIBRATED[self.card.settings.short]
         found = calibrate.measure(lambda name: self.say(f"  {name}"), seconds=seconds)
         values = {name: value for name, value in dataclasses.asdict(found).items() if name in Calibrated.model_fields}
         self._keep(calibration=Calibrated(**values))
-
-    def _gpu_tests(self) -> None:
-        free_memory()
-        found = gpu_tests.run()
-        self._keep(gpu_tests=GpuTests(**found._asdict()))
-        self.say(f"  {found.passed} passed, {found.failed} failed, {found.skipped} skipped")
 
     def _planned(self, part: PartName) -> None:
         """Measure the cases of a part that are not in the file."""

@@ -36,6 +36,12 @@ from cria_tricks.cli import bench  # noqa: F401
 
 GONE = {"hardware": "cria plan RECIPE --gpu all"}
 """Commands that are gone, each with what does its work now."""
+INSTEAD = {
+    "--selftest": "the lesson When libraries lie has a check for each silent failure",
+    "--collectives": "NVIDIA's nccl-tests measure a link; the lesson on interconnects has a script that does so",
+    "--hang": "py-spy dump --pid PID shows where a process waits; see the page When it hangs",
+}
+"""An option that ``cria doctor`` had once -> what to use in its place."""
 
 
 def main() -> None:
@@ -47,7 +53,8 @@ def main() -> None:
     try:
         code = _run()
     except UsageError as error:
-        leave(f"error: {error.format_message().rstrip('.')}; see cria --help", 2)
+        instead = INSTEAD.get(getattr(error, "option_name", ""), "see cria --help")
+        leave(f"error: {error.format_message().rstrip('.')}; {instead}", 2)
     except Diverged as error:
         leave(f"error: {error}", 1)
     except OutOfMemory as error:

@@ -18,10 +18,8 @@ from rich.text import Text
 
 from cria_tricks.cli.app import LEARN, MACHINE, Json, app, aside, screen
 from cria_tricks.common.console import table
-from cria_tricks.common.errors import BadInput
 from cria_tricks.common.lessons import number_of
 from cria_tricks.common.startup import importing
-from cria_tricks.common.units import human
 
 
 @app.command(rich_help_panel=LEARN, epilog="Example: cria tricks")
@@ -103,41 +101,18 @@ def explain(
         screen.print(coloured, soft_wrap=True, end="")
 
 
-@app.command(rich_help_panel=MACHINE, epilog="Example: cria doctor --selftest")
+@app.command(rich_help_panel=MACHINE, epilog="Example: cria doctor --calibrate")
 def doctor(
-    selftest: Annotated[
-        bool, typer.Option("--selftest", help="Look for seven failures of the libraries that raise nothing.")
-    ] = False,
-    collectives: Annotated[
-        bool, typer.Option("--collectives", help="Measure what passes between processes, or cards, and how fast.")
-    ] = False,
-    nproc: Annotated[int | None, typer.Option(help="Processes to measure; one a card, or two.")] = None,
     calibrate: Annotated[
         bool,
         typer.Option("--calibrate", help="Measure this machine for a minute; its plans then use that."),
     ] = False,
-    hang: Annotated[
-        int | None, typer.Option(metavar="PID", help="Say where the processes of a run that hangs wait.")
-    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what this machine is and which switches work on it. With --selftest exit code 1 if a check fails."""
-    if hang is not None:
-        _hang(hang, as_json)
-        return
+    """Say what this machine is and which switches work on it."""
     if calibrate:
-        if nproc is not None:
-            raise BadInput(f"--nproc {nproc}: belongs to --collectives")
         _calibrate(as_json)
         return
-    if selftest:
-        _selftest(as_json)
-        return
-    if collectives:
-        _collectives(nproc, as_json)
-        return
-    if nproc is not None:
-        raise BadInput(f"--nproc {nproc}: belongs to --collectives")
     from cria_tricks.doctor import machine, packages
 
     found = {**machine.examine(), "packages": packages.unusable()}
@@ -184,17 +159,6 @@ def report(
     screen.print(f"{len(cases)} cases of {devices}: {out / 'report.md'}", highlight=False, markup=False)
 
 
-def _hang(process_id: int, as_json: bool) -> None:
-    from cria_tricks.doctor import hang
-
-    found = hang.look(process_id)
-    if as_json:
-        print(json.dumps([dataclasses.asdict(one) for one in found], indent=2))
-        return
-    lines = [f"rank {one.rank}, process {one.process}: {' < '.join(one.frames)}" for one in found]
-    screen.print(hang.verdict(found), "", *lines, sep="\n", markup=False, highlight=False)
-
-
 def _about_the_machine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Write what was found out about the machine: the name of a line, and its text."""
     device = found["device"]
@@ -218,30 +182,6 @@ def _about_the_machine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     versions = [f"python {found['python']}", f"CUDA {found['cuda'] or 'missing'}"]
     versions += [f"{name} {version or 'missing'}" for name, version in found["versions"].items()]
     yield "versions", ", ".join(versions)
-
-
-def _selftest(as_json: bool) -> None:
-    aside.print("looking for failures that raise nothing; it takes some ten seconds")
-    with importing():
-        from cria_tricks.doctor import selftest
-
-    with contextlib.redirect_stdout(sys.stderr):
-        found = selftest.examine()
-    failing = [check for check in found["checks"] if not check["holds"]]
-
-    def say(*lines: str) -> None:
-        screen.print(*lines, sep="\n", highlight=False, markup=False)
-
-    if as_json:
-        print(json.dumps(found, indent=2, allow_nan=False))
-    else:
-        for check in found["checks"]:
-            verdict = "holds" if check["holds"] else "fails"
-            say(f"{verdict}  {check['name']:<27}{check['found']}")
-        for check in failing:
-            say("", f"{check['name']}: {check['asks']}", f"  cause: {check['cause']}", f"  cure: {check['cure']}")
-    if failing:
-        raise typer.Exit(1)
 
 
 def _calibrate(as_json: bool) -> None:
@@ -270,29 +210,6 @@ def _calibrate(as_json: bool) -> None:
     screen.wrapped(
         title, "", shown, "", f"Stored in {file}. From now on plans for this machine use it: cria plan --gpu here"
     )
-
-
-def _collectives(nproc: int | None, as_json: bool) -> None:
-    from cria_tricks.doctor import collectives
-
-    with contextlib.redirect_stdout(sys.stderr):
-        found = collectives.examine(nproc)
-    if found is None:  # rank 0 prints the answer
-        return
-    if as_json:
-        print(json.dumps(found, indent=2, allow_nan=False))
-        return
-    numbers = ("tensor", "median", "algorithm", "bus")
-    shown = table("collective", *numbers, numbers=numbers)
-    for entry in found["collectives"]:
-        rates = (f"{entry[name] / 1e9:.3f} GB/s" for name in ("algorithm_rate", "bus_rate"))
-        shown.add_row(entry["kind"], human(entry["bytes"]), f"{1000 * entry['seconds']:.3f} ms", *rates)
-    screen.wrapped(f"{found['processes']} processes, {found['backend']}", "", shown)
-    for kind, line in found["lines"].items():
-        said = f"{kind}: {1000 * line['latency']:.3f} ms + sent bytes / {line['rate'] / 1e9:.3f} GB/s"
-        screen.print(f"{said}, off by {line['error']:.0%} at most", highlight=False)
-    for note in found["notes"]:
-        screen.print(f"note: {note}", highlight=False, markup=False)
 
 
 def _coloured(status: str) -> str:

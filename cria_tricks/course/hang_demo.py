@@ -1,7 +1,7 @@
 """Two processes share a training, and one of them waits for rows that never come: a hang to look at.
 
-``with hanging(folder, seconds) as processes:`` starts both and ends them. The lesson on monitoring and
-``tests/drills/hang.py`` look at them from outside. In each process a thread keeps writing what torch's flight recorder
+``with hanging(folder, seconds) as processes:`` starts both and ends them. The lesson on monitoring looks at them from
+outside. In each process a thread keeps writing what torch's flight recorder
 holds, because the main thread of a process that hangs writes nothing. Only the two processes import torch: the program
 that starts them does not need it.
 """

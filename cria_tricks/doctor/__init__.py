@@ -1,1 +1,1 @@
-"""A look at this machine and this package: what works here, and what the libraries do in silence."""
+"""A look at this machine and this package: what works here, how fast, and what each technique is."""

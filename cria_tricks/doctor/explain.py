@@ -1,20 +1,14 @@
-"""Collect what the modules of the techniques say, for ``cria explain``, ``cria tricks`` and the page of techniques.
-
-python -m cria_tricks.doctor.explain docs/reference/switches.md    # writes both tables between their marks
-"""
+"""Collect what the modules of the techniques say, for ``cria explain``, ``cria tricks`` and the page of techniques."""
 
 import functools
 import inspect
 import re
-import sys
 import textwrap
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
 from cria_tricks import recipes
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.markdown_table import cell, markdown_table
 from cria_tricks.common.names import hint, nearest, plain
 from cria_tricks.hardware import T4
 from cria_tricks.models.shape import find_shape
@@ -24,14 +18,6 @@ from cria_tricks.tricks import CARD, INFERENCE, TRICKS, card, trick_name
 
 COLUMNS = ("set", "saves", "costs", "claim", "bound", "lesson")
 """The columns of both tables, in order."""
-MARKS = {
-    "tricks": (
-        "<!-- the table of tricks: python -m cria_tricks.doctor.explain docs/reference/switches.md -->",
-        "<!-- end of the table -->",
-    ),
-    "parallel": ("<!-- the table of strategies: the same command -->", "<!-- end of the strategies -->"),
-}
-"""The HTML comments before and after each table in ``docs/reference/switches.md``."""
 
 
 @dataclass(frozen=True)
@@ -146,32 +132,3 @@ def off_the_capstone() -> dict[str, int]:
     capstone = recipes.capstone(T4)
     target = toggles.Target(find_shape(capstone.model), T4)
     return {change.set: change.saved_bytes for change in toggles.removed(target, capstone)}
-
-
-def markdown(group: str) -> str:
-    """Return a table in Markdown, as it stands on the page; the groups are those of :func:`table`."""
-    rows = []
-    for row in table(group):
-        row["set"] = ", ".join(f"`{part}`" for part in row["set"].split(", "))
-        rows.append([cell(row[column]) for column in COLUMNS])
-    return "\n".join(markdown_table(COLUMNS, rows))
-
-
-def write_into(path: Path) -> None:
-    """Write both tables into a Markdown file, between their marks, in place of the old ones.
-
-    Raises:
-        SystemExit: if the file lacks one of the marks.
-    """
-    text = path.read_text(encoding="utf-8")
-    for group, (begin, end) in MARKS.items():
-        before, opened, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not opened or not closed:
-            raise SystemExit(f"{path}: has no place for the table, between {begin} and {end}")
-        text = f"{before}{begin}\n\n{markdown(group)}\n\n{end}{after}"
-    path.write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    write_into(Path(sys.argv[1]))

@@ -645,7 +645,7 @@ SINGLE = [
     Fault("command: published without a network", f"{PUBLISH} --yes", "the network is switched off"),
     Fault("command: eval without an adapter", "eval", "name the folder of an adapter"),
     Fault("command: eval of rows that are not there", "eval run/adapter --data none.jsonl", "no such"),
-    Fault("command: processes without a measurement", "doctor --nproc 2", "belongs to --collectives"),
+    Fault("command: an option that went", "doctor --hang 7", "py-spy dump --pid PID"),
     Fault("command: the folder of a run: chat", "chat run --prompt a", "is the folder of a run; .*run/adapter: name"),
     Fault("command: the folder of a run: train", f"{TRAIN} --set model=run", "is the folder of a run; .*adapter: name"),
     Fault("command: the folder of a run: merge", "merge run", "is the folder of a run; .*run/adapter: name that"),
@@ -698,6 +698,35 @@ NEXT = (
 and added tokens, which this base does not have either."""
 
 
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The chat template of the base."""
+
+
+def write_base(folder: Path) -> None:
+    """Write a Llama of two blocks with random weights, and a tokenizer with a token for each byte."""
+    import torch
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    from cria_tricks.models.catalogue import CONFIGS
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS["tiny"] | {"vocab_size": 512}))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    ids = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    text = Tokenizer(BPE(ids, []))
+    text.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    text.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=text, bos_token="<|im_start|>", eos_token="<|im_end|>", chat_template=CHATML
+    )
+    tokenizer.save_pretrained(folder)
+
+
 class Place:
     """A working place with a base, rows, a finished run and a stopped one; made anew for every fault.
 
@@ -706,13 +735,11 @@ class Place:
     """
 
     def __init__(self, folder: Path):
-        from cria_tricks.doctor import selftest_runs
-
         self.folder, self.kept = folder / "place", folder / "kept"
         self.proposals = Counter[str]()
         base = self.folder / "base"
         base.mkdir(parents=True)
-        selftest_runs.make(base, vocab_size=512)
+        write_base(base)
         (self.folder / "rows.jsonl").write_text(ROWS)
         (self.folder / "job.toml").write_text(JOB)
         code, said = self.run("train job.toml --out run")

@@ -12,10 +12,8 @@ from typing import IO
 
 import pytest
 
-from cria_tricks.common.errors import BadInput
 from cria_tricks.course.hang_demo import recorded
 from tests.drills import faults
-from tests.drills import hang as hang_drill
 from tests.drills.disconnect import Drill
 from tests.drills.dump import SAVED, STEPS, Dump, make, record
 from tests.drills.fuzz import Fuzz, check
@@ -128,14 +126,6 @@ def test_a_dump_of_texts_is_cleaned_and_trained_on_and_no_row_comes_twice(tmp_pa
     held_out = sources.find(recipe.data.eval, "eval").rows
     list(Prepare(recipe, held_out)(sources.find(recipe.data.train, "train").rows, tally, Repeats(near=True).reason))
     assert {step: tally.rows[step] for step in planted} == planted
-
-
-def test_a_rank_that_waits_is_found_from_outside_and_the_others_end(tmp_path):
-    """Two new processes, because a hang is what is tested; the script waits for both to end."""
-    try:
-        hang_drill.drill(tmp_path, 15.0, both=False)
-    except BadInput as error:
-        pytest.skip(str(error))  # no py-spy, or a machine that lets no process read another
 
 
 @pytest.fixture(scope="module")

@@ -1,23 +1,16 @@
-"""The ring against torch's all-reduce and the formula of its bytes; timings, their line, and who measures."""
+"""The ring against torch's all-reduce and the formula of its bytes; timings and their line."""
 
-import json
 import random
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import SignalException
 
+from benchmarks import links
 from cria_tricks.bill.calls import CountCollectives, ring_share
-from cria_tricks.common.errors import BadInput, Lost
-from cria_tricks.doctor import collectives
 from cria_tricks.parallel import ring_collectives
 from cria_tricks.predict.links import FittedLine, Timing, fit_line
-from cria_tricks.processes import numbers
-
-KINDS = {"all_reduce", "all_gather", "reduce_scatter"}
 
 
 def around_the_ring(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int, int]:
@@ -66,13 +59,13 @@ def test_bandwidths_are_those_of_nccl_tests():
 
 def test_the_line_through_exact_timings_is_theirs():
     line = FittedLine(latency=3e-4, rate=2e9)
-    timings = [Timing("all_gather", size, 4, line.seconds(0.75 * size)) for size in collectives.SIZES]
+    timings = [Timing("all_gather", size, 4, line.seconds(0.75 * size)) for size in links.SIZES]
     assert fit_line(timings) == pytest.approx(line)
 
 
 def test_the_line_weighs_errors_by_their_share():
     line = FittedLine(latency=3e-4, rate=2e9)
-    exact = [Timing("all_reduce", size, 2, line.seconds(size)) for size in collectives.SIZES]
+    exact = [Timing("all_reduce", size, 2, line.seconds(size)) for size in links.SIZES]
     small, large = exact[0], exact[-1]
     # A tenth off at the largest size is 3 ms, ten times a small call: it must not become the latency.
     off = [*exact[:-1], Timing("all_reduce", large.bytes, 2, 1.1 * large.seconds)]
@@ -95,12 +88,8 @@ def test_timings_of_one_size_give_a_line_through_zero(seed):
     assert line == (0, pytest.approx(4096 / seconds[0]))
 
 
-def some_timings(sizes: tuple[int, ...]) -> list[Timing]:
-    return collectives.measure(sizes)
-
-
 def test_every_process_gets_the_same_timings(two):
-    first, second = two.run(some_timings, (4096, 4098))
+    first, second = two.run(links.measured_collectives, (4096, 4098))
     assert first == second
     assert [(timing.kind, timing.bytes) for timing in first] == [
         (kind, size) for size in (4096, 4096) for kind in ("all_reduce", "all_gather", "reduce_scatter")
@@ -130,56 +119,4 @@ def test_gloo_sends_as_much_for_a_reduce_scatter_as_for_an_all_reduce(two):
     size = 2**24
     sent, counted = two.run(bytes_of_a_reduce_scatter, size)[0]
     assert counted == size
-    assert sent >= 2 * size * ring_share("all_reduce", 2), "gloo can do it by now: the note is out of date"
-    assert "all-reduce" in collectives.report([Timing("reduce_scatter", size, 2, 1.0)] * 2, "gloo")["notes"][0]
-
-
-def test_a_report_is_plain_data():
-    timings = [Timing(kind, size, 2, 1e-3 + size / 1e9) for kind in sorted(KINDS) for size in (1024, 2**20)]
-    found = collectives.report(timings, "nccl")
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert (found["backend"], found["processes"], found["notes"]) == ("nccl", 2, [])
-    assert set(found["lines"]) == KINDS
-    assert all(line["error"] < 1e-6 for line in found["lines"].values())
-    assert set(found["collectives"][0]) == {"kind", "bytes", "processes", "seconds", "algorithm_rate", "bus_rate"}
-
-
-def test_processes_are_started_where_none_are():
-    found = collectives.examine(2, sizes=(1024, 2**16))
-    assert found is not None
-    assert found["processes"] == 2
-    assert {entry["kind"] for entry in found["collectives"]} == KINDS
-
-
-def test_a_process_that_dies_ends_all_and_is_named_in_one_line():
-    with pytest.raises(Lost, match="of 2 died while collectives were measured: TypeError") as caught:
-        collectives.examine(2, sizes=("no size",))  # type: ignore[arg-type]
-    assert "\n" not in str(caught.value)
-
-
-def test_a_signal_that_the_launcher_hears_is_one_line(monkeypatch, run_cria):
-    def ended(*config):
-        raise SignalException("15", signal.SIGTERM)
-
-    monkeypatch.setattr("torch.distributed.launcher.elastic_launch", lambda *config, **more: ended)
-    code, _, stderr = run_cria("doctor", "--collectives", "--nproc", 2)
-    assert (code, stderr) == (130, "interrupted; nothing was written\n")
-
-
-def test_one_process_has_nothing_to_measure():
-    with pytest.raises(BadInput, match="--nproc 1: one process has nobody to talk to"):
-        collectives.examine(1)
-
-
-def test_a_launchers_number_is_not_changed(monkeypatch):
-    monkeypatch.setattr(numbers, "processes", lambda: 4)
-    with pytest.raises(BadInput, match="--nproc 2: a launcher has started 4 processes"):
-        collectives.examine(2)
-
-
-def under_a_launcher(sizes: tuple[int, ...]) -> bool:
-    return collectives.examine(sizes=sizes) is not None
-
-
-def test_under_a_launcher_the_first_process_answers(two):
-    assert two.run(under_a_launcher, (1024, 2**16)) == [True, False]
+    assert sent >= 2 * size * ring_share("all_reduce", 2), "gloo can do it by now"

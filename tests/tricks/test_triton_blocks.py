@@ -23,11 +23,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cria_tricks.common.errors import BadInput
-from cria_tricks.doctor import kernels as kernel_check
-from cria_tricks.doctor import selftest
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.device import Device
-from cria_tricks.load import fused
 from cria_tricks.measure.counting import SavedBytes, Traffic
 from tests.tolerances import TRAJECTORY
 
@@ -384,27 +381,6 @@ def test_switch(tiny_model, rows, tmp_path):
         assert bool(ran) == (value == "triton")
     assert ran == {"rms_norm": 2 * (2 * 2 + 1), "swiglu": 2 * 2, "rotate": 2 * 2}, "two blocks, and the last norm"
     assert losses["triton"] == pytest.approx(losses["true"], abs=TRAJECTORY)
-
-
-@interpreted
-def test_the_selftest_compares_the_kernels_with_plain_pytorch():
-    """All are the same here; a kernel that is wrong is named, and so is one that gives NaN."""
-    label, share = kernel_check.furthest(CPU)
-    assert share <= 1, label
-    parts = fused.by_triton(CPU)
-    off = parts._replace(gated=lambda gate, up, activation: parts.gated(gate, up, activation) * 1.02)
-    label, share = kernel_check.furthest(CPU, off)
-    assert (label.partition(" ")[0], share > 1) == ("gated", True)
-    spoilt = parts._replace(rms_norm=lambda *given: parts.rms_norm(*given) * float("nan"))
-    label, share = kernel_check.furthest(CPU, spoilt)
-    assert (label.partition(" ")[0], share != share) == ("rms_norm", True)
-    assert selftest.checks()[-1].name == "triton_kernels"
-    holds, found = selftest.triton_kernels(None)
-    assert holds, found
-
-
-def test_the_selftest_leaves_them_out_where_they_cannot_run():
-    assert selftest.checks() == selftest.CHECKS
 
 
 @interpreted
