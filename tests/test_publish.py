@@ -145,7 +145,7 @@ def test_a_repository_with_something_else_in_it_is_left_alone(there, said, hub, 
     ("ending", "answer", "said"),
     [
         ("/create", (403, {"error": f"the token {TOKEN} may not"}), "[hidden]"),
-        ("/preupload/main", (403, {"error": f"see https://me:{TOKEN}@example.org"}), "may this login write there?"),
+        ("/preupload/main", (403, {"error": f"see https://me:{TOKEN}@example.org"}), "may this login do that?"),
         ("/objects/batch", (400, {"error": f"Bearer {TOKEN}"}), "publish: owner/name: "),
         ("/validate-yaml", (400, {"errors": [{"message": f"bad {TOKEN}"}], "warnings": []}), "Invalid metadata"),
     ],
@@ -178,7 +178,7 @@ def test_a_wrong_token_nobody_logged_in_and_nobody_there(hub, adapter, publish):
     wrong = "hf_" + "wrong" * 7
     code, _, stderr = publish(adapter, "--yes", token=wrong)
     assert code == 2
-    assert "is the token right?" in stderr
+    assert "is the login's token right?" in stderr
     assert wrong not in stderr
     hub.url = "http://127.0.0.1:9"
     code, _, stderr = publish(adapter, "--yes")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.common.errors import BadInput, first_line
+from cria_tricks.common.errors import BadInput, first_line, in_one_line
 from cria_tricks.common.names import hint, nearest
 from cria_tricks.models.catalogue import ALIASES
 
@@ -69,8 +69,9 @@ def why(error: BaseException) -> str:
     if any(isinstance(each, UnicodeEncodeError) for each in chain) and not (get_token() or "").isascii():
         return "the login's token holds a letter that no token has; copy it again, then run: hf auth login"
     answered = next((each for each in chain if getattr(each, "response", None) is not None), None)
-    # The sentence of a DatasetNotFoundError says more than the answer that it stands for.
-    if answered and (_expired(answered) or "DatasetNotFoundError" not in _names(error)):
+    # These errors of the libraries say more than the answer that they stand for: no such data set, a wrong model card.
+    says_more = error is not answered and (isinstance(error, ValueError) or "DatasetNotFoundError" in _names(error))
+    if answered and (_expired(answered) or not says_more):
         return _answer(answered)
     # datasets drops the original error and raises a ConnectionError. The errors of httpx are not ConnectionErrors. They
     # are recognised by the name of their base class, because a newer huggingface_hub uses httpx2 instead.
@@ -90,7 +91,7 @@ def _answer(error: Any) -> str:
             "the login's token has expired: make another at https://huggingface.co/settings/tokens, then hf auth login"
         )
     status = error.response.status_code
-    words = error.response.headers.get("X-Error-Message") or first_line(error)
+    words = error.response.headers.get("X-Error-Message") or in_one_line(error)
     cure = CURES.get(status)
     return f"the hub answers {status}: {words}; {cure}" if cure else f"the hub answers {status}: {words}"
 
