@@ -31,6 +31,8 @@ from cria_tricks.common.units import human
 from cria_tricks.data.lengths import Lengths, as_long_as, full, padded_mean
 from cria_tricks.data.stream import Stream
 from cria_tricks.hardware import trust
+from cria_tricks.load.model import built_empty
+from cria_tricks.models import pretrained
 from cria_tricks.models.configs import find_config
 from cria_tricks.models.shape import Shape
 from cria_tricks.predict.evaluation import Evaluated
@@ -118,6 +120,8 @@ def until_it_fits(job: Job, known: Known, attempt: Callable[[Job], Result]) -> t
         if isinstance(train, Stream) and not start:
             train.go_on(beginning)
         job = _adapted(job, changed, needed, failed.during)
+        name = job.recipe.model
+        built_empty(job.plan, pretrained.config(known.model, name), name)  # the new set must suit the model, too
 
 
 def _smaller(job: Job, known: Known, failed: OutOfMemory, tried: list[Try]) -> tuple[Choice, int]:
