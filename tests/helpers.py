@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-from cria_tricks.load.model import Loaded, load
+from cria_tricks.load.model import Loaded, load, refuse_unfit
 from cria_tricks.models import Weights
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
@@ -39,11 +39,13 @@ def tiny_llama(folder: Path) -> Path:
 
 
 def prepare(folder: Path, *settings: str, processes: int = 1) -> tuple[Recipe, Plan, Loaded]:
-    """Resolve settings for a model folder and load it, the same way each time."""
+    """Resolve settings for a model folder, check and load it, the same way each time."""
     recipe = with_settings(Recipe(model=str(folder)), settings)
     plan = resolve(recipe, processes=processes)
+    weights = Weights(str(folder), str(folder), None)
+    refuse_unfit(plan, weights)
     torch.manual_seed(0)
-    return recipe, plan, load(plan, Weights(str(folder), str(folder), None))
+    return recipe, plan, load(plan, weights)
 
 
 def train(folder: Path, rows, out: Path, *settings: str, eval_rows=(), resume=False, **options) -> tuple[Run, Loaded]:

@@ -14,7 +14,7 @@ from cria_tricks.adapter import folder
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.load import loftq
-from cria_tricks.load.model import count_trainable
+from cria_tricks.load.model import count_trainable, refuse_unfit
 from cria_tricks.measure.memory import LiveBytes, every_tensor
 from cria_tricks.models import Weights, weight_files
 from cria_tricks.models.configs import CONFIGS
@@ -256,12 +256,14 @@ def test_the_originals_are_found_under_shorter_and_longer_names(tiny_model, tmp_
 def test_a_file_without_the_matrix_is_refused_before_weights_are_loaded(tiny_model, monkeypatch):
     """As where transformers joins several matrices of a file into one."""
     gone = "model.layers.1.mlp.up_proj.weight"
+    plan = resolve(with_settings(Recipe(model=str(tiny_model)), [*NF4, START]))
+    weights = Weights(str(tiny_model), str(tiny_model), None)
+    empty = refuse_unfit(plan, weights)
     headers = weight_files.tensors(tiny_model, "tiny")
     del headers[gone]
     monkeypatch.setattr(weight_files, "tensors", lambda folder, name: headers)
-    plan = resolve(with_settings(Recipe(model=str(tiny_model)), [*NF4, START]))
     with pytest.raises(BadInput, match=f"lora.init=loftq: .* does not hold {gone} as one matrix under this name; set"):
-        count_trainable(plan, Weights(str(tiny_model), str(tiny_model), None))
+        count_trainable(empty, plan, weights)
 
 
 def test_another_matrix_of_the_same_shape_is_refused(tiny_model, tmp_path):

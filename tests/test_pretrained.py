@@ -95,12 +95,11 @@ def prefixed(prefix: str):
 DAMAGES = {
     "compiled": (
         prefixed("_orig_mod."),
-        "have the prefix _orig_mod. .*torch.compile put it there: save model._orig_mod",
+        r"21 tensors .* are missing .*; 20 tensors \(_orig_mod.model.embed_tokens.weight, .*\) are in its files",
     ),
-    "in parallel": (prefixed("module."), "prefix module. .*DataParallel put it there"),
     "compiled blocks": (
         edited(lambda tensors: {name.replace("layers.1.", "layers.1._orig_mod."): t for name, t in tensors.items()}),
-        "names of 9 tensors have the prefix _orig_mod.",
+        r"9 tensors .* are missing .*; 9 tensors \(model.layers.1._orig_mod.*\) are in its files.*again$",
     ),
     "missing": (without(LAYER), rf"1 tensor \({LAYER}\) is missing .*random"),
     "unknown": (
@@ -118,8 +117,6 @@ DAMAGES = {
         edited(lambda tensors: tensors.update({LAYER: tensors[LAYER].to(torch.int8)})),
         f"stores {LAYER} as I8, but weights are stored as F16",
     ),
-    "NaN": (poisoned(float("nan")), f"{LAYER} in model.safetensors holds NaN or infinity"),
-    "infinite": (poisoned(float("-inf")), f"{LAYER} in model.safetensors holds NaN or infinity"),
     "cut off": (cut_off, "model.safetensors is cut off or no safetensors file"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "holds no model.safetensors"),
     "a pickle": (as_pickle, "as a pickle .pytorch_model.bin., a program that runs"),
@@ -194,44 +191,32 @@ def test_what_is_as_it_should_be_loads(folder):
     assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
 
 
-def test_headers_are_enough_for_what_they_tell(folder, monkeypatch):
-    """Before a weight is read, and before torch is imported where names and shapes are not needed."""
-    monkeypatch.setattr(pretrained, "refuse_nonfinite", lambda *_: pytest.fail("weights are looked at"))
-    DAMAGES["missing"][0](folder)
-    with pytest.raises(BadInput, match="is missing"):
-        pretrained.causal_lm(folder, "m")
+@pytest.mark.parametrize("kind", ["compiled", "missing", "unknown", "a block more", "shape", "vocabulary", "type"])
+def test_headers_are_enough_for_what_they_tell(kind, folder, monkeypatch):
+    """A run is refused before a weight is read, and nobody looks for NaN."""
+    monkeypatch.setattr(pretrained, "_first_nonfinite", lambda file: pytest.fail("weights are looked at"))
+    damage, said = DAMAGES[kind]
+    damage(folder)
+    with pytest.raises(BadInput, match=said):
+        pretrained.refuse_misfit(folder, "m")
+
+
+def test_a_header_tells_names_dtypes_and_shapes(folder):
     tensors = weight_files.tensors(folder, "m")
     assert tensors["model.norm.weight"] == (folder / WEIGHTS, "F32", (256,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_every_number_that_is_none_is_found_and_no_other(dtype):
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_the_first_tensor_that_is_not_finite_is_named(dtype, bad, folder):
     info = torch.finfo(dtype)
-    fine = torch.tensor([0.0, -0.0, 1.0, -1.0, info.max, info.min, info.tiny, info.smallest_normal / 2], dtype=dtype)
-    assert pretrained.is_finite(fine)
-    for bad in (float("nan"), float("inf"), -float("inf")):
-        assert not pretrained.is_finite(torch.cat([fine, torch.tensor([bad], dtype=dtype)]))
-    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-    if dtype in (torch.float16, torch.bfloat16):
-        for number in (every[:1000], every[-1000:], every[::97]):
-            as_float = number.view(dtype)
-            assert pretrained.is_finite(as_float) is bool(as_float.isfinite().all())
-    assert pretrained.is_finite(torch.tensor([3], dtype=torch.int64))
-
-
-def test_a_large_file_is_looked_through_once_and_again_when_it_changed(folder, monkeypatch):
-    monkeypatch.setattr(weight_files, "LARGE", 1000)
-    looked = []
-    first = pretrained._first_nonfinite
-    monkeypatch.setattr(pretrained, "_first_nonfinite", lambda file: looked.append(file) or first(file))
-    for _ in range(3):
-        pretrained.causal_lm(folder, "m")
-    assert len(looked) == 1
-    poisoned(float("nan"))(folder)
-    for _ in range(2):
-        with pytest.raises(BadInput, match="NaN"):
-            pretrained.causal_lm(folder, "m")
-    assert len(looked) == 2
+    extremes = torch.tensor([info.max, info.min, info.tiny], dtype=dtype)
+    save_file({"extremes": extremes, "packed": torch.tensor([255], dtype=torch.uint8)}, folder / WEIGHTS)
+    pretrained.refuse_nonfinite(folder, "m")
+    edited(lambda tensors: tensors.update(odd=torch.tensor([1.0, bad], dtype=dtype)))(folder)
+    in_shards(folder)
+    with pytest.raises(BadInput, match="^model m: odd in model-00001-of-00002.safetensors holds NaN or infinity, so"):
+        pretrained.refuse_nonfinite(folder, "m")
 
 
 @pytest.mark.parametrize(
@@ -271,7 +256,7 @@ def test_nothing_else_of_the_package_calls_from_pretrained():
         if (lines := loads(ast.parse(path.read_text(encoding="utf-8"))))
     }
     assert others.pop("models/pretrained.py")
-    assert len(others.pop("models/blockwise.py")) == 2  # after the same two checks of the files
+    assert len(others.pop("models/blockwise.py")) == 2  # after the files were compared with the config
     # Makes a folder out of a wheel's file, which is then loaded like any other; the file is pinned by the wheel.
     assert len(others.pop("models/__init__.py")) == 2
     assert not others

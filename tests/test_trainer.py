@@ -2,14 +2,16 @@
 
 import math
 import os
+import shutil
 import signal
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
-from cria_tricks.common.errors import Diverged, Interrupted
+from cria_tricks.common.errors import BadInput, Diverged, Interrupted
 from cria_tricks.trainer.shared import SharedTrainer
 from tests.helpers import prepare, train, trained_weights
 
@@ -36,6 +38,7 @@ class Gradients(TrainerCallback):
 
 
 LOSSES = pytest.mark.parametrize("loss", ["tricks.chunked_loss=false", "tricks.chunked_loss=true"])
+UP = "model.layers.1.mlp.up_proj.weight"
 FREE = ("train.max_grad_norm=1e9", "train.warmup_ratio=0", "train.save_steps=1000")
 
 
@@ -140,6 +143,49 @@ def test_a_loss_that_is_not_finite_stops_before_the_adapter_is_touched(bad, tiny
     for name, p in seen["model"].named_parameters():
         if p.requires_grad:
             assert torch.equal(p, seen["before"][name])
+
+
+def base_with(value: float, folder, tiny_model):
+    """A copy of the tiny model with one bad number in a matrix that quantization packs."""
+    shutil.copytree(tiny_model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[UP].view(-1)[7] = value
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+class NoSteps(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        pytest.fail("the optimizer is about to take a step")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        ("tricks.quantization=nf4",),
+        ("tricks.quantization=nf4", "tricks.double_quantization=true"),
+        ("tricks.quantization=nf4", "lora.init=loftq"),
+        ("tricks.quantization=int8",),
+        ("tricks.precision=fp16", "tricks.lean_preparation=true"),
+    ],
+    ids=" ".join,
+)
+def test_nan_in_the_base_ends_the_run_before_any_step_and_names_the_tensor(value, settings, tiny_model, rows, tmp_path):
+    folder = base_with(value, tmp_path / "base", tiny_model)
+    for eval_rows in (rows[:1], ()):  # without an evaluation the first loss of training shows it
+        with pytest.raises(BadInput, match=f"^model .*base: {UP} in model.safetensors holds NaN or infinity") as caught:
+            train(folder, rows, tmp_path / "out", "tricks.peft=lora", *settings, eval_rows=eval_rows,
+                  callbacks=[NoSteps()])  # fmt: skip
+        assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "out").rglob("*.safetensors"))
+
+
+def test_numbers_too_large_for_fp16_are_no_nan_in_the_base(tiny_model, rows, tmp_path):
+    folder = base_with(1e30, tmp_path / "base", tiny_model)
+    with pytest.raises(Diverged, match="evaluation loss is nan at step 0. No weight has moved yet. fp16 ends"):
+        train(folder, rows, tmp_path / "out", "tricks.peft=lora", "tricks.precision=fp16", eval_rows=rows[:1])
 
 
 def test_gradients_that_are_not_finite_stop_the_run_too(tiny_model, rows, tmp_path):

@@ -2,9 +2,11 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 
 from cria_tricks import models
@@ -28,6 +30,28 @@ STORED = {
 
 def sets(*settings):
     return [part for one in settings for part in ("--set", one)]
+
+
+@pytest.mark.parametrize("settings", [("tricks.quantization=none",), ("tricks.quantization=nf4",)], ids=" ".join)
+def test_a_base_with_nan_ends_in_one_line_and_nothing_is_lost(settings, run_cria, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(models.find(TINY).path, base)
+    load_tokenizer(models.find(TINY)).save_pretrained(base)
+    tensors = load_file(base / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    before = {path.name: path.read_bytes() for path in base.iterdir()}
+    out = tmp_path / "run"
+    asked = ("train", "smoke", *sets(f"model={base}", "train.max_steps=1", "tricks.peft=lora", *settings))
+    code, _, said = run_cria(*asked, "--out", out)
+    assert (code, said.count("error: ")) == (2, 1)
+    assert f"model {base}: {name} in model.safetensors holds NaN or infinity, so the loss is not finite" in said
+    assert {path.name: path.read_bytes() for path in base.iterdir()} == before
+    assert not [*out.rglob("checkpoint-*"), *out.rglob("adapter*"), *out.rglob("report*")]
+    code, _, said = run_cria("chat", base, "--prompt", "a", "--max-new-tokens", 1)
+    assert code == 1
+    assert said.splitlines()[-1].startswith("error: the model's logits are NaN: its weights hold NaN or infinity")
 
 
 @pytest.mark.parametrize("name", STORED)

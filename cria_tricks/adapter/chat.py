@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import LogitsProcessorList
 
 from cria_tricks.adapter import prompts
 from cria_tricks.adapter.opening import open_folder
@@ -13,6 +14,7 @@ from cria_tricks.adapter.prompts import Format
 from cria_tricks.common.errors import usable_path
 from cria_tricks.load import cache
 from cria_tricks.load.adapters import without_adapter
+from cria_tricks.load.answering import RefuseNaN
 from cria_tricks.models import ends, pretrained
 
 
@@ -67,6 +69,7 @@ def answer(
 
     Raises:
         BadInput: if the prompt cannot be written.
+        Diverged: if the logits of the first token are NaN.
     """
     prompt = prompts.write(tokenizer, said).to(model.device)
     pretrained.refuse_unknown_tokens(model, int(prompt["input_ids"].max()), "this model")
@@ -79,6 +82,7 @@ def answer(
             do_sample=False,
             pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
             eos_token_id=ends.stops(tokenizer, model.generation_config.eos_token_id) or None,
+            logits_processor=LogitsProcessorList([RefuseNaN()]),
             streamer=streamer,
         )
     return tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from cria_tricks.common.errors import Diverged
 from cria_tricks.data import tokens
 from cria_tricks.data.rows import Chat
 from cria_tricks.load import cache
@@ -43,6 +44,9 @@ def answer_batch(
 
     Returns:
         For each prompt the answer's text, its length (tokens), and whether the model ended it.
+
+    Raises:
+        Diverged: if the logits of the first token are NaN.
     """
     adapter = getattr(model, "active_peft_config", None)
     if len(prompts) > 1 and adapter is not None and adapter.is_prompt_learning:
@@ -72,6 +76,7 @@ def answer_batch(
             do_sample=False,
             pad_token_id=pad,
             eos_token_id=stops or None,
+            logits_processor=LogitsProcessorList([RefuseNaN()]),
             stopping_criteria=StoppingCriteriaList([_Asked(stop)] if stop else []),
         )
     found = []
@@ -88,6 +93,22 @@ def _until_end(tokens: list[int], stops: Sequence[int]) -> list[int]:
         if token in stops:
             return tokens[: place + 1]
     return tokens
+
+
+class RefuseNaN(LogitsProcessor):
+    """Stop answers whose first logits are NaN, because greedy decoding would write one token again and again."""
+
+    def __init__(self) -> None:
+        self.looked = False
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not self.looked and scores.isnan().any():
+            raise Diverged(
+                "the model's logits are NaN: its weights hold NaN or infinity, or its activations are too large for "
+                "their dtype; fetch the base again, or take another dtype"
+            )
+        self.looked = True
+        return scores
 
 
 class _Asked(StoppingCriteria):

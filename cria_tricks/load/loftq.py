@@ -42,7 +42,7 @@ def start_at_rounding_error(model: Any) -> None:
         model: a new ``PeftModel`` with LoRA, whose base was quantised while it was loaded from a folder.
 
     Raises:
-        BadInput: if a weight is not in the files, or another one is.
+        BadInput: if a weight is not in the files, or another one is, or it holds NaN or infinity.
     """
     base = model.get_base_model()
     layers = {path: layer for path, layer in base.named_modules() if isinstance(layer, LoraLayer)}
@@ -55,6 +55,10 @@ def start_at_rounding_error(model: Any) -> None:
         with safe_open(file, framework="pt") as opened:
             error = opened.get_tensor(key).to(weight.device).float()
         length = error.norm()
+        if not length.isfinite():  # there would be no start, and so no evaluation that finds it
+            raise BadInput(
+                f"model {base.name_or_path}: {key} in {file.name} holds NaN or infinity; {weight_files.AGAIN}"
+            )
         error -= unpacked(weight)
         if error.norm() > length:  # 0 is a level of every format, so no weight is rounded to a place beyond 0
             raise BadInput(f"lora.init=loftq: {key} in {file} is not the weight that was quantised; {WITHOUT}")

@@ -79,8 +79,10 @@ def load_tokenizer(weights: Weights, eos: str = "") -> Any:
 def load(plan: Plan, weights: Weights) -> Loaded:
     """Load the weights, quantised or not, and edit the model as the plan says.
 
+    Whether the model fits the plan is checked before, by :func:`refuse_unfit`.
+
     Raises:
-        BadInput: if the model cannot be loaded, or does not fit the plan.
+        BadInput: if the model cannot be loaded.
     """
     quiet_libraries()
     weights = models.fetch(weights)
@@ -89,9 +91,9 @@ def load(plan: Plan, weights: Weights) -> Loaded:
         arguments["quantization_config"] = BitsAndBytesConfig(**plan.quantization)
     if plan.device.kind == "cuda":
         arguments["device_map"] = {"": 0}  # the whole model on the first GPU
-    empty = _refuse_unfit(plan, weights)
     if plan.parallel["strategy"] == "model":
-        arguments["device_map"] = device_map(empty.config.num_hidden_layers, plan.parallel["cards"])
+        blocks = pretrained.config(weights.path, weights.name).num_hidden_layers
+        arguments["device_map"] = device_map(blocks, plan.parallel["cards"])
     on_host = None
     if plan.streaming:
         on_host = streaming.OnHost(plan, weights, arguments)
@@ -107,10 +109,13 @@ def load(plan: Plan, weights: Weights) -> Loaded:
     return Loaded(model, weights)
 
 
-def count_trainable(plan: Plan, weights: Weights, highest_id: int = 0, longest: int = 0, pad_id: int = 0) -> int:
+def count_trainable(
+    model: Any, plan: Plan, weights: Weights, highest_id: int = 0, longest: int = 0, pad_id: int = 0
+) -> int:
     """Count the numbers that will train, from the model's shape alone, without its weights.
 
     Args:
+        model: the model without its weights, from :func:`refuse_unfit`; LoRA's search freezes it.
         plan: what will run.
         weights: where the model is.
         highest_id: the largest token id of the rows.
@@ -118,10 +123,8 @@ def count_trainable(plan: Plan, weights: Weights, highest_id: int = 0, longest: 
         pad_id: the token id of padding.
 
     Raises:
-        BadInput: if the model cannot be loaded, or does not fit the plan or the rows.
+        BadInput: if the model does not fit the plan or the rows.
     """
-    weights = models.fetch(weights)
-    model = _refuse_unfit(plan, weights)
     pretrained.refuse_unknown_tokens(model, highest_id, f"model {weights.name}")
     words = pretrained.vocabulary(model)
     if pad_id >= words:
@@ -155,28 +158,26 @@ def quiet_libraries() -> None:
     quiet.drop()
 
 
-def refuse_unfit(plan: Plan, weights: Weights) -> None:
+def refuse_unfit(plan: Plan, weights: Weights) -> Any:
     """Refuse a model that cannot be trained as planned, before it is loaded and before the run's folder is made.
 
     Args:
         plan: what would run.
         weights: where the model is.
 
+    Returns:
+        The model, built without its weights.
+
     Raises:
-        BadInput: if it is no causal language model, does not fit the plan, its files contradict its config, or a weight
-            is NaN or infinite.
+        BadInput: if it is no causal language model, does not fit the plan, or its files contradict its config.
     """
-    _refuse_unfit(plan, weights)
-    pretrained.refuse_damaged(Path(weights.path), weights.name)
-
-
-def _refuse_unfit(plan: Plan, weights: Weights) -> Any:
-    """Check the plan against the model's modules, and return the model, built without its weights."""
     if "fuse_blocks_by_triton" in plan.after_load:
         by_triton(plan.device)  # refused here, before weights are read
     config = pretrained.config(weights.path, weights.name)
     _refuse_other_rounding(plan, config, weights.name)
-    return built_empty(plan, config, weights.name)
+    model = built_empty(plan, config, weights.name)
+    pretrained.refuse_misfit(Path(weights.path), weights.name)
+    return model
 
 
 def _refuse_other_rounding(plan: Plan, config: Any, name: str) -> None:

@@ -34,7 +34,7 @@ def without_blocks(folder: Path, name: str, **options: Any) -> Any:
     Raises:
         BadInput: as :func:`cria_tricks.models.pretrained.causal_lm`.
     """
-    pretrained.refuse_damaged(folder, name)
+    pretrained.refuse_misfit(folder, name)  # because the loads below report no tensor that is missing
     whole = pretrained.config(folder, name)
     options = {"config": _of_blocks(whole, []), "use_safetensors": True, **options}
     model = pretrained.loaded(AutoModelForCausalLM.from_pretrained, folder, name, **options)

@@ -84,7 +84,7 @@ def compare(
             if weights:
                 from cria_tricks.models import pretrained  # slow to import, and rarely needed
 
-                pretrained.refuse_damaged(Path(weights.path), weights.name)
+                pretrained.refuse_misfit(Path(weights.path), weights.name)
             raise BadInput(f"{said}; name the folder of that base with {moved}, or use this one with --other-base")
         warnings.append(f"{said}; used because of --other-base")
     differ = other(recorded, now, "tokenizer")

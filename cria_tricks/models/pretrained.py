@@ -2,7 +2,8 @@
 
 No other module but ``blockwise.py`` calls ``from_pretrained``. When weights do not fit a model's config, transformers
 loads the model all the same: it fills missing tensors with random numbers, ignores unknown ones, and only logs a
-report. Here each of these is an error that names the tensor. Weights that are NaN or infinite are an error, too.
+report. Here each of these is an error that names the tensor. A NaN among the weights is not searched for: it makes the
+loss NaN, and only then :func:`refuse_nonfinite` reads all weights and names the tensor.
 
 Three differences are no errors, and transformers does not report them: the head may be missing from the file if it is
 tied to the embedding; position buffers (``rotary_emb.inv_freq``, ``position_ids``) are computed again; and a model's
@@ -27,25 +28,8 @@ from cria_tricks.common import packages
 from cria_tricks.common.errors import BadInput, first_line
 from cria_tricks.models import peft_probes, weight_files
 
-EXPONENT = {
-    torch.float16: (torch.int16, 0x7C00),
-    torch.bfloat16: (torch.int16, 0x7F80),
-    torch.float32: (torch.int32, 0x7F800000),
-}
-"""For each format an integer type of the same width, and the mask of its exponent bits.
-
-All exponent bits are set in NaN and in infinity, and in no other number.
-"""
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 """The dtypes in which a model may be stored, by their names in a safetensors header."""
-WRAPPED = {
-    "_orig_mod.": "torch.compile put it there: save model._orig_mod instead",
-    "module.": "DataParallel put it there: save model.module instead",
-    "_fsdp_wrapped_module.": "FSDP put it there: save a full state dict instead",
-    "_checkpoint_wrapped_module.": "activation checkpointing put it there: save the model below it instead",
-    "base_model.model.": "peft put it there: merge the adapter first, or name the base",
-}
-"""Prefixes that wrappers add to the names of a model's tensors, and how to save without them."""
 SHOWN = 3
 """How many tensors an error names at most."""
 ADAPTER = "adapter_model.safetensors"
@@ -147,16 +131,22 @@ def causal_lm(folder: str | Path, name: str, **options: Any) -> Any:
         transformers' model.
 
     Raises:
-        BadInput: if a tensor is missing, unknown, of another shape, NaN or infinite; if the file holds another head
-            although the config ties it to the embedding; or if the folder cannot be read.
+        BadInput: if a tensor is missing, unknown, of another shape or dtype; if the file holds another head although
+            the config ties it to the embedding; or if the folder cannot be read.
     """
-    # The two checks of the files come first, because loading a large model takes long.
-    refuse_damaged(Path(folder), name)
+    described = config(folder, name)
+    _headers(Path(folder), name, described)
     packed = options.get("quantization_config")
-    if packed and getattr(config(folder, name), "quantization_config", None):
+    if packed and getattr(described, "quantization_config", None):
         del options["quantization_config"]  # the folder has its own; which must be the same is checked before
     model, info = loaded(
-        AutoModelForCausalLM.from_pretrained, folder, name, use_safetensors=True, output_loading_info=True, **options
+        AutoModelForCausalLM.from_pretrained,
+        folder,
+        name,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,  # transformers reports them in many lines; they are in the info, too
+        output_loading_info=True,
+        **options,
     )
     if packed:
         for module in model.modules():
@@ -186,12 +176,6 @@ def gguf(file: Path, name: str) -> tuple[Any, Any]:
         return model.eval(), loaded(AutoTokenizer.from_pretrained, file.parent, name, **options)
 
 
-def refuse_damaged(folder: Path, name: str) -> None:
-    """Refuse a folder whose weights do not fit its config, or are no numbers: both functions below."""
-    refuse_misfit(folder, name)
-    refuse_nonfinite(folder, name)
-
-
 def refuse_misfit(folder: Path, name: str) -> None:
     """Compare the headers of the weight files with the model that the config describes, without reading a weight.
 
@@ -204,19 +188,11 @@ def refuse_misfit(folder: Path, name: str) -> None:
     Raises:
         BadInput: naming the tensors that are missing, unknown, of another shape, or stored in an unknown dtype.
     """
-    headers = weight_files.tensors(folder, name)
     described = config(folder, name)
-    if getattr(described, "quantization_config", None):
-        return  # its tensors are packed, and each quantizer names its scales in its own way
-    for key, tensor in headers.items():
-        if tensor.dtype not in FLOATS:
-            raise BadInput(
-                f"model {name}: {tensor.file.name} stores {key} as {tensor.dtype}, but weights are stored as "
-                f"{', '.join(FLOATS)}; {weight_files.AGAIN}"
-            )
+    headers = _headers(folder, name, described)
     kind = AutoModelForCausalLM._model_mapping.get(type(described), None)
-    if kind is None:
-        return  # loading the model raises the error
+    if kind is None or getattr(described, "quantization_config", None):
+        return  # of an unknown kind loading raises the error; a quantizer names packed tensors in its own way
     # Load "weights" on the meta device, which have shapes and no data; transformers compares them as in a real load.
     with torch.device("meta"):
         state = {key: torch.empty(tensor.shape, dtype=FLOATS[tensor.dtype]) for key, tensor in headers.items()}
@@ -233,11 +209,22 @@ def refuse_misfit(folder: Path, name: str) -> None:
     _refuse(info, name)
 
 
-def refuse_nonfinite(folder: Path, name: str) -> None:
-    """Look for NaN and infinity in every tensor.
+def _headers(folder: Path, name: str, described: Any) -> dict[str, weight_files.Tensor]:
+    """Read the headers of a model's weight files, and refuse a dtype that only quantised weights may have."""
+    headers = weight_files.tensors(folder, name)
+    if getattr(described, "quantization_config", None):
+        return headers
+    for key, tensor in headers.items():
+        if tensor.dtype not in FLOATS:
+            raise BadInput(
+                f"model {name}: {tensor.file.name} stores {key} as {tensor.dtype}, but weights are stored as "
+                f"{', '.join(FLOATS)}; {weight_files.AGAIN}"
+            )
+    return headers
 
-    The result for a large file (``weight_files.LARGE``) is stored under the file's hash, so the same content is read
-    only once. Smaller files are read each time.
+
+def refuse_nonfinite(folder: Path, name: str) -> None:
+    """Look for NaN and infinity in every tensor of a model's files, when a loss was not finite.
 
     Args:
         folder: the model's folder.
@@ -247,15 +234,10 @@ def refuse_nonfinite(folder: Path, name: str) -> None:
         BadInput: naming the first tensor that holds NaN or infinity.
     """
     for file in weight_files.find(folder, name):
-        digest = weight_files.sha256(file)
-        found = weight_files.remembered(digest)
-        if found is None:
-            found = _first_nonfinite(file)
-            if file.stat().st_size >= weight_files.LARGE:
-                weight_files.remember({digest: found})
+        found = _first_nonfinite(file)
         if found:
             raise BadInput(
-                f"model {name}: {found} in {file.name} holds NaN or infinity, so every loss would be NaN; "
+                f"model {name}: {found} in {file.name} holds NaN or infinity, so the loss is not finite; "
                 f"{weight_files.AGAIN}"
             )
 
@@ -264,17 +246,9 @@ def _first_nonfinite(file: Path) -> str:
     """Find the first tensor that holds NaN or infinity, and return its name; empty if all numbers are finite."""
     with safe_open(file, framework="pt") as opened:
         for key in opened.keys():  # noqa: SIM118 (the file is not a dictionary)
-            if not is_finite(opened.get_tensor(key)):
+            if not opened.get_tensor(key).isfinite().all():
                 return key
     return ""
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Tell whether all numbers of a tensor are finite, by looking at the bits of their exponents."""
-    if tensor.dtype not in EXPONENT:  # such as fp64
-        return bool(tensor.isfinite().all())
-    integers, exponent = EXPONENT[tensor.dtype]
-    return not bool((tensor.contiguous().view(integers) & exponent).eq(exponent).any())
 
 
 def adapter(model: Any, folder: Path) -> Any:
@@ -309,7 +283,6 @@ def adapter(model: Any, folder: Path) -> Any:
     wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
     missing = sorted(wanted - stored)
     unknown = sorted(stored - wanted - saved)
-    _refuse_wrapped(unknown, missing, f"adapter {folder}")
     if missing:
         raise BadInput(f"adapter {folder}: {_some(missing)} missing in {file.name}; {ADAPTER_AGAIN}")
     if unknown:
@@ -370,30 +343,18 @@ def _refuse(info: Mapping[str, Collection[Any]], name: str) -> None:
     """
     missing = sorted(info["missing_keys"])
     unknown = sorted(info["unexpected_keys"])
-    _refuse_wrapped(unknown, missing, f"model {name}")
     for key, stored, wanted in sorted(info["mismatched_keys"]):
         raise BadInput(
             f"model {name}: {key} has the shape {list(stored)} in its file, but config.json describes {list(wanted)}; "
             f"{weight_files.AGAIN}"
         )
+    wrong = []
     if missing:
-        raise BadInput(
-            f"model {name}: {_some(missing)} missing in its files, so the model would begin with random numbers there; "
-            f"{weight_files.AGAIN}{_blocks(unknown, missing)}"
-        )
+        wrong.append(f"{_some(missing)} missing in its files, so the model would begin with random numbers there")
     if unknown:
-        raise BadInput(
-            f"model {name}: {_some(unknown)} in its files, but not in the model that config.json describes; "
-            f"{weight_files.AGAIN}{_blocks(unknown, missing)}"
-        )
-
-
-def _refuse_wrapped(unknown: list[str], missing: list[str], what: str) -> None:
-    """Refuse unknown tensors that would be the missing ones without a wrapper's prefix, and say how to save them."""
-    for prefix, cure in WRAPPED.items():
-        wrapped = [key for key in unknown if prefix in key and key.replace(prefix, "") in missing]
-        if wrapped:
-            raise BadInput(f"{what}: names of {len(wrapped)} tensors have the prefix {prefix} ({wrapped[0]}); {cure}")
+        wrong.append(f"{_some(unknown)} in its files, but not in the model that config.json describes")
+    if wrong:
+        raise BadInput(f"model {name}: {'; '.join(wrong)}; {weight_files.AGAIN}{_blocks(missing, unknown)}")
 
 
 def _some(keys: list[str]) -> str:
@@ -406,11 +367,10 @@ def _some(keys: list[str]) -> str:
     return f"{len(keys)} tensors ({', '.join(named)}) are"
 
 
-def _blocks(unknown: list[str], missing: list[str]) -> str:
-    """Suggest another number of blocks if all tensors that do not fit are in blocks; else return an empty string."""
+def _blocks(missing: list[str], unknown: list[str]) -> str:
+    """Suggest another number of blocks if nothing but tensors of blocks is missing, or too much."""
     block = re.compile(r"\blayers\.\d+\.")
-    odd = unknown or missing
-    if odd and all(map(block.search, odd)):
+    if not (missing and unknown) and all(map(block.search, missing + unknown)):
         return ", or correct num_hidden_layers in config.json"
     return ""
 

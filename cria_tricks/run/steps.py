@@ -70,7 +70,7 @@ def carry_out(job: Job) -> dict[str, Any]:
     continues = "continue_from_adapter" in plan.after_load
     revision = continued.revision(recipe) if continues else job.folders.revision
     weights = models.fetch(models.find(recipe.model), revision)
-    refuse_unfit(plan, weights)
+    empty = refuse_unfit(plan, weights)
     began_over = job.folders.record_base(weights, other_base=job.other_base)
     if continues:
         job.warn(continued.doubts(recipe, weights, job.other_base))
@@ -82,7 +82,7 @@ def carry_out(job: Job) -> dict[str, Any]:
     job.warn(about_ends)
     highest_id = max(part.highest_id for part in rows.values())
     longest = max(part.longest for part in rows.values())
-    numbers = count_trainable(plan, weights, highest_id, longest, tokenizer.pad_token_id)
+    numbers = count_trainable(empty, plan, weights, highest_id, longest, tokenizer.pad_token_id)
     if continues:
         job.folders.about["continued_from"] = continued.recorded(recipe)
         console.print(f"beginning with the adapter {recipe.lora.continue_from}")

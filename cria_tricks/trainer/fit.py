@@ -5,16 +5,18 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PrinterCallback, TrainerCallback
 
-from cria_tricks.common.errors import Interrupted
+from cria_tricks.common.errors import BadInput, Diverged, Interrupted
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.stream import Stream
 from cria_tricks.load.model import Loaded
 from cria_tricks.measure.memory import Meter, every_tensor
+from cria_tricks.models import pretrained
 from cria_tricks.processes.world import World
 from cria_tricks.settings import Train
 from cria_tricks.step_plan import Plan
@@ -114,7 +116,8 @@ def fit(
         known: the loss of what an earlier part of the run has kept.
 
     Raises:
-        BadInput: if the checkpoint cannot be loaded into this model, or the model's activations overflow fp16.
+        BadInput: if the checkpoint cannot be loaded into this model, the model's activations overflow fp16, or its
+            weights hold NaN or infinity, so that the first loss is not finite.
         Diverged: if the loss or the gradients are not finite; only steps in the backward pass have changed weights.
         Interrupted: if SIGINT, SIGTERM or SIGHUP came; a checkpoint was written, if any step was done.
         OutOfMemory: if it does not fit. A single process then saves the last whole step, if its weights are unchanged.
@@ -136,7 +139,12 @@ def fit(
     if world.draw:  # dropout must differ between processes; those with draw 0 keep the numbers of a single process
         torch.manual_seed(settings.seed + world.draw)
     with stop, contextlib.closing(trainer.step):
-        _carry_out(trainer, start, bool(eval_rows))
+        try:
+            _carry_out(trainer, start, bool(eval_rows))
+        except (Diverged, BadInput):  # BadInput: fp16 cannot hold the activations of the first batch
+            # Only now is every weight read. If the base itself holds NaN, no setting helps.
+            pretrained.refuse_nonfinite(Path(loaded.weights.path), loaded.weights.name)
+            raise
     return replace(_summed_up(trainer, number), stopped_early=patience.stopped)
 
 

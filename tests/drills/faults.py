@@ -258,10 +258,10 @@ def swapped(found: dict[str, Any]) -> None:
 UP = "model.layers.1.mlp.up_proj.weight"
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 BASE: dict[str, tuple[Damage, str]] = {
-    "compiled": (renamed("^", "_orig_mod."), "the prefix _orig_mod. .*torch.compile"),
-    "in parallel": (renamed("^", "module."), "the prefix module. .*DataParallel"),
-    "compiled blocks": (renamed(r"layers\.1\.", "layers.1._orig_mod."), "the prefix _orig_mod."),
-    "of a merged peft model": (renamed("^", "base_model.model."), "the prefix base_model.model. .*peft"),
+    "compiled": (renamed("^", "_orig_mod."), r"are missing .*tensors \(_orig_mod\..*are in its files"),
+    "in parallel": (renamed("^", "module."), r"are missing .*tensors \(module\..*are in its files"),
+    "compiled blocks": (renamed(r"layers\.1\.", "layers.1._orig_mod."), "are missing .*1._orig_mod.*are in its files"),
+    "of a merged peft model": (renamed("^", "base_model.model."), "are missing .*base_model.model.*are in its files"),
     "a tensor missing": (without(UP), rf"1 tensor \({UP}\) is missing .*random"),
     "a block missing": (renamed(r"layers\.1\.", "layers.7."), "9 tensors .* are missing"),
     "a tensor more": (tensors(lambda found: found.update(odd=found["model.norm.weight"].clone())), "odd.* is in its"),
@@ -519,8 +519,8 @@ SETTING: dict[str, tuple[str, str]] = {
 
 def catalogue() -> list[Fault]:
     """Put all faults together."""
-    # Which head a loaded model has is known when it is loaded, and then the folder is begun.
-    begun = {"a head that should be tied": (r"out/.*",)}
+    # Which head a model has is known when it is loaded, and NaN when it is evaluated. Then the folder is begun.
+    begun = dict.fromkeys(("a head that should be tied", "NaN", "infinity", "minus infinity"), (r"out/.*",))
     found = [
         Fault(f"base: {name}: train", TRAIN, says, damage, new=begun.get(name, ()))
         for name, (damage, says) in BASE.items()
@@ -692,10 +692,10 @@ WAYS_OUT: dict[str, Callable[["Place", str, re.Match[str]], str]] = {
 """What an error proposes, by its pattern, and the command that does it. Each must then work."""
 NEXT = (
     "16 bits would swallow it|output head is the embedding|network is switched off|data.train=5: no such file"
-    "|its added tokens were not saved"
+    "|its added tokens were not saved|holds NaN or infinity|logits are NaN|cannot be merged: NaNs|16 bits explain"
 )
-"""Reasons that may stand in the way next: an adapter merged over a strange base, what only loading shows, the drill,
-and added tokens, which this base does not have either."""
+"""Reasons that may stand in the way next: an adapter merged over a strange base, what only loading or computing shows,
+the drill, and added tokens, which this base does not have either."""
 
 
 CHATML = (
