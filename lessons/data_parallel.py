@@ -51,22 +51,25 @@ from accelerate.data_loader import BatchSamplerShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from cria_tricks import course, parallel
-from cria_tricks.bench.case import TRAINED_SHARE
-from cria_tricks.bench.style import Theme
-from cria_tricks.bill.calls import CountCollectives
-from cria_tricks.common.errors import BadInput, Lost
-from cria_tricks.hardware import T4
-from cria_tricks.hardware.cards import CARDS
-from cria_tricks.models.shape import find_shape
-from cria_tricks.parallel import ddp
-from cria_tricks.predict.per_process import per_process
-from cria_tricks.processes import world
-from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.resolve import resolve
-from cria_tricks.step_plan import diff
-from cria_tricks.trainer.shares import Share
-from cria_tricks.tricks import folds
+from cria_tricks import BadInput, Recipe, course
+from cria_tricks.course import (
+    CARDS,
+    T4,
+    TRAINED_SHARE,
+    CountCollectives,
+    Lost,
+    Share,
+    Theme,
+    ddp,
+    diff,
+    find_shape,
+    folds,
+    parallel,
+    per_process,
+    resolve,
+    with_settings,
+    world,
+)
 
 MIB = 2**20
 job = course.CAPSTONE  # the job with the switches of all lessons on one card
@@ -185,8 +188,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from cria_tricks.course.processes import Ranks
-from cria_tricks.data.kwanzaa_lengths import row_lengths
+from cria_tricks.course import Ranks, row_lengths
 
 V, D = 256, 32  # vocabulary, width
 LENGTHS = row_lengths("train")  # tokens and trained tokens of each of the 107 rows
@@ -627,8 +629,8 @@ tiny = [
 
 
 def train_it(settings, out):
-    from cria_tricks.common.console import Aside
-    from cria_tricks.run.run import train
+    from cria_tricks import train
+    from cria_tricks.course import Aside
 
     console = Aside()
     console.quiet = True

@@ -43,20 +43,25 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-# transformers knows sdpa_expanded from here on
-import cria_tricks.load.attention  # noqa: F401
-from cria_tricks import course
-from cria_tricks.bench.style import Theme, panels
-from cria_tricks.common.errors import BadInput
-from cria_tricks.hardware import T4
-from cria_tricks.hardware.attention_kernels import attention_kernel, kernel_for
-from cria_tricks.hardware.cards import CARDS
-from cria_tricks.measure.counting import Traffic, flops
-from cria_tricks.models.shape import find_shape
-from cria_tricks.recipe import with_settings
-from cria_tricks.resolve import resolve
+from cria_tricks import BadInput, course
+from cria_tricks.course import (
+    CARDS,
+    T4,
+    Theme,
+    Traffic,
+    attention_kernel,
+    find_shape,
+    flops,
+    kernel_for,
+    panels,
+    resolve,
+    with_settings,
+)
+from cria_tricks.course import time_bill as step
 from cria_tricks.tricks import expand_kv, flash_attention
-from cria_tricks.tricks.folds import step
+
+# transformers knows sdpa_expanded from here on
+course.register_attention()
 
 KIB, MIB = 1024, 2**20
 os.environ["KINETO_LOG_LEVEL"] = "99"  # no messages of torch's profiler
@@ -86,7 +91,7 @@ import math
 
 import torch
 
-from cria_tricks.measure.counting import SavedBytes
+from cria_tricks.course import SavedBytes
 
 torch.manual_seed(0)
 # rows, query heads, heads of keys and values, tokens, width of a head

@@ -48,20 +48,27 @@ from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-# transformers knows sdpa_expanded from here on
-import cria_tricks.load.attention  # noqa: F401
 from cria_tricks import course
-from cria_tricks.bench import results, tables
-from cria_tricks.bench.style import Theme
-from cria_tricks.hardware import T4, this_device
-from cria_tricks.hardware.cards import A100_40GB, CARDS
-from cria_tricks.load.cache import in_place as cache_in_place
-from cria_tricks.measure.counting import flops, peak_bytes
-from cria_tricks.models.configs import find_config
-from cria_tricks.models.shape import find_shape
+from cria_tricks.course import (
+    A100_40GB,
+    CARDS,
+    T4,
+    Theme,
+    cache_in_place,
+    find_config,
+    find_shape,
+    flops,
+    peak_bytes,
+    results,
+    tables,
+    this_device,
+)
 from cria_tricks.tricks import flash_decoding, kv_cache
 from cria_tricks.tricks.expand_kv import expand_kv
 from cria_tricks.tricks.flash_decoding import for_chat
+
+# transformers knows sdpa_expanded from here on
+course.register_attention()
 
 MIB = 2**20
 job = course.so_far("flash_decoding")

@@ -33,19 +33,23 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from cria_tricks import course
-from cria_tricks.bench import results
-from cria_tricks.bench.style import Theme
-from cria_tricks.bill.block import kept
-from cria_tricks.common.errors import BadInput
-from cria_tricks.hardware import T4
-from cria_tricks.load.refusals import facts_of, refuse
-from cria_tricks.measure.counting import SavedBytes, flops, peak_bytes
-from cria_tricks.models.shape import find_shape
-from cria_tricks.predict import toggles
-from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.resolve import resolve
-from cria_tricks.tricks import folds
+from cria_tricks import BadInput, Recipe, course
+from cria_tricks.course import (
+    T4,
+    SavedBytes,
+    Theme,
+    facts_of,
+    find_shape,
+    flops,
+    folds,
+    peak_bytes,
+    resolve,
+    results,
+    toggles,
+    with_settings,
+)
+from cria_tricks.course import refuse_plan as refuse
+from cria_tricks.course import saved_by_block as kept
 from cria_tricks.tricks.fused_blocks import rms_norm
 from cria_tricks.tricks.fused_lora import Matrix, gated_mlp
 

@@ -37,15 +37,19 @@ import warnings
 import weakref
 
 from cria_tricks import course
-from cria_tricks.bench.style import Theme
-from cria_tricks.data.batches import PadToLongest
-from cria_tricks.hardware.cards import CARDS
-from cria_tricks.measure.counting import SavedBytes, flops, peak_bytes
-from cria_tricks.measure.memory import LiveBytes
-from cria_tricks.models.shape import find_shape
-from cria_tricks.recipe import with_settings
+from cria_tricks.course import (
+    CARDS,
+    LiveBytes,
+    PadToLongest,
+    SavedBytes,
+    Theme,
+    find_shape,
+    flops,
+    peak_bytes,
+    with_settings,
+)
+from cria_tricks.course import time_bill as step
 from cria_tricks.tricks import gradient_accumulation
-from cria_tricks.tricks.folds import step
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -122,7 +126,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from cria_tricks.data.kwanzaa_lengths import row_lengths
+from cria_tricks.course import row_lengths
 
 # Tokens and trained tokens of each of the 107 training rows.
 LENGTHS = row_lengths("train")

@@ -39,13 +39,8 @@ import warnings
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from cria_tricks import course
-from cria_tricks.bench.style import Theme
-from cria_tricks.hardware import T4
-from cria_tricks.hardware.cards import CARDS
-from cria_tricks.measure.counting import flops
-from cria_tricks.models.shape import find_shape
-from cria_tricks.recipe import with_settings
-from cria_tricks.tricks import folds, gradient_checkpointing
+from cria_tricks.course import CARDS, T4, Theme, find_shape, flops, folds, with_settings
+from cria_tricks.tricks import gradient_checkpointing
 from cria_tricks.tricks.activation_offload import Offloaded
 
 KIB, MIB = 2**10, 2**20
@@ -77,7 +72,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cria_tricks.measure.counting import SavedBytes
+from cria_tricks.course import SavedBytes
 
 torch.manual_seed(0)
 B, T, D, H, L = 2, 64, 16, 64, 8  # rows, tokens, width, inner width, blocks

@@ -52,25 +52,31 @@ warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without wid
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 import cria_tricks
-from cria_tricks import course, recipes
-from cria_tricks.bench.style import Theme
-from cria_tricks.bench.tables import table
-from cria_tricks.bill.calls import Call, CountCollectives
-from cria_tricks.common.console import Aside
-from cria_tricks.common.errors import BadInput
-from cria_tricks.course import hybrid_demo
-from cria_tricks.hardware.cards import CARDS
-from cria_tricks.load.model import quiet_libraries
-from cria_tricks.models.shape import find_shape
-from cria_tricks.parallel import ddp_tensor, fsdp, hybrid, pipeline
-from cria_tricks.parallel import tensor as tensor_parallel
-from cria_tricks.parallel.ddp_tensor import average_gradients
-from cria_tricks.predict.links import LINKS, compute_seconds
-from cria_tricks.predict.per_process import local, per_process
-from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.resolve import resolve
-from cria_tricks.run.run import train
-from cria_tricks.step_plan import diff
+from cria_tricks import BadInput, Recipe, course, recipes, train
+from cria_tricks.course import (
+    CARDS,
+    LINKS,
+    Aside,
+    Call,
+    CountCollectives,
+    Theme,
+    average_gradients,
+    compute_seconds,
+    ddp_tensor,
+    diff,
+    find_shape,
+    fsdp,
+    hybrid,
+    hybrid_demo,
+    per_process,
+    quiet_libraries,
+    resolve,
+    table,
+    tensor_parallel,
+    with_settings,
+)
+from cria_tricks.course import local_part as local
+from cria_tricks.course import pipeline_parallel as pipeline
 
 quiet_libraries()
 GIB = 2**30
@@ -180,7 +186,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from cria_tricks.course.processes import Ranks
+from cria_tricks.course import Ranks
 
 
 def coordinates(rank, sizes):
@@ -746,7 +752,7 @@ def tiny(folder, name, *settings):
 
 def on_the_cube(recipe, rows, sizes):
     # a module would travel with all that is in it
-    from cria_tricks.course.hybrid_demo import over_the_cube
+    from cria_tricks.course import over_the_cube
 
     return [entry["loss"] for entry in over_the_cube(recipe, rows, sizes).training]
 

@@ -35,18 +35,20 @@ from bitsandbytes.autograd._functions import MatMul8bitLt
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from cria_tricks import course
-from cria_tricks.bench import results, tables
-from cria_tricks.bench.style import Theme
-from cria_tricks.common.errors import BadInput
-from cria_tricks.hardware import T4
-from cria_tricks.hardware.cards import CARDS
-from cria_tricks.measure.memory import LiveBytes
-from cria_tricks.models.shape import find_shape
-from cria_tricks.recipe import with_settings
-from cria_tricks.resolve import resolve
+from cria_tricks import BadInput, course
+from cria_tricks.course import (
+    CARDS,
+    T4,
+    LiveBytes,
+    Theme,
+    find_shape,
+    resolve,
+    results,
+    tables,
+    with_settings,
+)
+from cria_tricks.course import time_bill as step
 from cria_tricks.tricks import int8
-from cria_tricks.tricks.folds import step
 from cria_tricks.tricks.gradient_checkpointing import checkpointed
 
 KIB, MIB = 2**10, 2**20

@@ -39,21 +39,22 @@ warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without wid
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 from cria_tricks import course, recipes
-from cria_tricks.bench.style import Theme
-from cria_tricks.bench.tables import table
-from cria_tricks.bill.calls import Call
-from cria_tricks.hardware.cards import CARDS
-from cria_tricks.models.shape import find_shape
-from cria_tricks.parallel import STRATEGIES, ring_collectives
-from cria_tricks.predict import links
-from cria_tricks.predict.links import (
+from cria_tricks.course import (
+    CARDS,
     LINKS,
+    STRATEGIES,
+    Call,
+    Theme,
     Timing,
     compute_seconds,
+    find_shape,
+    links,
+    ring_collectives,
     step_seconds,
+    table,
     when_it_stops,
+    with_settings,
 )
-from cria_tricks.recipe import with_settings
 
 MIB = 2**20
 A100, shape = CARDS["a100"], find_shape("llama-3.2-1b")
@@ -105,8 +106,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from cria_tricks.bill.calls import CountCollectives
-from cria_tricks.course.processes import Ranks
+from cria_tricks.course import CountCollectives, Ranks
 
 
 def star(x):

@@ -47,19 +47,21 @@ from dataclasses import dataclass
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 from torch.distributed import HashStore
 
-from cria_tricks import course, recipes
-from cria_tricks.bench.style import Theme
-from cria_tricks.bench.tables import table
-from cria_tricks.common.errors import BadInput, OutOfMemory
-from cria_tricks.data.kwanzaa_lengths import row_lengths
-from cria_tricks.hardware.cards import CARDS, FLAVORS
-from cria_tricks.launch import torchrun as launch
-from cria_tricks.launch.job import launch as launch_job
-from cria_tricks.models.shape import find_shape
-from cria_tricks.predict import plan_data
-from cria_tricks.predict.toggles import Target
-from cria_tricks.processes import rendezvous
-from cria_tricks.recipe import with_settings
+from cria_tricks import BadInput, OutOfMemory, course, recipes
+from cria_tricks.course import (
+    CARDS,
+    FLAVORS,
+    Target,
+    Theme,
+    find_shape,
+    plan_data,
+    rendezvous,
+    row_lengths,
+    table,
+    with_settings,
+)
+from cria_tricks.course import launch as launch_job
+from cria_tricks.course import launch_torchrun as launch
 
 # %%
 AROUND = 30  # minutes to install, download, evaluate and publish

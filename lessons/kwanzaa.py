@@ -61,13 +61,17 @@ from pathlib import Path
 from textwrap import shorten
 
 from cria_tricks import course
-from cria_tricks.bench import results
-from cria_tricks.course.commands import ask, cria
-from cria_tricks.data import sources
-from cria_tricks.data.kwanzaa_lengths import row_lengths
-from cria_tricks.kwanzaa.prompt import QARow, read_rows
-from cria_tricks.kwanzaa.reply import plain_reply
-from cria_tricks.kwanzaa.scores import kind
+from cria_tricks.course import (
+    QARow,
+    ask,
+    cria,
+    plain_reply,
+    read_rows,
+    results,
+    row_lengths,
+    sources,
+)
+from cria_tricks.course import kind_of_answer as kind
 
 COLAB = "google.colab" in sys.modules
 RUN = Path(f"/content/{RECIPE}" if COLAB else "kwanzaa-run").absolute()
@@ -241,7 +245,7 @@ print(f"with both switches: {longer:.1f} s a step, {longer / seconds - 1:.0%} mo
 # each step, so 49 full steps and one of 3 rows.
 
 # %%
-from cria_tricks.models.catalogue import CONFIGS
+from cria_tricks.course import CONFIGS
 
 
 def lora_numbers(config: dict, r: int = 16) -> int:

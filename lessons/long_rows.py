@@ -21,20 +21,23 @@
 # %% Imports and settings tags=["hide-input"]
 import torch
 
-from cria_tricks import course, recipes
-from cria_tricks.bench.style import Theme
-from cria_tricks.common.errors import BadInput
-from cria_tricks.hardware import T4
-from cria_tricks.hardware.cards import find_card
-from cria_tricks.hardware.gpus import COLAB, KAGGLE
-from cria_tricks.hardware.trust import verdict
-from cria_tricks.models.shape import find_shape
-from cria_tricks.predict import toggles
-from cria_tricks.predict.host import LIBRARIES
-from cria_tricks.recipe import with_settings
-from cria_tricks.resolve import resolve
-from cria_tricks.step_plan import diff
-from cria_tricks.tricks import activation_offload, folds, tiled_mlp
+from cria_tricks import BadInput, course, recipes
+from cria_tricks.course import (
+    COLAB,
+    KAGGLE,
+    LIBRARIES,
+    T4,
+    Theme,
+    diff,
+    find_card,
+    find_shape,
+    folds,
+    resolve,
+    toggles,
+    with_settings,
+)
+from cria_tricks.course import verdict_of as verdict
+from cria_tricks.tricks import activation_offload, tiled_mlp
 
 torch.manual_seed(0)
 GIB, MIB, KIB = 2**30, 2**20, 2**10
@@ -167,7 +170,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from cria_tricks.measure.counting import SavedBytes, peak_bytes
+from cria_tricks.course import SavedBytes, peak_bytes
 
 torch.manual_seed(0)
 T, d, f, TILE = 512, 64, 224, 64  # tokens, width, inner width, tokens of a tile

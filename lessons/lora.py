@@ -26,13 +26,16 @@ from collections import OrderedDict
 from peft import LoraConfig, get_peft_model
 
 from cria_tricks import course
-from cria_tricks.bench import results, tables
-from cria_tricks.bench.figures import capacity
-from cria_tricks.bench.style import Theme
-from cria_tricks.measure.counting import flops
-from cria_tricks.models.shape import find_shape
-from cria_tricks.predict import toggles
-from cria_tricks.recipe import with_settings
+from cria_tricks.course import (
+    Theme,
+    capacity,
+    find_shape,
+    flops,
+    results,
+    tables,
+    toggles,
+    with_settings,
+)
 from cria_tricks.tricks import lora
 from cria_tricks.tricks.lora import LoraLinear
 from cria_tricks.tricks.side_network import SideBlock

@@ -35,17 +35,20 @@ import math
 
 import torch.distributed.pipelining as pipelining
 
-from cria_tricks import course, recipes
-from cria_tricks.bench.style import Theme
-from cria_tricks.bench.tables import table
-from cria_tricks.bill import step_time
-from cria_tricks.hardware.cards import CARDS
-from cria_tricks.measure.utilisation import hardware_flops, model_flops
-from cria_tricks.models.shape import find_shape
-from cria_tricks.parallel import STRATEGIES
-from cria_tricks.predict.links import LINKS
-from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import folds
+from cria_tricks import Recipe, course, recipes
+from cria_tricks.course import (
+    CARDS,
+    LINKS,
+    STRATEGIES,
+    Theme,
+    find_shape,
+    folds,
+    hardware_flops,
+    model_flops,
+    step_time,
+    table,
+    with_settings,
+)
 
 _usual = [
     "tricks.expand_kv=false",

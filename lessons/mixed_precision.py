@@ -39,22 +39,27 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from cria_tricks import course
-from cria_tricks.bench import results, tables
-from cria_tricks.bench.style import Theme
-from cria_tricks.common.errors import BadInput
-from cria_tricks.hardware import T4
-from cria_tricks.hardware.cards import CARDS
-from cria_tricks.load import losses
-from cria_tricks.load.model import EDITS, forbid_cpu_repacking, quiet_libraries
-from cria_tricks.measure.counting import Traffic, flops
-from cria_tricks.models.shape import find_shape
-from cria_tricks.predict import toggles
-from cria_tricks.recipe import with_settings
-from cria_tricks.resolve import resolve
-from cria_tricks.step_plan import diff
+from cria_tricks import BadInput, course
+from cria_tricks.course import (
+    CARDS,
+    EDITS,
+    T4,
+    Theme,
+    Traffic,
+    diff,
+    find_shape,
+    flops,
+    forbid_cpu_repacking,
+    losses,
+    quiet_libraries,
+    resolve,
+    results,
+    tables,
+    toggles,
+    with_settings,
+)
+from cria_tricks.course import memory_bill as estimate
 from cria_tricks.tricks import lean_preparation, mixed_precision
-from cria_tricks.tricks.folds import estimate
 
 quiet_libraries()
 KIB, MIB = 2**10, 2**20
@@ -79,7 +84,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, linear, mse_loss
 
-from cria_tricks.measure.counting import SavedBytes  # bytes kept for the backward pass
+from cria_tricks.course import SavedBytes
 
 FORMATS = {  # bits of the exponent and of the fraction; its leading 1 is not stored
     "fp32": (8, 23, torch.float32),

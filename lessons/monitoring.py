@@ -45,16 +45,20 @@ import tempfile
 
 from rich.console import Console
 
-from cria_tricks import course
-from cria_tricks.bench.style import Theme, panels
-from cria_tricks.bench.tables import table
-from cria_tricks.bill.bill import CONTEXT
-from cria_tricks.course import hang_demo
-from cria_tricks.hardware import T4
-from cria_tricks.measure.memory import LiveBytes
-from cria_tricks.measure.monitor import Monitor, read, summarise
-from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.run.run import train
+from cria_tricks import Recipe, course, train
+from cria_tricks.course import CUDA_CONTEXT as CONTEXT
+from cria_tricks.course import (
+    T4,
+    LiveBytes,
+    Monitor,
+    Theme,
+    hang_demo,
+    panels,
+    table,
+    with_settings,
+)
+from cria_tricks.course import read_monitor as read
+from cria_tricks.course import summarise_monitor as summarise
 
 disk = tempfile.TemporaryDirectory()
 _ = atexit.register(disk.cleanup)  # "_ =", so that the cell shows no value

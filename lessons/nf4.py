@@ -22,16 +22,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from cria_tricks import course
-from cria_tricks.bench import results, tables
-from cria_tricks.bench.style import Theme
-from cria_tricks.hardware import T4
-from cria_tricks.hardware.cards import CARDS
-from cria_tricks.models.shape import find_shape
-from cria_tricks.recipe import with_settings
-from cria_tricks.resolve import resolve
-from cria_tricks.step_plan import diff
+from cria_tricks.course import (
+    CARDS,
+    T4,
+    Theme,
+    diff,
+    find_shape,
+    resolve,
+    results,
+    tables,
+    with_settings,
+)
+from cria_tricks.course import time_bill as step
 from cria_tricks.tricks import nf4
-from cria_tricks.tricks.folds import step
 from cria_tricks.tricks.gradient_checkpointing import checkpointed
 from cria_tricks.tricks.lora import start_of
 
@@ -243,7 +246,7 @@ course.show(
 
 
 # %%
-from cria_tricks.measure.counting import SavedBytes
+from cria_tricks.course import SavedBytes
 
 
 def unpacked(packed, scales, width):

@@ -29,17 +29,22 @@ import bitsandbytes as bnb
 import torch
 
 from cria_tricks import course
-from cria_tricks.bench import results, tables
-from cria_tricks.bench.style import Theme
-from cria_tricks.hardware import T4
-from cria_tricks.hardware.cards import CARDS
-from cria_tricks.models.shape import find_shape
-from cria_tricks.predict.toggles import Target, longest
-from cria_tricks.recipe import with_settings
-from cria_tricks.resolve import resolve
-from cria_tricks.step_plan import diff
+from cria_tricks.course import (
+    CARDS,
+    T4,
+    Target,
+    Theme,
+    diff,
+    find_shape,
+    resolve,
+    results,
+    tables,
+    with_settings,
+)
+from cria_tricks.course import longest_row as longest
+from cria_tricks.course import memory_bill as estimate
+from cria_tricks.course import time_bill as step
 from cria_tricks.tricks import adamw_8bit, paged_optimizer
-from cria_tricks.tricks.folds import estimate, step
 
 torch.manual_seed(0)
 MIB = 2**20
@@ -120,7 +125,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cria_tricks.data.sources import find
+from cria_tricks.course import find_rows as find
 
 rows = find("nguzo_saba", "train").rows  # 32 short rows of the package
 text = "\n".join(part["content"] for row in rows for part in row.messages)

@@ -24,20 +24,24 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-import cria_tricks.load.attention  # noqa: F401  registers sdpa_by_document, section 3
 from cria_tricks import course
-from cria_tricks.bench import results
-from cria_tricks.bench.style import Theme
-from cria_tricks.data.batches import PadToLongest
-from cria_tricks.data.kwanzaa_lengths import row_lengths
-from cria_tricks.hardware import T4
-from cria_tricks.hardware.attention_kernels import kernel_for
-from cria_tricks.measure.counting import flops
-from cria_tricks.models.catalogue import CONFIGS
-from cria_tricks.models.shape import find_shape
-from cria_tricks.predict import toggles
-from cria_tricks.recipe import with_settings
+from cria_tricks.course import (
+    CONFIGS,
+    T4,
+    PadToLongest,
+    Theme,
+    find_shape,
+    flops,
+    kernel_for,
+    results,
+    row_lengths,
+    toggles,
+    with_settings,
+)
 from cria_tricks.tricks import packing
+
+# transformers knows sdpa_by_document from here on, section 3
+course.register_attention()
 
 torch.manual_seed(0)
 MIB = 2**20
@@ -122,7 +126,7 @@ import random
 import torch
 import torch.nn.functional as F
 
-from cria_tricks.data.kwanzaa_lengths import row_lengths
+from cria_tricks.course import row_lengths
 
 LENGTHS, TRAINED = zip(*row_lengths("train"), strict=True)
 

@@ -46,31 +46,34 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
 
 import cria_tricks
-from cria_tricks import course, recipes
-from cria_tricks.bench.case import TRAINED_SHARE
-from cria_tricks.bench.style import Theme
-from cria_tricks.bench.tables import table
-from cria_tricks.bill.calls import CountCollectives
-from cria_tricks.common.console import Aside
-from cria_tricks.common.errors import BadInput
-from cria_tricks.data.kwanzaa_lengths import row_lengths
-from cria_tricks.hardware import T4
-from cria_tricks.hardware.cards import CARDS
-from cria_tricks.load.model import quiet_libraries
-from cria_tricks.load.stages import find_blocks
-from cria_tricks.measure.counting import SavedBytes
-from cria_tricks.models.shape import find_shape
-from cria_tricks.parallel import ddp, fsdp, pipeline, tensor
-from cria_tricks.parallel import model as device_map
-from cria_tricks.parallel import timetable as timetables
-from cria_tricks.parallel.pipeline import step
-from cria_tricks.predict.links import LINKS
-from cria_tricks.predict.per_process import per_process
-from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.resolve import resolve
-from cria_tricks.run.run import train
-from cria_tricks.step_plan import diff
-from cria_tricks.tricks import folds
+from cria_tricks import BadInput, Recipe, course, recipes, train
+from cria_tricks.course import (
+    CARDS,
+    LINKS,
+    T4,
+    TRAINED_SHARE,
+    Aside,
+    CountCollectives,
+    SavedBytes,
+    Theme,
+    ddp,
+    device_map,
+    diff,
+    find_blocks,
+    find_shape,
+    folds,
+    fsdp,
+    per_process,
+    quiet_libraries,
+    resolve,
+    row_lengths,
+    table,
+    timetables,
+    with_settings,
+)
+from cria_tricks.course import pipeline_parallel as pipeline
+from cria_tricks.course import pipeline_step as step
+from cria_tricks.course import tensor_parallel as tensor
 
 quiet_libraries()
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -159,8 +162,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from cria_tricks.course.processes import Ranks
-from cria_tricks.parallel.timetable import Slot, idle_share, timetable
+from cria_tricks.course import Ranks, Slot, idle_share, timetable
 
 V, D, T, K = 256, 128, 128, 8  # words, width, tokens of a row, rows of a window
 

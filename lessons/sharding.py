@@ -74,21 +74,27 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from bitsandbytes.nn import Linear4bit
 from bitsandbytes.optim import AdamW8bit
 
-from cria_tricks import course, parallel
-from cria_tricks.bench.case import TRAINED_SHARE
-from cria_tricks.bench.style import Theme, marked, panels
-from cria_tricks.bill.calls import CountCollectives, ring_share
-from cria_tricks.common.errors import BadInput
-from cria_tricks.hardware import T4
-from cria_tricks.hardware.cards import CARDS
-from cria_tricks.hardware.reached import LINK
-from cria_tricks.models.shape import find_shape
-from cria_tricks.parallel import ddp, fsdp
-from cria_tricks.predict.per_process import per_process
-from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.resolve import resolve
-from cria_tricks.step_plan import diff
-from cria_tricks.tricks import folds
+from cria_tricks import BadInput, Recipe, course
+from cria_tricks.course import (
+    CARDS,
+    T4,
+    TRAINED_SHARE,
+    CountCollectives,
+    Theme,
+    ddp,
+    diff,
+    find_shape,
+    folds,
+    fsdp,
+    marked,
+    panels,
+    parallel,
+    per_process,
+    resolve,
+    ring_share,
+    with_settings,
+)
+from cria_tricks.course import LINK_REACHED as LINK
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 assert [round(gigabytes(stage), 1) for stage in range(4)] == [120, 31.4, 16.6, 1.9]
@@ -220,8 +226,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from cria_tricks.course.processes import Ranks
-from cria_tricks.measure.memory import LiveBytes
+from cria_tricks.course import LiveBytes, Ranks
 
 D, H = 64, 256  # width of the model, and inside a block
 
@@ -735,8 +740,8 @@ tiny += ["train.learning_rate=0.01", f"data.train={few}", f"data.eval={few}"]
 
 
 def train_it(settings, out):
-    from cria_tricks.common.console import Aside
-    from cria_tricks.run.run import train
+    from cria_tricks import train
+    from cria_tricks.course import Aside
 
     console = Aside()
     console.quiet = True

@@ -59,24 +59,28 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 import cria_tricks
-from cria_tricks import course, recipes
-from cria_tricks.bench.style import Theme
-from cria_tricks.bench.tables import table
-from cria_tricks.bill.calls import CountCollectives, totals
-from cria_tricks.common.console import Aside
-from cria_tricks.common.errors import BadInput
-from cria_tricks.hardware import T4
-from cria_tricks.hardware.cards import CARDS
-from cria_tricks.load.model import quiet_libraries
-from cria_tricks.models.shape import find_shape
-from cria_tricks.parallel import ddp, tensor
-from cria_tricks.predict.links import LINKS, compute_seconds, step_seconds
-from cria_tricks.predict.per_process import per_process
-from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.resolve import resolve
-from cria_tricks.run.run import train
-from cria_tricks.step_plan import diff
-from cria_tricks.tricks import folds
+from cria_tricks import BadInput, Recipe, course, recipes, train
+from cria_tricks.course import (
+    CARDS,
+    LINKS,
+    T4,
+    Aside,
+    CountCollectives,
+    Theme,
+    compute_seconds,
+    ddp,
+    diff,
+    find_shape,
+    folds,
+    per_process,
+    quiet_libraries,
+    resolve,
+    step_seconds,
+    table,
+    with_settings,
+)
+from cria_tricks.course import tensor_parallel as tensor
+from cria_tricks.course import traffic_totals as totals
 
 quiet_libraries()
 MIB, GIB = 2**20, 2**30
@@ -172,7 +176,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from cria_tricks.course.processes import Ranks
+from cria_tricks.course import Ranks
 
 torch.manual_seed(0)
 B, T, D, M = 2, 32, 64, 128  # rows, tokens, width, width inside the MLP
@@ -432,7 +436,8 @@ def llama():
 def of_the_package():
     """Loss and gradients of a Llama with LoRA, whole and cut; and what was summed."""
     # a module would travel with all that is in it
-    from cria_tricks.parallel.tensor import add_up_partial, split
+    from cria_tricks.course import add_up_partial
+    from cria_tricks.course import split_matrix as split
 
     lora = LoraConfig(r=r, target_modules="all-linear", init_lora_weights=False)
     model = get_peft_model(llama(), lora)

@@ -26,19 +26,20 @@
 
 # %% Imports and settings tags=["hide-input"]
 from cria_tricks import course
-from cria_tricks.bench import results
-from cria_tricks.bench.figures import capacity
-from cria_tricks.bench.style import Theme
-from cria_tricks.hardware import T4
-from cria_tricks.measure.counting import SavedBytes, peak_bytes
-from cria_tricks.measure.memory import LiveBytes
-from cria_tricks.predict.allocator import (
+from cria_tricks.course import (
     LARGE_SEGMENT,
     OWN_SEGMENT,
     ROUND_LARGE,
     SMALL_SEGMENT,
+    T4,
+    LiveBytes,
+    SavedBytes,
+    Theme,
+    capacity,
+    peak_bytes,
+    results,
+    with_settings,
 )
-from cria_tricks.recipe import with_settings
 
 MIB, GIB = 2**20, 2**30
 plain = course.so_far("the_bill")  # the job without any technique

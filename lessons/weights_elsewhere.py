@@ -24,22 +24,24 @@
 # %% Imports and settings tags=["hide-input"]
 import copy
 
-from cria_tricks import course, recipes
-from cria_tricks.bench.figures import capacity
-from cria_tricks.bench.style import Theme
-from cria_tricks.bill.moved_bytes import one_by_one
-from cria_tricks.common.errors import BadInput
-from cria_tricks.hardware import T4
-from cria_tricks.hardware.cards import CARDS
-from cria_tricks.hardware.gpus import COLAB
-from cria_tricks.measure.counting import peak_bytes
-from cria_tricks.models.shape import find_shape
-from cria_tricks.predict.host import host_bill
-from cria_tricks.predict.toggles import Target
-from cria_tricks.recipe import with_settings
-from cria_tricks.resolve import resolve
-from cria_tricks.step_plan import diff
-from cria_tricks.tricks import folds, optimizer_in_backward, stream_layers
+from cria_tricks import BadInput, course, recipes
+from cria_tricks.course import (
+    CARDS,
+    COLAB,
+    T4,
+    Target,
+    Theme,
+    capacity,
+    diff,
+    find_shape,
+    folds,
+    host_bill,
+    one_by_one,
+    peak_bytes,
+    resolve,
+    with_settings,
+)
+from cria_tricks.tricks import optimizer_in_backward, stream_layers
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 

@@ -50,17 +50,19 @@ from transformers import (
 )
 
 from cria_tricks import course
-from cria_tricks.bench.style import Theme
-from cria_tricks.data import tokens
-from cria_tricks.data.batches import PadToLongest
-from cria_tricks.data.kwanzaa_lengths import row_lengths
-from cria_tricks.data.rows import check_rows
-from cria_tricks.hardware import T4
-from cria_tricks.load import model as load
-from cria_tricks.models.catalogue import CONFIGS
-from cria_tricks.models.shape import find_shape
-from cria_tricks.predict.plan_data import prices
-from cria_tricks.predict.toggles import Target
+from cria_tricks.course import (
+    CONFIGS,
+    T4,
+    PadToLongest,
+    Target,
+    Theme,
+    check_rows,
+    find_shape,
+    prices,
+    row_lengths,
+    tokens,
+)
+from cria_tricks.course import load_model as load
 from cria_tricks.tricks.packing import pack
 
 load.quiet_libraries()

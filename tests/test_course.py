@@ -1,13 +1,18 @@
 """What the lessons share, where the lessons themselves do not show it."""
 
+import ast
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import cria_tricks
 from cria_tricks import course
 from cria_tricks.bench import case as cases
 from cria_tricks.course import measured
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_with_a_card_a_lesson_measures_both_steps_and_draws_on_as_if_there_were_none(monkeypatch, capsys):
@@ -45,3 +50,36 @@ def test_a_known_mistake_gets_the_hint_that_fits_it_and_any_other_number_the_usu
     for wrong, hint in ((6, "there are two tables"), (24.1, "two bytes, not four"), (13, "think of both tables")):
         with pytest.raises(AssertionError, match=f"^not {wrong}[.0]*; {hint}$"):
             grade(wrong)
+
+
+def taken_by(lesson: Path) -> set[tuple[str, str]]:
+    """Return what a lesson imports from the package, each as (module, name); the name of a whole module is empty."""
+    found = set()
+    for node in ast.walk(ast.parse(lesson.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            found |= {(node.module or "", name.name) for name in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {(name.name, "") for name in node.names}
+    return {(module, name) for module, name in found if module.split(".")[0] == "cria_tricks"}
+
+
+def is_on_the_surface(module: str, name: str) -> bool:
+    if module == "cria_tricks":
+        return name in ("", "course", *cria_tricks.__all__)
+    if module == "cria_tricks.course":
+        return name in (*course._PLACES, *course.__all__, "hang_demo", "hybrid_demo")
+    return module.startswith("cria_tricks.tricks") and "folds" not in (name, module.rpartition(".")[2])
+
+
+@pytest.mark.parametrize("lesson", sorted(ROOT.glob("lessons/*.py")), ids=lambda lesson: lesson.stem)
+def test_lessons_stand_on_the_course_on_public_names_and_on_techniques(lesson):
+    assert {one for one in taken_by(lesson) if not is_on_the_surface(*one)} == set()
+
+
+def test_every_name_of_the_course_is_taken_by_a_lesson_and_is_there():
+    taken = {name for lesson in ROOT.glob("lessons/*.py") for _, name in taken_by(lesson)}
+    assert set(course._PLACES) - taken == set()
+    for name in course._PLACES:
+        assert getattr(course, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        course.__getattr__("nothing")
