@@ -207,8 +207,8 @@ kaggle: $(READY)
 notebooks: $(READY)
 	$(VENV)/bin/python -m tools.notebooks
 
-# The films of the site, into docs/assets/films: two to five minutes of dry runs on one core. Run it when the package
-# changes what is in memory when; a test computes two of them and compares.
+# The films of the home page, into docs/assets/films: one to two minutes of dry runs on one core. Run it when the package
+# changes what is in memory when; a test computes one of them and compares.
 films: $(READY)
 	$(VENV)/bin/python -m tools.films
 

@@ -590,8 +590,6 @@ print("the fewest switches that fit on a T4:", *sorted(fewest))
 
 # %% [markdown]
 # ## 4. What it costs
-# The film here (on the course's site) plays the step, and each button takes one switch away.
-#
 # With all switches a step is slow, because checkpointing computes blocks twice, and NF4 must be unpacked. Therefore:
 # **where memory is left over, switch off what costs time.** Below are the sets that no other set beats in both seconds
 # and memory, and what each changes in the whole job. ([`activation_offload`](long_rows.py) keeps block inputs on the

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cria_tricks.bench.tables import table
 from cria_tricks.common.lessons import PARTS
-from tools import films, notebooks
+from tools import notebooks
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
@@ -95,19 +95,6 @@ def links(page: Path) -> str:
     )
 
 
-def picture(page: Path) -> str:
-    """A step as a film: on the site with its switches, in README as a picture that moves."""
-    if page.name != "README.md":
-        return films.element("home", "assets/films")
-    folder = (films.FOLDER.relative_to(page.parent) / "moving").as_posix()
-    says = re.search("<title>(.+)</title>", (films.FOLDER / "moving-light.svg").read_text(encoding="utf-8"))
-    assert says
-    return (
-        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{folder}-dark.svg">'
-        f'<img width="640" alt="{says[1]}" src="{folder}-light.svg"></picture>'
-    )
-
-
 def measured(_: Path) -> str:
     """Five runs on a real GPU, beside what we had predicted."""
     results = ROOT / "benchmarks" / "results" / "h200" / "second_sitting.json"
@@ -131,7 +118,7 @@ def clone(_: Path) -> str:
     )
 
 
-MADE = {"lessons": lessons, "links": links, "picture": picture, "clone": clone, "measured": measured}
+MADE = {"lessons": lessons, "links": links, "clone": clone, "measured": measured}
 
 
 def filled(page: Path) -> str:

@@ -6,6 +6,7 @@ from cria_tricks.common.themes import PARTS
 from cria_tricks.hardware import T4
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles
+from cria_tricks.recipe import Recipe
 from tools.pages import GROUPS
 
 LADDER_STEPS: dict[str, tuple[str, ...]] = {
@@ -26,16 +27,22 @@ LADDER_STEPS: dict[str, tuple[str, ...]] = {
 """What each step adds: its label, and the fields of ``recipe.tricks`` that are switched on."""
 
 
-def bills() -> dict[str, Bill]:
-    """The bill after each step on a T4: Llama-3.2-1B, one row of 2,048 tokens."""
+def recipes_of_steps() -> dict[str, Recipe]:
+    """The course's job after each step: Llama-3.2-1B, one row of 2,048 tokens, on a T4."""
     capstone = recipes.capstone(T4)
-    target = toggles.Target(find_shape(capstone.model), T4)
     found = {}
     on: list[str] = []
     for label, fields in LADDER_STEPS.items():
         on += fields
-        found[label] = target.memory(toggles.with_only(capstone, on))
+        found[label] = toggles.with_only(capstone, on)
     return found
+
+
+def bills() -> dict[str, Bill]:
+    """The bill after each step."""
+    steps = recipes_of_steps()
+    shape = find_shape(recipes.capstone(T4).model)
+    return {label: toggles.Target(shape, T4).memory(recipe) for label, recipe in steps.items()}
 
 
 def group_of(line: str) -> str:

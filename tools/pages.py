@@ -31,7 +31,7 @@ from cria_tricks.hardware import T4
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles
 from cria_tricks.settings import Tricks
-from tools import browser_python, film_places, heat, made_of, notebooks, techniques
+from tools import browser_python, heat, made_of, notebooks, techniques
 from tools.executed import LessonError, execute, key, plain
 from tools.fit import page as fit_page
 
@@ -138,7 +138,7 @@ def page(lesson: Path, book: nbformat.NotebookNode) -> tuple[str, dict[str, byte
         f'<a href="{notebooks.REPOSITORY}/blob/{notebooks.BRANCH}/lessons/{lesson.name}">Source</a> '
         f'<a href="../fit.html{preset and "#"}{preset}">Will it fit?</a> <a href="../glossary.html">Glossary</a></p>'
     )
-    text = film_places.with_films(lesson.stem, re.sub(r"\n{3,}", "\n\n", text).strip() + "\n")
+    text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
     return re.sub(r"\A(# .*\n)", lambda title: f"{title[1]}\n{bar}\n\n", text, count=1), resources.get("outputs", {})
 
 
@@ -210,7 +210,6 @@ def _field(cell: Any, stem: str) -> str:
 def build() -> None:
     """Execute what has changed, two at a time, and write all pages."""
     fill_map()
-    film_places.fill_guide()
     lessons = notebooks.lessons()
     with ThreadPoolExecutor(2) as pool:
         books = list(pool.map(execute, lessons))

@@ -14,9 +14,6 @@ from cria_tricks.cli.app import OUTPUT, PLAN, Json, Offline, Settings, app, asid
 from cria_tricks.common import interrupts
 from cria_tricks.common.startup import importing
 
-MORE = "[dim]more: --out FILE.html (a page to play it), FILE.svg, FILE.gif, --json[/]"
-"""The last line of the answer without ``--out``."""
-
 
 @app.command(rich_help_panel=PLAN, epilog="Example: cria film kwanzaa --gpu t4 --out film.html")
 def film(
@@ -28,11 +25,7 @@ def film(
     settings: Settings = None,
     out: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write a page (.html), a picture (.svg) or an animation (.gif).",
-            rich_help_panel=OUTPUT,
-        ),
+        typer.Option(metavar="FILE", help="Write a page (.html) or a picture (.svg).", rich_help_panel=OUTPUT),
     ] = None,
     offline: Offline = False,
     as_json: Json = False,
@@ -52,7 +45,7 @@ def film(
         print(json.dumps(found.to_dict(), separators=(",", ":"), allow_nan=False))
         return
     found.show(screen)
-    screen.wrapped("", f"written: {out}" if out is not None else MORE)
+    screen.wrapped("", f"written: {out}" if out else "[dim]more: --out FILE.html or FILE.svg, --json[/]")
 
 
 def _say(part: str) -> None:

@@ -6,7 +6,7 @@ real modules run on tensors without data, which takes seconds.
 
 import bisect
 import contextlib
-import math
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,17 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from cria_tricks.bill.bill import CONTEXT, WORKSPACES
+from cria_tricks.bill.bill import WORKSPACES
 from cria_tricks.measure.memory import quantization_tensors
-from cria_tricks.predict.allocator import CachingAllocator, OutOfMemory, Settings
-from cria_tricks.predict.dry_run import BACKWARD, FORWARD, MOMENTS, FakeTraining, fake_training, later_step
+from cria_tricks.predict.allocator import CachingAllocator, Settings
+from cria_tricks.predict.dry_run import BACKWARD, MOMENTS, OPTIMIZER, FakeTraining, fake_training, later_step
 from cria_tricks.predict.memory_trace import Event, Recorder, steps
 from cria_tricks.step_plan import Plan
 
 SAVED, TEMPORARY = "saved activations", "temporary activations"
 LINES = ("weights", "optimizer states", "batch", "gradients", SAVED, TEMPORARY, "logits", "workspace")
 """The lines of the bill in a film, in the order in which they are stacked: those that change least are below. Saved
-activations are those that the forward pass has made and that are still there when it ends; all others are temporary."""
+activations are those that the forward pass has made and that are still there when it ends; all others are temporary.
+What the optimizer step needs for a moment is its workspace."""
 
 
 class Shot(NamedTuple):
@@ -68,18 +69,14 @@ class Film:
         shots: the tensors.
         moments: how many there are.
         parts: the parts of the step.
-        reserved: at each moment, what PyTorch's allocator has reserved by the model of its rules, with cuBLAS'
-            workspaces [bytes]; empty on a CPU.
-        fits: whether this allocator finds enough memory on the card.
-        capacity: the memory of the card [bytes].
+        reserved: at each moment, what PyTorch's allocator would reserve on a card without a limit, by the model of its
+            rules and with cuBLAS' workspaces [bytes]; empty on a CPU.
     """
 
     shots: Sequence[Shot]
     moments: int
     parts: Sequence[Part]
     reserved: Sequence[int]
-    fits: bool
-    capacity: int
 
     def bytes(self) -> dict[str, list[int]]:
         """The bytes of each line at each moment."""
@@ -87,14 +84,7 @@ class Film:
         for shot in self.shots:
             changes[shot.line][shot.birth] += shot.bytes
             changes[shot.line][shot.death] -= shot.bytes
-        found: dict[str, list[int]] = {}
-        for line, change in changes.items():
-            total = 0
-            found[line] = []
-            for one in change[:-1]:
-                total += one
-                found[line].append(total)
-        return found
+        return {line: list(itertools.accumulate(change[:-1])) for line, change in changes.items()}
 
     def totals(self) -> list[int]:
         """The bytes of all tensors at each moment."""
@@ -122,7 +112,6 @@ def film(
     tokens: int,
     *,
     expandable: bool = True,
-    shorter: float = 0.0,
     say: Callable[[str], None] = lambda part: None,
 ) -> Film:
     """Film a later step of a plan; the arguments without a line here are those of ``dry_run``.
@@ -133,8 +122,6 @@ def film(
         rows: the rows of a micro-batch.
         tokens: the tokens of each row.
         expandable: whether the allocator has expandable segments.
-        shorter: the length of the rows of a step before, as a share of ``tokens``; what that step has reserved stays
-            with the allocator. 0 means no such step.
         say: is told the name of each part when it begins.
 
     Raises:
@@ -144,26 +131,18 @@ def film(
     say("model")
     with fake_training(plan, config, camera) as training, camera.watching(training.model):
         loaded = len(camera.events)
-        if shorter:
-            for part in later_step(training, rows, max(2, round(shorter * tokens))):
-                camera.begin(part, training)
-            training.optimizer.zero_grad()
         for part in later_step(training, rows, tokens):
             say(part)
             camera.begin(part, training)
         camera.begin("", training)
     reserved: list[int] = []
-    fits = True
     if plan.device.kind == "cuda":
         # cuBLAS takes one workspace for the forward pass, and one for the thread of the backward pass.
         workspaces = [Event(-number, WORKSPACES // 2, "first products", "workspace") for number in (1, 2)]
         events = [*camera.events[:loaded], *workspaces, *camera.events[loaded:]]
-        reserved, fits = _reserved(events, Settings(expandable), plan.device.memory_bytes - CONTEXT)
-    return camera.developed(reserved, fits, plan.device.memory_bytes)
-
-
-_OPERATIONS = {"_to_copy": "cast"}
-"""Operations whose names in torch say little -> a better name."""
+        allocator = CachingAllocator(Settings(expandable))
+        reserved = [allocator.reserved for _ in steps(events, allocator)]
+    return camera.developed(reserved)
 
 
 class _About(NamedTuple):
@@ -187,7 +166,6 @@ class Camera(Recorder):
         self._about: dict[int, _About] = {}
         self._parts: list[tuple[str, int]] = []
         self._names: dict[int, str] = {}  # id of a module, or of a weight -> its name
-        self._trained: dict[str, tuple[int, ...]] = {}  # name of a trained weight -> its shape
         self._running: list[str] = []
         self._counts: list[int] = [0]
         self._modules: list[str] = [""]  # which module runs from the count of the same place on
@@ -199,8 +177,6 @@ class Camera(Recorder):
         for name, module in model.named_modules():
             self._names[id(module)] = _short(name)
         for name, weight in model.named_parameters(remove_duplicate=False):
-            if weight.requires_grad:
-                self._trained[_short(name)] = tuple(weight.shape)
             if id(weight) not in self._names:  # the second name of a tied weight
                 self._names[id(weight)] = _short(name)
                 self._label([weight], _short(name), "weight")
@@ -237,11 +213,12 @@ class Camera(Recorder):
             for state, value in training.optimizer.state.get(weight, {}).items():
                 if isinstance(value, torch.Tensor):
                     self._label([value], name, state)
-        self._parts.append((part, len(self.events)))
+        if part in MOMENTS or not part:  # what comes before them is not filmed
+            self._parts.append((part, len(self.events)))
         self.moment = part
         self.line = part
         if part in MOMENTS:
-            self.line = "workspace" if part == MOMENTS[-1] else "activations"
+            self.line = "workspace" if part == OPTIMIZER else "activations"
 
     def _label(self, tensors: Any, module: str, how: str) -> None:
         for tensor in tensors:
@@ -258,8 +235,7 @@ class Camera(Recorder):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         node: Any = torch._C._current_autograd_node()
-        name = func.__name__.partition(".")[0]
-        self._maker = self._made_by(_OPERATIONS.get(name, name.strip("_")), node)
+        self._maker = self._made_by(func.__name__.partition(".")[0].strip("_"), node)
         if type(node).__name__ == "AccumulateGrad" and node.variable.grad is not None:
             # A step in the backward pass: the gradient is gone before this part of the step ends.
             weight = node.variable
@@ -278,15 +254,12 @@ class Camera(Recorder):
         place = bisect.bisect_right(self._counts, node._sequence_nr()) - 1
         return self._modules[place], f"{operation}, backward"
 
-    def developed(self, reserved: Sequence[int], fits: bool, capacity: int) -> Film:
+    def developed(self, reserved: Sequence[int]) -> Film:
         """Make the film of what was recorded; ``reserved`` is of all events."""
-        names = [name for name, _ in self._parts]
-        starts = [start for _, start in self._parts]
-        first = next(place for place in reversed(range(len(names))) if names[place] in (FORWARD, MOMENTS[2]))
-        begin, end = starts[first], starts[-1]
+        begin, end = self._parts[0][1], self._parts[-1][1]
         parts = [
-            Part(names[place], starts[place] - begin + 1, starts[place + 1] - begin + 1)
-            for place in range(first, len(names) - 1)
+            Part(name, start - begin + 1, after - begin + 1)
+            for (name, start), (_, after) in itertools.pairwise(self._parts)
         ]
         births: dict[int, int] = {}
         deaths: dict[int, int] = {}
@@ -306,14 +279,12 @@ class Camera(Recorder):
             event = self.events[self._allocations[number]]
             about = self._about.get(number) or _About((event.size,), "uint8", "", "inside an operation")
             line = event.line
-            if line == "activations" and self._trained.get(f"{about.module}.weight") == about.shape:
-                line = "gradients"  # which is added to another one, such as that of a tied weight's second use
-            elif line == "activations":
+            if line == "activations":
                 line = SAVED if 0 < birth < backward < death else TEMPORARY
             shots.append(Shot(event.size, *about[:2], _maker(about, line), about.how, line, birth, death))
         # With the two workspaces, a moment is two events later.
         seen = list(reserved[begin + 1 : end + 2]) if reserved else []
-        return Film(shots, moments, parts, seen, fits, capacity)
+        return Film(shots, moments, parts, seen)
 
 
 def _maker(about: _About, line: str) -> str:
@@ -323,17 +294,6 @@ def _maker(about: _About, line: str) -> str:
     if line in ("logits", SAVED, TEMPORARY):
         return "loss"
     return about.module or line
-
-
-def _reserved(events: Sequence[Event], settings: Settings, limit: int) -> tuple[list[int], bool]:
-    """Return the reserved bytes after each event, and whether the limit is enough; if not, as without a limit."""
-    for most in (limit, math.inf):
-        allocator = CachingAllocator(settings, most)
-        try:
-            return [allocator.reserved for _ in steps(events, allocator)], most == limit
-        except OutOfMemory:
-            continue
-    raise AssertionError("without a limit there is always enough")
 
 
 def _short(name: str) -> str:

@@ -1,6 +1,5 @@
-"""The answer of ``cria film``: a step as a film, as data, as text, and as a file."""
+"""The answer of ``cria film``: a step as a film, as text, as data, and as a file."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig
 
-from cria_tricks.bill.bill import CONTEXT, WORKSPACES
-from cria_tricks.common.atomic_files import new_file, write_file
+from cria_tricks.bill.bill import CONTEXT
+from cria_tricks.common.atomic_files import write_file
 from cria_tricks.common.errors import BadInput, usable_path
 from cria_tricks.common.units import human
 from cria_tricks.models.configs import find_config
-from cria_tricks.predict.film import LINES, film
+from cria_tricks.predict.film import Film, film
 from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe
 from cria_tricks.report import film_data, film_picture
@@ -21,7 +20,6 @@ from cria_tricks.report import film_data, film_picture
 if TYPE_CHECKING:
     from cria_tricks.common.console import Screen
 
-SUFFIXES = (".html", ".svg", ".gif")
 NAMED = 5
 """So many of the largest tensors are shown on a terminal."""
 
@@ -31,119 +29,106 @@ class FilmAnswer:
     """A step as a film.
 
     Attributes:
-        data: what :func:`cria_tricks.report.film_data.as_data` makes of it; ``cria film --json`` prints it.
+        film: every tensor, moment by moment.
+        about: what is filmed: ``model``, ``card``, its ``capacity`` [bytes], ``rows`` and ``tokens``.
     """
 
-    data: dict[str, Any]
+    film: Film
+    about: dict[str, Any]
 
     def peaks(self) -> dict[str, int]:
         """The peak of each part of the step [bytes]."""
-        totals = film_picture.totals(self.data)
-        return {name: totals[peak] for name, _, _, peak in self.data["parts"]}
+        return {part: peak for part, (_, peak) in self.film.peaks().items()}
+
+    def peak_at(self) -> str:
+        """The part of the step with the highest peak."""
+        peaks = self.peaks()
+        return max(peaks, key=lambda part: peaks[part])
+
+    def data(self) -> dict[str, Any]:
+        """The film as :func:`cria_tricks.report.film_data.as_data` writes it."""
+        return film_data.as_data(self.film, {"title": self.verdict(), **self.about})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the data, and in words that need no unpacking the peak, the peaks, and the largest tensors then."""
+        """Return the peaks, the largest tensors at the highest one, and the data; ``cria film --json`` prints it."""
+        at = self.peak_at()
+        largest = [{**family._asdict(), "count": count} for family, count in self.largest()]
         peaks = self.peaks()
-        at = max(peaks, key=lambda part: peaks[part])
-        return {"peak_bytes": peaks[at], "peak_at": at, "peaks": peaks, "largest": self.largest(), "film": self.data}
+        return {"peak_bytes": peaks[at], "peak_at": at, "peaks": peaks, "largest": largest, "film": self.data()}
 
-    def largest(self) -> list[dict[str, Any]]:
-        """The largest tensors at the peak; equal tensors of several blocks are one entry."""
-        names = ("line", "bytes", "shape", "dtype", "module", "how", "count")
-        found = []
-        for family, count in film_data.alive(self.data, self.data["peak"]):
-            found.append(dict(zip(names, (LINES[family[0]], *family[1:6], count), strict=True)))
-        return found[: film_data.LARGEST]
+    def largest(self) -> list[tuple[film_data.Family, int]]:
+        """The largest tensors at the peak; equal tensors of several blocks are one entry with their count."""
+        moment, _ = self.film.peaks()[self.peak_at()]
+        return film_data.largest(self.film, moment)
 
     def show(self, screen: "Screen") -> None:
-        """Print the verdict, the largest tensors at the peak, and the peak of each part."""
+        """Print the verdict, the peak of each part, and the largest tensors at the peak."""
         # rich takes a while to import, and an answer that is not shown does not need it.
         from cria_tricks.common.console import table
 
-        peaks = self.peaks()
-        at = max(peaks, key=lambda part: peaks[part])
-        screen.wrapped(self.verdict(), "")
         parts = table("part of the step", "peak", numbers=["peak"])
-        for part, peak in peaks.items():
+        for part, peak in self.peaks().items():
             parts.add_row(part, human(peak))
         largest = table("bytes", "tensors", "shape", "made by", "line", numbers=["bytes"])
-        for one in self.largest()[:NAMED]:
-            shape = " x ".join(f"{n:,}" for n in one["shape"]) or "one number"
-            count = f"{one['count']} of {human(one['bytes'])}" if one["count"] > 1 else "1"
-            made = f"{one['module']} ({one['how']})".replace("*", "N")
-            largest.add_row(human(one["count"] * one["bytes"]), count, f"{shape} {one['dtype']}", made, one["line"])
-        screen.wrapped(parts, "", f"The largest tensors at the peak, in the {at}:", "", largest)
+        for one, count in self.largest()[:NAMED]:
+            shape = " x ".join(f"{n:,}" for n in one.shape) or "one number"
+            tensors = f"{count} of {human(one.bytes)}" if count > 1 else "1"
+            made = f"{one.module} ({one.how})".replace("*", "N")
+            largest.add_row(human(count * one.bytes), tensors, f"{shape} {one.dtype}", made, one.line)
+        head = f"The largest tensors at the peak, in the {self.peak_at()}:"
+        screen.wrapped(self.verdict(), "", parts, "", head, "", largest)
 
     def verdict(self) -> str:
         """Say in two sentences how high the peak is, and what the card has."""
-        data = self.data
-        peaks = self.peaks()
-        at = max(peaks, key=lambda part: peaks[part])
-        rows = "row" if data["rows"] == 1 else "rows"
+        about, at = self.about, self.peak_at()
+        peak = self.peaks()[at]
         said = (
-            f"The peak of a step is {human(peaks[at])}, in the {at}: {data['model']}, {data['rows']} {rows} of "
-            f"{data['tokens']:,} tokens. {data['card']} has {human(data['capacity'])}"
+            f"The peak of a step is {human(peak)}, in the {at}: {about['model']}, {about['rows']} x "
+            f"{about['tokens']:,} tokens. {about['card']} has {human(about['capacity'])}"
         )
-        if data["reserved"] is None:
+        if not self.film.reserved:
             return f"{said}."
-        reserved = max(film_data.unpacked(data["reserved"], film_picture.count(data)))
-        needed = peaks[at] + CONTEXT + WORKSPACES
-        if not data["fits"]:
-            return f"{said}, which is too little: {human(needed)} with CUDA's own memory."
-        return (
-            f"{said}, of which PyTorch's allocator reserves up to {human(reserved)}, and CUDA takes {human(CONTEXT)}."
-        )
+        return f"{said}; PyTorch would reserve {human(max(self.film.reserved))}, and CUDA takes {human(CONTEXT)}."
 
     def write(self, path: str | Path) -> None:
-        """Write a page (``.html``), a picture (``.svg``) or an animation (``.gif``).
+        """Write a page (``.html``) or a picture (``.svg``).
 
         Raises:
             BadInput: for another suffix, or a place where nothing can be written; nothing is lost then.
         """
         file = destination(path)
-        if file.suffix == ".html":
-            write_file(file, film_picture.page(self.data))
-        elif file.suffix == ".svg":
-            write_file(file, film_picture.svg(self.data, "light", background=True))
-        else:
-            from cria_tricks.report import film_animation  # matplotlib takes a second to import
-
-            with new_file(file) as aside:
-                film_animation.write(self.data, aside)
+        data = self.data()
+        write_file(file, film_picture.page(data) if file.suffix == ".html" else film_picture.svg(data))
 
 
 def destination(path: str | Path) -> Path:
     """Check where a film would be written, before it is made.
 
     Raises:
-        BadInput: for another suffix than :data:`SUFFIXES`, or for a folder.
+        BadInput: for a suffix other than ``.html`` and ``.svg``, or for a folder.
     """
     file = usable_path("--out", path)
-    if file.suffix not in SUFFIXES:
-        raise BadInput(f"--out {path}: must end with {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+    if file.suffix not in (".html", ".svg"):
+        raise BadInput(f"--out {path}: must end with .html or .svg")
     if file.is_dir():
         raise BadInput(f"--out {path}: is a folder; name a file in it")
     return file
 
 
-def answer(target: Target, recipe: Recipe, shorter: float, say: Callable[[str], None]) -> FilmAnswer:
+def answer(target: Target, recipe: Recipe, say: Callable[[str], None]) -> FilmAnswer:
     """Film a step of a recipe.
 
     Args:
         target: the model and the card.
         recipe: what would run.
-        shorter: as for :func:`cria_tricks.predict.film.film`.
         say: is told the name of each part.
 
     Raises:
         BadInput: for a switch that cannot work, or a model that a dry run cannot run.
     """
     plan = target.resolve(recipe)
-    config = find_config(recipe.model)
+    config = AutoConfig.for_model(**find_config(recipe.model))
     rows, tokens = recipe.train.batch_size, recipe.data.max_length
-    expandable = recipe.train.expandable_segments
-    made = film(
-        plan, AutoConfig.for_model(**config), rows, tokens, expandable=expandable, shorter=shorter, say=say
-    )  # fmt: skip
-    about = {"model": target.shape.name, "card": target.device.name, "rows": rows, "tokens": tokens}
-    return FilmAnswer(json.loads(film_data.as_text(film_data.as_data(made, about))))
+    made = film(plan, config, rows, tokens, expandable=recipe.train.expandable_segments, say=say)
+    card = {"card": target.device.name, "capacity": target.device.memory_bytes}
+    return FilmAnswer(made, {"model": target.shape.name, **card, "rows": rows, "tokens": tokens})

@@ -166,7 +166,6 @@ def film(
     gpu: str | Device | None = None,
     model: str | None = None,
     settings: Iterable[str] = (),
-    shorter: float = 0.0,
     say: Callable[[str], None] = lambda part: None,
 ) -> "FilmAnswer":
     """Record an optimizer step on tensors without data, as a film: every tensor with its birth and its death.
@@ -178,8 +177,6 @@ def film(
         gpu: one card, as for :func:`plan`.
         model: as for :func:`plan`.
         settings: changes of the recipe, written as for ``--set``.
-        shorter: run a step of rows of this length before it, as a share of ``data.max_length``; it shows what the
-            allocator keeps of an earlier step.
         say: is told the name of each part of the step when it begins.
 
     Raises:
@@ -197,7 +194,7 @@ def film(
     with importing():
         from cria_tricks.predict.toggles import Target
         from cria_tricks.report import film_answer
-    return film_answer.answer(Target(shape, device), wanted.recipe, shorter, say)
+    return film_answer.answer(Target(shape, device), wanted.recipe, say)
 
 
 def aim_of(wanted: Asked, fit: str, as_is: bool) -> str:

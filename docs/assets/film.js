@@ -1,5 +1,5 @@
-// A training step as a film. tools/films.py exports the moments that a dry run has seen, and this draws them: no number is
-// computed here but sums. Without JavaScript the page shows a still picture, which this replaces.
+// A training step as a film. report/film_data.py writes the moments that a dry run has seen, and this draws them: no number
+// is computed here but sums. Without JavaScript the page shows a still picture, which this replaces.
 (function () {
   const GIB = 2 ** 30;
   // The lines of the bill, in the order in which they are stacked; their colours are in film.css.
@@ -8,19 +8,17 @@
   const SECONDS = 14; // of playing, from the first moment to the last
   const MORPH = 700; // milliseconds in which one film becomes another
   const SMALL = 2 ** 20; // a line that is smaller at every moment is not in the legend
-  const LARGEST = 8; // so many tensors are named; the files hold enough for these
   const still = window.matchMedia("(prefers-reduced-motion: reduce)");
-  const films = (window.criaFilms ||= {}), sets = (window.criaFilmSets ||= {}), loading = {};
   let ids = 0;
 
-  // A film comes as a script, because a page that was opened as a file may not fetch.
-  const script = (address) => (loading[address] ||= new Promise((done, failed) => {
+  // Films come as a script, because a page that was opened as a file may not fetch. The page of cria film has them inside.
+  const load = (address) => new Promise((done, failed) => {
     const made = document.createElement("script");
     made.src = address;
     made.onload = done;
-    made.onerror = () => { delete loading[address]; failed(new Error(address)); };
+    made.onerror = failed;
     document.head.append(made);
-  }));
+  });
   function el(tag, attributes = {}, ...inside) {
     const svg = ["svg", "path", "line", "text", "rect", "circle", "g", "defs", "pattern"].includes(tag);
     const made = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
@@ -36,57 +34,31 @@
     return `${(bytes / GIB).toFixed(1)} GiB`;
   }
 
-  // Reading: report/film_data.py says how the numbers are packed -------------------------------------------------------
+  // Reading ---------------------------------------------------------------------------------------------------------------
 
-  function unpacked(data, count) {
-    const found = new Float64Array(count);
-    let now = 0, place = 0;
-    (data || [0]).slice(1).forEach((change) => {
-      if (Array.isArray(change)) for (let n = 0; n < change[0]; n += 1) found[place++] = now;
-      else found[place++] = now += data[0] * change;
-    });
-    return found;
-  }
   function opened(data) {
-    const count = data.parts[data.parts.length - 1][2] + 1;
-    const film = { ...data, count, x: unpacked(data.x, count) };
-    film.bytes = LINES.map((line) => unpacked(data.lines[line], count));
+    const film = { ...data, count: data.x.length };
+    film.bytes = LINES.map((line) => data.lines[line]);
     film.tops = []; // the upper edge of each line in the stack
     film.bytes.forEach((values, n) => film.tops.push(values.map((value, place) => value + (n ? film.tops[n - 1][place] : 0))));
     film.total = film.tops[LINES.length - 1];
-    film.kept = data.reserved ? unpacked(data.reserved, count) : film.total;
+    film.kept = data.reserved || film.total;
     return film;
   }
   const partAt = (film, moment) => film.parts.find(([, , last]) => moment <= last);
 
   // The largest tensors of a moment; equal tensors of several blocks are one entry.
-  function largest(film, moment) {
-    const found = [];
-    film.tensors.forEach(([line, bytes, shape, dtype, module, how, ...runs]) => {
-      const alive = runs.filter(([, , birth, death]) => birth <= moment && moment < death);
-      if (!alive.length) return;
-      const blocks = alive.flatMap(([first, last]) => Array.from({ length: last - first + 1 }, (_, n) => first + n));
-      found.push({ line, bytes, shape, dtype, how, count: blocks.length, module: module.replace("*", which(blocks)) });
-    });
-    return found.sort((one, other) => other.count * other.bytes - one.count * one.bytes).slice(0, LARGEST);
-  }
-  function which(blocks) { // 3; 0 to 15; or several
-    const unique = [...new Set(blocks)].sort((one, other) => one - other), last = unique[unique.length - 1];
-    if (unique.length === 1) return unique[0];
-    return last - unique[0] + 1 === unique.length ? `${unique[0]}–${last}` : "*";
-  }
+  const largest = (film, moment) => film.largest[moment].map(([number, count]) => {
+    const [line, bytes, shape, dtype, module, how] = film.tensors[number];
+    return { line, bytes, shape, dtype, module, how, count };
+  });
 
   // One element ---------------------------------------------------------------------------------------------------------
 
   async function start(root) {
-    const base = root.dataset.base, name = root.dataset.films;
-    if (!sets[name]) await script(`${base}/index.js`);
-    const set = sets[name], names = Object.keys(set.films), id = `film-${(ids += 1)}`;
-    const get = async (film) => {
-      if (!films[film]) await script(`${base}/${film}.js`);
-      return opened(films[film]);
-    };
-    let film = await get(names[0]), view = film, moment = film.peak, playing = 0, said = 0, morphing = 0, size_ = {};
+    if (!window.criaFilms) await load(`${root.dataset.base}/home.js`);
+    const set = window.criaFilms, names = Object.keys(set.films), id = `film-${(ids += 1)}`;
+    let film = opened(set.films[names[0]]), view = film, moment = film.peak, playing = 0, said = 0, morphing = 0, size_ = {};
 
     // The parts of the element.
     const chart = el("svg", { role: "img", "aria-labelledby": `${id}-now` });
@@ -100,10 +72,9 @@
     const head = el("p", { class: "film-head" }, "The largest tensors at this moment");
     const list = el("ol", { class: "film-largest" });
     const live = el("p", { class: "film-live", "aria-live": "polite" });
-    const failed = el("p", { class: "film-failed", hidden: "" });
     const switches = controls();
     root.replaceChildren(
-      el("p", { class: "film-title" }, set.title), switches, failed, chart, scrubber,
+      el("p", { class: "film-title" }, set.title), switches, chart, scrubber,
       el("div", { class: "film-buttons" }, play, toPeak), now, change, legend, head, list, live,
     );
     root.classList.add("film-ready");
@@ -111,18 +82,12 @@
     function controls() {
       const box = el("fieldset", { class: "film-switches" }, el("legend", {}, "Switches"));
       if (names.length < 2) { box.hidden = true; return box; }
-      if (names.length === 2) { // a switch, which is off at first
-        const input = el("input", { type: "checkbox", id: `${id}-0` });
-        input.addEventListener("change", () => show(names[Number(input.checked)]));
-        box.append(el("label", { for: `${id}-0` }, input, set.films[names[1]]));
-        return box;
-      }
-      if (set.adds) box.append(el("p", { class: "film-adds" }, "Each step adds a switch to those before it."));
+      box.append(el("p", { class: "film-adds" }, "Each step adds a switch to those before it."));
       names.forEach((one, n) => {
         const input = el("input", { type: "radio", name: id, id: `${id}-${n}` });
         input.checked = n === 0;
         input.addEventListener("change", () => show(one));
-        box.append(el("label", { for: `${id}-${n}` }, input, (set.adds && n ? `${n}. + ` : "") + set.films[one]));
+        box.append(el("label", { for: `${id}-${n}` }, input, (n ? `${n}. + ` : "") + one));
       });
       return box;
     }
@@ -205,10 +170,10 @@
       }
       const there = largest(film, moment);
       list.replaceChildren(...there.map((one) => el("li", {},
-        el("span", { class: `film-swatch film-line-${one.line}` }),
+        el("span", { class: `film-swatch film-line-${LINES.indexOf(one.line)}` }),
         el("strong", {}, size(one.count * one.bytes)), " ",
         el("code", {}, one.module), one.module.endsWith(`.${one.how}`) ? "" : ` ${one.how}`,
-        el("small", {}, `${one.count > 1 ? `${one.count} × ${size(one.bytes)}: ` : ""}${one.shape.map((n) => n.toLocaleString("en")).join(" × ") || "one number"}, ${one.dtype}, ${LINES[one.line]}`))));
+        el("small", {}, `${one.count > 1 ? `${one.count} × ${size(one.bytes)}: ` : ""}${one.shape.map((n) => n.toLocaleString("en")).join(" × ") || "one number"}, ${one.dtype}, ${one.line}`))));
       root.dataset.moment = moment;
       clearTimeout(said); // a reader hears a moment when the marker rests, not each on its way
       if (!playing) said = setTimeout(() => { live.textContent = `${words} Largest: ${there[0].module}, ${size(there[0].count * there[0].bytes)}.`; }, 900);
@@ -244,23 +209,14 @@
     }
 
     // Another film of the set.
-    let wanted = names[0];
-    async function show(other) {
-      wanted = other;
+    function show(other) {
       if (playing) pause();
-      let next;
-      try { next = await get(other); } catch { next = null; }
-      if (wanted !== other) return; // another switch was flipped meanwhile
-      failed.hidden = Boolean(next);
-      if (!next) { failed.textContent = "This film could not be loaded; the one below is the last that was. Flip the switch again."; return; }
       const before = film, old = view;
-      film = next;
+      film = opened(set.films[other]);
       moment = film.peak;
       const less = before.total[before.peak] - film.total[film.peak];
       change.textContent = `The peak was ${size(before.total[before.peak])} and is ${size(film.total[film.peak])}: `
         + (less ? `${size(Math.abs(less))} ${less > 0 ? "less" : "more"}.` : "the same.");
-      const most = (one) => one.kept.reduce((best, value) => Math.max(best, value), 0);
-      if (film.reserved && !less) change.textContent += ` Reserved were at most ${size(most(before))}, now ${size(most(film))}.`;
       root.dataset.film = other;
       say();
       morph(old, film);
@@ -311,7 +267,7 @@
     near.unobserve(target);
     start(target).catch(() => {}); // the still picture stays
   }), { rootMargin: "600px" });
-  const begin = () => document.querySelectorAll(".film[data-films]").forEach((root) => near.observe(root));
+  const begin = () => document.querySelectorAll(".film").forEach((root) => near.observe(root));
   if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", begin);
   else begin();
 })();

@@ -6,23 +6,24 @@ import pytest
 
 from tests.site.conftest import AXE
 from tests.site.test_browser import AT_ONCE, MODE, MODES, settles, violations
-from tools import films
+from tools import films, ladder
 
-LESSON = "lessons/gradient_checkpointing.html"
+HOME = "index.html"
+FIRST, SECOND, *_ = ladder.LADDER_STEPS
 READY = 'Boolean(document.querySelector(".film.film-ready .film-largest li"))'
 OF = "document.querySelector('.film')"
 PEAK = f"Number({OF}.querySelector('svg').dataset.peak)"
 
 
 def peak_of(name):
-    return max(part for part in films.film_picture.totals(films.read(name)))
+    return max(films.film_picture.stacked(films.read()["films"][name])[-1])
 
 
 @pytest.fixture
 def page(host, browser):
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
     browser.set_window_size(1400, 1000)
-    browser.get(host + LESSON)
+    browser.get(host + HOME)
     browser.execute_script(f"{OF}.scrollIntoView()")
     assert settles(browser, READY)
     yield browser
@@ -76,7 +77,7 @@ def test_arrow_keys_move_the_marker_and_the_names_change(page):
         )
 
     first = shown()
-    data = films.read("attention")
+    data = films.read()["films"][FIRST]
     assert first[0] == data["peak"]
     assert "This is the peak" in first[2]
     assert "saved activations" in first[3]
@@ -120,12 +121,12 @@ def test_it_plays_and_pauses(page):
     assert page.execute_script(f"return {OF}.dataset.moment") == stopped
 
 
-def flip(browser):
-    browser.execute_script(f"{OF}.querySelector('.film-switches input').click()")
+def flip(browser, number=1):
+    browser.execute_script(f"{OF}.querySelectorAll('.film-switches input')[{number}].click()")
 
 
 def test_a_switch_moves_the_peak_on_the_same_scale(page):
-    before, after = peak_of("attention"), peak_of("checkpointing")
+    before, after = peak_of(FIRST), peak_of(SECOND)
     assert page.execute_script(f"return {PEAK}") == before
     page.execute_script(
         f"window.seen = []; new MutationObserver(() => window.seen.push({PEAK}))"
@@ -139,15 +140,15 @@ def test_a_switch_moves_the_peak_on_the_same_scale(page):
     seen = page.execute_script("return window.seen")
     assert [peak for peak in seen if after < peak < before], "it is seen on its way"
     said = page.execute_script(f"return {OF}.querySelector('.film-change').textContent")
-    assert said == "The peak was 13.7 GiB and is 7.9 GiB: 5.8 GiB less."
-    flip(page)
+    assert said == "The peak was 31.3 GiB and is 21.7 GiB: 9.6 GiB less."
+    flip(page, 0)
     assert settles(page, f"{PEAK} === {before}")
 
 
 def test_reduced_motion_is_honoured(page):
     reduced = [{"name": "prefers-reduced-motion", "value": "reduce"}]
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": reduced})
-    before, after = peak_of("attention"), peak_of("checkpointing")
+    before, after = peak_of(FIRST), peak_of(SECOND)
     page.execute_script(
         f"window.seen = []; new MutationObserver(() => window.seen.push({PEAK}))"
         f".observe({OF}.querySelector('svg'), {{attributes: true}})"
@@ -157,52 +158,23 @@ def test_reduced_motion_is_honoured(page):
     assert set(page.execute_script("return window.seen")) <= {before, after}
 
 
-def test_a_film_that_cannot_be_loaded_leaves_the_last_one_and_says_so(page):
-    page.execute_script(f"{OF}.querySelector('.film-failed').textContent = ''")
-    page.execute_cdp_cmd("Network.enable", {})
-    page.execute_cdp_cmd("Network.setBlockedURLs", {"urls": ["*checkpointing.js"]})
-    try:
-        flip(page)
-        assert settles(page, f"!{OF}.querySelector('.film-failed').hidden")
-        assert page.execute_script(f"return {PEAK}") == peak_of("attention")
-    finally:
-        page.execute_cdp_cmd("Network.setBlockedURLs", {"urls": []})
-    flip(page)
-    flip(page)
-    assert settles(page, f"{PEAK} === {peak_of('checkpointing')}"), "it is asked for again"
-    page.get_log("browser")  # the refused request
-
-
 def test_without_javascript_there_is_a_picture(host, browser):
     from selenium.webdriver.common.by import By
 
     browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
-        browser.get(host + LESSON)
+        browser.get(host + HOME)
         picture = browser.find_element(By.CSS_SELECTOR, ".film img")
-        assert picture.get_attribute("alt").startswith("Memory during a training step without gradient checkpointing")
-        assert picture.get_attribute("src").endswith("films/checkpointing-light.svg")
+        assert picture.get_attribute("alt").startswith("Memory during a training step of Llama-3.2-1B in plain fp32")
+        assert picture.get_attribute("src").endswith("films/home-light.svg")
         assert not browser.find_elements(By.CSS_SELECTOR, ".film svg")
     finally:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
 
-def test_each_film_of_the_site_can_be_shown(host, browser):
-    """The order of the lines, the sums and the peak, for each film of the sets that the site shows."""
-    browser.get_log("browser")  # what other tests left there
-    browser.get(host + LESSON)
-    browser.execute_script(f"{OF}.scrollIntoView()")
-    assert settles(browser, READY)
-    for name in films.films():
-        browser.execute_script(
-            "const [name, set] = arguments; criaFilmSets[set] = {title: name, films: {[name]: name}, top: 2 ** 35};"
-            "const made = document.createElement('div'); made.className = 'film'; made.dataset.films = set;"
-            "made.dataset.base = '../assets/films'; document.querySelector('.film').replaceWith(made);"
-            "const script = document.createElement('script'); script.src = '../assets/film.js';"
-            "document.body.append(script);",
-            name,
-            f"only-{name}",
-        )
-        assert settles(browser, f"{OF}.classList.contains('film-ready')"), name
-        assert browser.execute_script(f"return {PEAK}") == peak_of(name)
-    assert [one for one in browser.get_log("browser") if one["level"] == "SEVERE"] == []
+def test_each_film_can_be_shown(page):
+    """The order of the lines, the sums and the peak of each film."""
+    for number, name in enumerate(ladder.LADDER_STEPS):
+        flip(page, number)
+        assert settles(page, f"{PEAK} === {peak_of(name)}"), name
+    assert [one for one in page.get_log("browser") if one["level"] == "SEVERE"] == []
