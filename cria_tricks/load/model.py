@@ -89,6 +89,8 @@ def load(plan: Plan, weights: Weights) -> Loaded:
     arguments = dict(plan.model)
     if plan.quantization:
         arguments["quantization_config"] = BitsAndBytesConfig(**plan.quantization)
+        if plan.device.kind == "cuda":  # there bitsandbytes' kernels may make a number of a NaN, and no loss would tell
+            pretrained.refuse_nonfinite(Path(weights.path), weights.name)
     if plan.device.kind == "cuda":
         arguments["device_map"] = {"": 0}  # the whole model on the first GPU
     if plan.parallel["strategy"] == "model":
