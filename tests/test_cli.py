@@ -194,7 +194,6 @@ def test_chat_reads_questions_until_an_empty_line(run_cria, finished, monkeypatc
         (["verify"], "Missing argument"),
         (["train", "--bogus"], "No such option"),
         (["doctor", "--hang", "7"], "No such option: --hang; py-spy dump --pid PID shows where a process waits"),
-        (["doctor", "--selftest"], "No such option: --selftest; the lesson When libraries lie"),
         (["doctor", "--collectives"], "No such option: --collectives; NVIDIA's nccl-tests measure a link"),
         (["trian"], "No such command"),
         (["train", "--out", "/dev/null/x", "--set", "model=random:tiny"], "cannot be made: Not a directory"),

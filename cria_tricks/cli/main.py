@@ -37,7 +37,6 @@ from cria_tricks.cli import bench  # noqa: F401
 GONE = {"hardware": "cria plan RECIPE --gpu all"}
 """Commands that are gone, each with what does its work now."""
 INSTEAD = {
-    "--selftest": "the lesson When libraries lie has a check for each silent failure",
     "--collectives": "NVIDIA's nccl-tests measure a link; the lesson on interconnects has a script that does so",
     "--hang": "py-spy dump --pid PID shows where a process waits; see the page When it hangs",
 }

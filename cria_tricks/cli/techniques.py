@@ -101,17 +101,23 @@ def explain(
         screen.print(coloured, soft_wrap=True, end="")
 
 
-@app.command(rich_help_panel=MACHINE, epilog="Example: cria doctor --calibrate")
+@app.command(rich_help_panel=MACHINE, epilog="Example: cria doctor --selftest")
 def doctor(
+    selftest: Annotated[
+        bool, typer.Option("--selftest", help="Look for seven failures of the libraries that raise nothing.")
+    ] = False,
     calibrate: Annotated[
         bool,
         typer.Option("--calibrate", help="Measure this machine for a minute; its plans then use that."),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Say what this machine is and which switches work on it."""
+    """Say what this machine is and which switches work on it. With --selftest exit code 1 if a check fails."""
     if calibrate:
         _calibrate(as_json)
+        return
+    if selftest:
+        _selftest(as_json)
         return
     from cria_tricks.doctor import machine, packages
 
@@ -182,6 +188,28 @@ def _about_the_machine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     versions = [f"python {found['python']}", f"CUDA {found['cuda'] or 'missing'}"]
     versions += [f"{name} {version or 'missing'}" for name, version in found["versions"].items()]
     yield "versions", ", ".join(versions)
+
+
+def _selftest(as_json: bool) -> None:
+    aside.print("looking for failures that raise nothing; it takes some ten seconds")
+    with importing():
+        from cria_tricks.doctor import selftest
+
+    with contextlib.redirect_stdout(sys.stderr):
+        found = selftest.examine()
+    if as_json:
+        print(json.dumps(found, indent=2, allow_nan=False))
+    else:
+        failing = [check for check in found["checks"] if not check["holds"]]
+        lines = [
+            f"{'holds' if check['holds'] else 'fails'}  {check['name']:<27}{check['found']}"
+            for check in found["checks"]
+        ]
+        for check in failing:
+            lines += ["", f"{check['name']}: {check['asks']}", f"  cause: {check['cause']}", f"  cure: {check['cure']}"]
+        screen.print(*lines, sep="\n", highlight=False, markup=False)
+    if not found["ok"]:
+        raise typer.Exit(1)
 
 
 def _calibrate(as_json: bool) -> None:
