@@ -148,7 +148,7 @@ def test_a_head_and_a_whole_model_are_saved_and_load_plainly(kind, run_cria, few
     [
         ("adapter_config.json", "{", "names no base model"),
         ("adapter_config.json", "{}", "names no base model"),
-        ("adapter_model.safetensors", "x", "is no safetensors file"),
+        ("adapter_model.safetensors", "x", "cannot be loaded"),
         ("tokenizer.json", "x", "cannot be loaded"),
         ("chat_template.jinja", "{{ nothing()", "chat template fails"),
         ("chat_template.jinja", "", "chat template writes nothing"),

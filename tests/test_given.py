@@ -31,7 +31,7 @@ UNFINISHED = (
 )
 NEITHER = "{folder}/empty: holds neither adapter_config.json nor config.json; name the folder of an adapter"
 NO_FOLDER = "{folder}/none: there is no such folder; name the folder of an adapter"
-DAMAGED = "{folder}/damaged: manifest.json is damaged: it is not as it was written"
+DAMAGED = "{folder}/damaged: adapter_config.json has other content than was written; take the folder from its source"
 
 CASES = {
     # names of commands and options
@@ -129,6 +129,7 @@ def answers(tmp_path_factory) -> dict[str, tuple[str, list[str], float]]:
     config = '{"base_model_name_or_path": "nobody/nothing"}'
     for name in ("run/adapter", "plain", "damaged"):
         (folder / name / "adapter_config.json").write_text(config)
+        (folder / name / "adapter_model.safetensors").touch()
     (folder / "damaged" / "manifest.json").write_text(
         json.dumps({"files": {"adapter_config.json": {"bytes": len(config), "sha256": "0" * 64}}})
     )

@@ -68,7 +68,8 @@ def test_what_some_machines_refuse_is_told_once_and_what_all_refuse_is_an_error(
         assert "\n" not in str(caught.value)
 
 
-def test_the_command_names_the_cheapest_and_the_fastest_and_those_that_may_be_as_good(run_cria):
+def test_the_command_names_the_cheapest_and_the_fastest_and_those_that_may_be_as_good(run_cria, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # so that a list of machines stands on one line
     asked = ("plan", "kwanzaa", "--gpu", "all", "--rows", "107")
     found = json.loads(run_cria(*asked, "--json")[1])["machines"]
     rented = [offer for offer in found if offer["price"]]
