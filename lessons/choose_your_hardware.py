@@ -649,11 +649,11 @@ for n in (1, 16, 256):
 # torch.cuda.is_bf16_supported(including_emulation=False)
 # ```
 #
-# One command compares all machines, and the other has the whole bill of one:
+# One command compares all machines; with `--gpu t4` it shows the whole bill of one:
 #
 # ```bash
-# cria plan kwanzaa --gpu all --rows 107
-# cria plan kwanzaa --gpu t4 --rows 107
+# cria plan kwanzaa --gpu all --rows 107 --rows-full \
+#     --set tricks.gradient_checkpointing=true --set tricks.chunked_loss=true
 # ```
 #
 # Our 107 rows, three times and taken as full, are 657,408 tokens. (With their real lengths a T4 takes 6 to 9 minutes,

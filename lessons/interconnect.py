@@ -647,7 +647,7 @@ for protocol in (0, 1):
 
 # %% [markdown]
 # ## 5. The production switch
-# Measure your link before you believe a data sheet. These lines do it on two GPUs (we have run them only on CPUs, with
+# Measure your link before you believe a data sheet. These lines do it on two GPUs (we ran them only on CPUs, with
 # gloo):
 #
 # ```python
@@ -672,7 +672,7 @@ for protocol in (0, 1):
 # dist.destroy_process_group()
 # ```
 #
-# NVIDIA's nccl-tests does so for every collective: `all_reduce_perf -g 2`.
+# NVIDIA's nccl-tests: `all_reduce_perf -b 4K -e 256M -f 2 -g 2`.
 #
 # ## 6. Where it breaks
 # **The link is hardly used, but the step waits for it.** The reason is many small calls, for example one for each

@@ -54,6 +54,7 @@ from cria_tricks.course import (
     Target,
     Theme,
     find_shape,
+    launch_torchrun,
     plan_data,
     rendezvous,
     row_lengths,
@@ -61,7 +62,6 @@ from cria_tricks.course import (
     with_settings,
 )
 from cria_tricks.course import launch as launch_job
-from cria_tricks.course import launch_torchrun as launch
 
 # %%
 AROUND = 30  # minutes to install, download, evaluate and publish
@@ -192,6 +192,7 @@ from pathlib import Path
 
 import torch
 
+AROUND = 30  # minutes to install, download, evaluate and publish
 # dollars an hour, and predicted minutes of training
 MACHINES = {"t4-small": (0.40, 7.3), "l4x1": (0.80, 4.5), "a100-large": (2.50, 0.7)}
 
@@ -496,14 +497,13 @@ assert round(90 / (1 - 1 / 1.8), -1) == 200
 # ## 5. The production switch
 # **Send a job.** (We have sent it only to a stand-in of the hub. Until our repository is public, a real job fails in
 # its first step, the installation.) In plain code it is one call of `huggingface_hub`, with a machine, a timeout, and a
-# command that trains and publishes:
+# script that trains and publishes:
 #
 # ```python
 # from huggingface_hub import get_token, run_uv_job
 #
 # run_uv_job(
-#     "bash",
-#     script_args=["-c", "python train.py && hf upload ..."],
+#     "train.py",  # is uploaded; its last line is model.push_to_hub(...)
 #     dependencies=["torch", "transformers", "peft"],
 #     flavor="t4-small",
 #     timeout="45m",
@@ -536,11 +536,11 @@ launch_job("kwanzaa", "me/adapter", [], timeout="45m", only_print=True)
 # ```
 
 # %%
-one = launch.Elastic(max_restarts=3)
-some = launch.Elastic(3, "1:2", "node0:29400")
+one = launch_torchrun.Elastic(max_restarts=3)
+some = launch_torchrun.Elastic(3, "1:2", "node0:29400")
 for elastic, out in ((one, None), (some, Path("/shared/run"))):
-    words = launch.command("kwanzaa", "torchrun", 1, out=out, elastic=elastic)
-    parts = textwrap.wrap(launch.shown(words), 80, break_on_hyphens=False)
+    words = launch_torchrun.command("kwanzaa", "torchrun", 1, out=out, elastic=elastic)
+    parts = textwrap.wrap(launch_torchrun.shown(words), 80, break_on_hyphens=False)
     print(" \\\n    ".join(parts), end="\n\n")
 
 # %% [markdown]
@@ -548,10 +548,11 @@ for elastic, out in ((one, None), (some, Path("/shared/run"))):
 # variable at the beginning, a machine that joins later does not find the others (torch 2.13).
 #
 # ## 6. Where it breaks
-# **The job ran for 30 minutes, its log ends in the middle of the training, and there is no adapter.** The timeout, by
-# default 30 minutes, took the container and its disk. The cure is a timeout from an estimate, *and* a training that
-# ends by itself before it, so that what it has learnt is published. Here the timeout is too short, and half of it is
-# kept for installing and publishing:
+# **The job ran for 30 minutes, its log ends in the middle of the training, and there is no adapter.** The hub's own
+# default timeout is 30 minutes, and it took the container and its disk. The cure is a timeout from an estimate, *and* a
+# training that ends by itself before it, so that what it has learnt is published. Here the timeout is ten minutes, and
+# half of it is kept for installing and publishing. The training is predicted to take 7.3 minutes, so it ends after
+# five, before its last step:
 
 # %%
 launch_job("kwanzaa", "me/adapter", [], timeout="10m", only_print=True)

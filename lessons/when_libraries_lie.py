@@ -59,13 +59,13 @@ from cria_tricks.course import (
     check_rows,
     find_shape,
     prices,
+    quiet_libraries,
     row_lengths,
     tokens,
 )
-from cria_tricks.course import load_model as load
 from cria_tricks.tricks.packing import pack
 
-load.quiet_libraries()
+quiet_libraries()
 folder = tempfile.TemporaryDirectory()  # goes with this process
 bill = course.bill(course.so_far("when_libraries_lie"))
 assert bill == course.bill(course.so_far("a_full_card"))
@@ -777,8 +777,8 @@ ask("whole base", lambda info: not info["missing_keys"], whole, info)
 # A check that cannot fail proves nothing, and people switch off a check that fails on a healthy run. Here are the seven
 # checks on the real libraries, and what the folded parts found.
 #
-# Such a check also belongs into the tests of your own code. The last cell does it for ours: the package packs two
-# documents and makes a batch of them, once as it is, and once with a mask of ones added.
+# Such a check also belongs in the tests of your own code. The last cell checks our package: it packs two documents and
+# makes a batch of them, once as it is, and once with a mask of ones added.
 
 # %%
 for name, (of_healthy, of_faulty) in asked.items():
@@ -840,10 +840,10 @@ print(f"it pays if it saves one run in {one_in:.0f}")
 # three epochs, and on a GPU it must wait for the number each time.
 #
 # ## 5. The production switch
-# The package needs no switch. `cria train` refuses a base that lacks a tensor and a row without a trained token, and
-# stops at a NaN; the folded list below says what keeps it from the other four. In your own code, ask before you train,
-# on the machine that trains, and again after every update of a library. In plain Hugging Face code, lines 1 and 7 are
-# checks, and 2 to 6 are cures:
+# `cria doctor --selftest` asks the package all seven questions. `cria train` refuses a base that lacks a tensor and a
+# row without a trained token, and stops at a NaN; the folded list below says what keeps it from the other four. In your
+# own code, ask before you train, on the machine that trains, and again after every update of a library. In plain
+# Hugging Face code, lines 1 and 7 are checks, and 2 to 6 are cures:
 #
 # ```python
 # assert all(max(row["labels"]) != -100 for row in rows)  # 1

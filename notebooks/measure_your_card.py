@@ -30,7 +30,7 @@ else:
 # What you may set:
 #
 # - `VERSION`: on a T4 we predict ten minutes for `short` and an hour for `full`. The full version uses longer rows and
-#   more steps. On a GPU it also adds the GPU tests, a search for the longest row that fits, and a table of prediction
+#   more steps. On a GPU it also adds a search for the longest row that fits, and a table of prediction
 #   errors.
 # - `DRIVE` (Colab only): with a tick the result is saved on your Google Drive. Without it Colab deletes the result with
 #   the machine, and you start again from zero.

@@ -126,9 +126,8 @@ class Hub:
         return 200, self._about_job(self.end)
 
     def _about_job(self, status: dict) -> dict:
-        ran = {"schedulingSecs": 1, "runningSecs": status.get("ran", 60), "totalSecs": 61}
         owner = {"id": "1", "name": "me", "type": "user"}
-        return {"id": "6a", "status": {**status, "message": status.get("message")}, "owner": owner, "durations": ran}
+        return {"id": "6a", "status": {**status, "message": status.get("message")}, "owner": owner}
 
     def _file(self, path: str) -> tuple[int, bytes]:
         _, owner, name, _, _, *rest = path.split("/")

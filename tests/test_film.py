@@ -11,7 +11,7 @@ from cria_tricks.hardware import T4
 from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.predict.dry_run import dry_run, fake_training, later_step
-from cria_tricks.predict.film import LINES, SAVED, Film, film
+from cria_tricks.predict.film import SAVED, Film, film
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.report import film_data, film_picture
 from cria_tricks.report.film_answer import FilmAnswer
@@ -267,4 +267,3 @@ def test_committed_films_are_all_there_and_small():
     for name, text in found.items():
         assert (films.FOLDER / name).read_text(encoding="utf-8") == text, "run: make films"
     assert len(found["home.js"]) <= 350_000
-    assert set(LINES) == set(film_picture.colours("light"))

@@ -136,7 +136,7 @@ def test_the_job_is_sent_with_its_recipe_followed_and_its_result_fetched(hub, la
         "cria train recipe.toml --out run",
         "cria publish run/adapter me/mine --tag v0.1.0 --private --yes",
     ]
-    assert (tmp_path / "whole" / "recipe.toml").read_text() + "\n" == recipe + "\n"
+    assert (tmp_path / "whole" / "recipe.toml").read_text() == recipe
     assert len(ran(script, tmp_path / "failed", recipe, fails="train")) == 2, "nothing is published"
     assert "t4-small: $0.50 an hour, at most $1.00 for 2 h" in stdout, "the price is that of the day"
     assert script in stdout

@@ -2,6 +2,8 @@
 
 import math
 import re
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -71,3 +73,13 @@ def test_each_test_is_in_one_of_them():
 def test_a_file_is_imported_only_where_something_of_it_runs(path, core, rest):
     for tier, runs in (("core", core), ("rest", rest)):
         assert Tiers(tier).pytest_ignore_collect(ROOT / path) is (None if runs else True)
+
+
+def test_the_tests_of_mutants_and_their_modules_are_there():
+    concerns = tomllib.loads((ROOT / "tests/mutants.toml").read_text(encoding="utf-8"))["tests"]
+    missing = [module for module in concerns if not list((ROOT / "cria_tricks").glob(module))]
+    files = {
+        test.partition("::")[0].format(name=Path(module).stem) for module, tests in concerns.items() for test in tests
+    }
+    missing += [file for file in files if not (ROOT / file).exists()]
+    assert missing == []

@@ -46,7 +46,7 @@ def test_a_base_with_nan_ends_in_one_line_and_nothing_is_lost(settings, run_cria
     asked = ("train", "smoke", *sets(f"model={base}", "train.max_steps=1", "tricks.peft=lora", *settings))
     code, _, said = run_cria(*asked, "--out", out)
     assert (code, said.count("error: ")) == (2, 1)
-    assert f"model {base}: {name} in model.safetensors holds NaN or infinity, so the loss is not finite" in said
+    assert f"model {base}: {name} in model.safetensors holds NaN or infinity" in said
     assert {path.name: path.read_bytes() for path in base.iterdir()} == before
     assert not [*out.rglob("checkpoint-*"), *out.rglob("adapter*"), *out.rglob("report*")]
     code, _, said = run_cria("chat", base, "--prompt", "a", "--max-new-tokens", 1)

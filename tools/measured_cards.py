@@ -52,7 +52,7 @@ AT_PEAK = Reached(1, 1, 1, 0, 1, "the datasheet", link=1)
 HEAD = """# Measured cards
 
 `cria bench` measures one card into one file: the switches of the course, and steps of the Kwanzaa run's shape with
-random weights. On a GPU without `--short` it adds the GPU tests, the longest row and a table of prediction errors. The
+random weights. On a GPU without `--short` it adds the longest row and a table of prediction errors. The
 first table has the cards that are measured, rented, or common; [more cards](reference/models.md#cards) can be planned.
 What is not measured there is *predicted*; predicted times have a range ("by public runs": runs of others back it; "by
 its datasheet": nothing else does). The second table has the measured cards. The page

@@ -18,7 +18,7 @@ from tools.notebooks import ROOT
 
 TESTS = [
     "tests/tricks",
-    *(f"tests/test_{name}.py" for name in ("trajectories", "trainer", "as_trained", "merge", "load")),
+    *(f"tests/test_{name}.py" for name in ("trajectories", "trainer", "as_trained", "merge", "load", "selftest")),
     *(f"tests/kwanzaa/test_{name}.py" for name in ("generate", "eval_cli")),
 ]
 """The tests that compare numbers; the rest of the suite compares bytes, words and refusals."""

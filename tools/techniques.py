@@ -68,10 +68,6 @@ def _title(trick: ModuleType) -> str:
     return card(trick)["title"].partition(": ")[0]
 
 
-def _what(trick: ModuleType) -> str:
-    return card(trick)["title"].partition(": ")[2]
-
-
 def _claim(trick: ModuleType) -> str:
     """The claim without its conditions."""
     return re.split("[:;,]", card(trick)["Claim"])[0]

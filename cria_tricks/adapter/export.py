@@ -71,7 +71,7 @@ def export(
         :func:`cria_tricks.adapter.gguf_proof.prove`.
 
     Raises:
-        BadInput: if the folder is damaged or not safe, its model cannot be written as GGUF, or a proof fails. In these
+        BadInput: if the folder is damaged, its model cannot be written as GGUF, or a proof fails. In these
             cases nothing is written.
     """
     folder = usable_path("adapter", folder)

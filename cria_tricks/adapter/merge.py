@@ -73,7 +73,7 @@ def merge(
         weights), and ``other_base`` if it was another.
 
     Raises:
-        BadInput: if the folder is damaged or not safe, holds nothing that can be merged, or the merged model's logits
+        BadInput: if the folder is damaged, holds nothing that can be merged, or the merged model's logits
             differ by more than rounding can explain. In these cases nothing is written.
     """
     folder = usable_path("adapter", adapter)

@@ -67,7 +67,7 @@ def open_folder(
         The model in eval mode, and the tokenizer.
 
     Raises:
-        BadInput: if the folder holds no adapter and no model, or is damaged or not safe to read; if the base cannot be
+        BadInput: if the folder holds no adapter and no model, or is damaged; if the base cannot be
             found, is not the one that the adapter was trained over, or lacks weights that its config describes; if
             ``packed`` is asked for and the base was not quantised.
     """
@@ -186,7 +186,7 @@ def base_of(folder: Path, base: str | Path | None = None) -> tuple[Path | None, 
         The adapter's config file and its base; ``None`` and ``None`` for a whole model, which has no base.
 
     Raises:
-        BadInput: if the folder holds no adapter and no model, is damaged or not safe to read, or its base cannot be
+        BadInput: if the folder holds no adapter and no model, is damaged, or its base cannot be
             found or downloaded.
     """
     refuse_another(folder, MANIFEST)

@@ -44,7 +44,7 @@ def prepare(adapter: str | Path, repo: str, tag: str = TAG, private: bool = Fals
           many files into several commits.
 
     Raises:
-        BadInput: if the folder is damaged or not safe, a file contains a token, or the repository or the tag is not
+        BadInput: if the folder is damaged, a file contains a token, or the repository or the tag is not
             named as described.
     """
     folder = usable_path("adapter", adapter)

@@ -198,6 +198,8 @@ def damage(folder: Path) -> str:
         return f"{MANIFEST} is damaged"
     for name, written in wanted.items():
         try:
+            if not (folder / name).is_file():  # nothing, or a pipe, which would be read for ever
+                return f"{name} is missing"
             found = entry(folder / name)
         except FileNotFoundError:
             return f"{name} is missing"
@@ -219,8 +221,8 @@ def listed(folder: Path) -> dict[str, Any]:
     """
     files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
     for name, about in files.items():
-        if about.keys() != {"bytes", "sha256"}:
-            raise ValueError(f"what it says of {name} is no size and sha256")
+        if about.keys() != {"bytes", "sha256"} or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{name} is no file of this folder, or has no size and sha256")
     return dict(files)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from cria_tricks.course.drawing import DARK, LIGHT, NARROW_DARK, NARROW_LIGHT, Sketch, figure, ladder, show
 from cria_tricks.course.exercises import CHECKS, about, check, equal
-from cria_tricks.course.job import CAPSTONE, LESSON_OF, bill, show_bill, show_worth, so_far
+from cria_tricks.course.job import CAPSTONE, bill, show_bill, show_worth, so_far
 from cria_tricks.course.measured import on_a_gpu
 from cria_tricks.course.notebook import show_table
 from cria_tricks.course.predictions import NO_GUESS, PREDICTION, reveal, trend
@@ -20,7 +20,6 @@ __all__ = [
     "CAPSTONE",
     "CHECKS",
     "DARK",
-    "LESSON_OF",
     "LIGHT",
     "NARROW_DARK",
     "NARROW_LIGHT",
@@ -53,7 +52,7 @@ _NAMES = {
     "hardware.gpus": "COLAB KAGGLE",
     "hardware.reached": "LINK=LINK_REACHED",
     "hardware.trust": "verdict=verdict_of",
-    "load": "losses model=load_model",
+    "load": "losses",
     "load.cache": "in_place=cache_in_place",
     "load.model": "EDITS forbid_cpu_repacking load=load_base load_tokenizer quiet_libraries",
     "load.refusals": "facts_of refuse=refuse_plan",

@@ -1,1 +1,1 @@
-"""A look at this machine and this package: what works here, how fast, and what each technique is."""
+"""This machine and this package: what works here, how fast, what fails in silence, and what each technique is."""

@@ -19,12 +19,6 @@ TIME = (
 )
 """The sentence beside estimated minutes; ``reached.py`` has the runs, and the two ratios."""
 
-FITS = (
-    "computed, not tried on a card: the tensors of a step, what PyTorch's allocator reserves beyond them, at most, by "
-    "a model of its rules, and CUDA's own"
-)
-"""What "it fits" counts."""
-
 MARGIN = 0.05
 """The share of a GPU's memory that should stay free: other programs, the driver and the desktop take some."""
 

@@ -55,7 +55,9 @@ class Answers:
             # The last part is empty, or a line that a killed process left unfinished.
             header, *lines = path.read_text(encoding="utf-8").split("\n")[:-1]
             before = dict(json.loads(header))
-        except (OSError, ValueError, TypeError):
+        except OSError as error:
+            raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
+        except (ValueError, TypeError):
             raise damaged from None
         other = [name for name in about if before.get(name) != about[name]]
         if other:

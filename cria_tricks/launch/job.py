@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cria_tricks import models
 from cria_tricks.adapter.publish import TAG
 from cria_tricks.common import interrupts, version
 from cria_tricks.common.errors import BadInput, OutOfMemory, redacted, usable_path
@@ -27,6 +28,8 @@ from cria_tricks.store import free_folder
 
 AROUND = 15 * 60
 """The time before its timeout at which a job stops training, so that it can publish what was learnt [s]."""
+OURS = ("nguzo_saba", "history_notes", "kwanzaa", "kwanzaa_curated")
+"""Data sets that are in the package, or that it downloads."""
 ENDS = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
 """The stages of a job that runs no more."""
 
@@ -118,10 +121,7 @@ def _recipe(name: str, settings: list[str], machine: Flavor, limit: int) -> Reci
     """Return the recipe for the machine, with a time budget that ends the training before the job [s]."""
     device = CARDS[machine.card].device
     wanted = given.recipe(name, settings, device)
-    data = {"data.train": wanted.data.train, "data.eval": wanted.data.eval}
-    for field, value in {**data, "model": wanted.model, "lora.continue_from": wanted.lora.continue_from}.items():
-        if value and (Path(value).expanduser().exists() or value.endswith(".jsonl")):
-            raise BadInput(f"{field}={value}: a job cannot reach files of this machine; upload it (hf upload)")
+    _refuse_unreachable(wanted)
     # Imported here: it imports torch, which takes seconds, and wrong names are refused above without it.
     from cria_tricks.predict.plan_data import on_machine
 
@@ -134,6 +134,21 @@ def _recipe(name: str, settings: list[str], machine: Flavor, limit: int) -> Reci
     if redacted(wanted.to_toml()) != wanted.to_toml():
         raise BadInput(f"recipe {name}: holds a token, and a job's recipe can be read by others; take it out")
     return wanted
+
+
+def _refuse_unreachable(recipe: Recipe) -> None:
+    """Refuse data, models and folders that are only on this machine, because the job runs on another."""
+    for part in ("train", "eval"):
+        name = getattr(recipe.data, part)
+        on_the_hub = models.is_hub_id(name.partition(":")[0]) and not Path(name).suffix and not Path(name).exists()
+        if name not in OURS and not on_the_hub:
+            raise BadInput(f"data.{part}={name}: a job cannot reach files of this machine; upload it (hf upload)")
+    model = models.ALIASES.get(recipe.model, recipe.model)
+    if not models.is_hub_id(model) or Path(model).exists():
+        raise BadInput(f"model={recipe.model}: a job takes its model from the hub; give an id there, OWNER/NAME")
+    for field, value in {"lora.continue_from": recipe.lora.continue_from, "train.mirror": recipe.train.mirror}.items():
+        if value:
+            raise BadInput(f"{field}={value}: a job has no folder of this machine; leave it out")
 
 
 def _timeout(text: str) -> int:

@@ -79,10 +79,10 @@ def load_tokenizer(weights: Weights, eos: str = "") -> Any:
 def load(plan: Plan, weights: Weights) -> Loaded:
     """Load the weights, quantised or not, and edit the model as the plan says.
 
-    Whether the model fits the plan is checked before, by :func:`refuse_unfit`.
+    It does not check that the model fits the plan: call :func:`refuse_unfit` first.
 
     Raises:
-        BadInput: if the model cannot be loaded.
+        BadInput: if the model cannot be loaded, or a weight that a GPU will quantise is NaN or infinite.
     """
     quiet_libraries()
     weights = models.fetch(weights)

@@ -2,8 +2,8 @@
 
 No other module but ``blockwise.py`` calls ``from_pretrained``. When weights do not fit a model's config, transformers
 loads the model all the same: it fills missing tensors with random numbers, ignores unknown ones, and only logs a
-report. Here each of these is an error that names the tensor. A NaN among the weights is not searched for: it makes the
-loss NaN, and only then :func:`refuse_nonfinite` reads all weights and names the tensor.
+report. Here each of these is an error that names the tensor. A NaN among the weights makes the loss NaN, and only then
+:func:`refuse_nonfinite` reads all weights and names the tensor; on a GPU, before it quantises them.
 
 Three differences are no errors, and transformers does not report them: the head may be missing from the file if it is
 tied to the embedding; position buffers (``rotary_emb.inv_freq``, ``position_ids``) are computed again; and a model's
@@ -50,7 +50,11 @@ def config(folder: str | Path, name: str) -> Any:
     Raises:
         BadInput: if it cannot be read, or transformers does not know this kind of model.
     """
-    return loaded(AutoConfig.from_pretrained, folder, name)
+    found = loaded(AutoConfig.from_pretrained, folder, name)
+    attention = str(getattr(found, "_attn_implementation", ""))
+    if "/" in attention:
+        raise BadInput(f"model {name}: its config asks for the kernel {attention} of the hub, whose code is never run")
+    return found
 
 
 def tokenizer(folder: str | Path, name: str) -> Any:
@@ -224,7 +228,7 @@ def _headers(folder: Path, name: str, described: Any) -> dict[str, weight_files.
 
 
 def refuse_nonfinite(folder: Path, name: str) -> None:
-    """Look for NaN and infinity in every tensor of a model's files, when a loss was not finite.
+    """Look for NaN and infinity in every tensor of a model's files; a large file without any is read only once.
 
     Args:
         folder: the model's folder.
@@ -234,12 +238,14 @@ def refuse_nonfinite(folder: Path, name: str) -> None:
         BadInput: naming the first tensor that holds NaN or infinity.
     """
     for file in weight_files.find(folder, name):
+        finite = f"finite: {weight_files.sha256(file)}"
+        if weight_files.remembered(finite):
+            continue
         found = _first_nonfinite(file)
         if found:
-            raise BadInput(
-                f"model {name}: {found} in {file.name} holds NaN or infinity, so the loss is not finite; "
-                f"{weight_files.AGAIN}"
-            )
+            raise BadInput(f"model {name}: {found} in {file.name} holds NaN or infinity; {weight_files.AGAIN}")
+        if file.stat().st_size >= weight_files.LARGE:
+            weight_files.remember({finite: True})
 
 
 def _first_nonfinite(file: Path) -> str:

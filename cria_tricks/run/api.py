@@ -341,7 +341,7 @@ def _device(gpu: str | Device | None, processes: int) -> tuple[Device | None, in
         return this_device(), processes
     if gpu.strip().lower() == ALL:
         raise BadInput(
-            f"gpu={ALL}: this answers for one machine; for all of them call cria_tricks.run.machines.compare"
+            f"gpu={ALL}: this is about one machine; name it, such as t4; cria plan RECIPE --gpu {ALL} compares all"
         )
     found = find_gpu(gpu)
     if found.count == 1:

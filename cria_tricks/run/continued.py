@@ -18,7 +18,7 @@ def revision(recipe: Recipe) -> str:
     """Return the hub commit of the base that the adapter was trained over; empty if it is another base, or unknown.
 
     Raises:
-        BadInput: if the folder is gone, damaged or not safe to read.
+        BadInput: if the folder is gone, damaged.
     """
     folder = Path(recipe.lora.continue_from)
     refuse_another(folder)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, TrainerCallback
 
-from cria_tricks.common.errors import BadInput, Diverged, Interrupted
+from cria_tricks.common.errors import BadInput, Diverged, Interrupted, Unwritten
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.stream import Stream
 from cria_tricks.load.model import Loaded
@@ -141,6 +141,8 @@ def fit(
     with stop, contextlib.closing(trainer.step):
         try:
             _carry_out(trainer, start, bool(eval_rows))
+        except Unwritten:  # a BadInput, too, but not about numbers
+            raise
         except (Diverged, BadInput):  # BadInput: fp16 cannot hold the activations of the first batch
             # Only now is every weight read. If the base itself holds NaN, no setting helps.
             pretrained.refuse_nonfinite(Path(loaded.weights.path), loaded.weights.name)

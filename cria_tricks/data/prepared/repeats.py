@@ -74,11 +74,6 @@ class Signatures:
             np.save(file, np.array(ascending))
 
 
-def is_written(part: Path) -> bool:
-    """Tell whether all files of a part are there."""
-    return _file(part, "keys.npy").is_file()  # Signatures.write writes this one last
-
-
 def _file(part: Path, name: str) -> Path:
     return part.with_name(f"{part.name}.{name}")
 
