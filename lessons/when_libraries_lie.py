@@ -304,7 +304,7 @@ CHATML = (
 
 
 def write_tiny_base(path):
-    """Write a Llama of two blocks with random weights, and a tokenizer of single bytes."""
+    """Write a random Llama of two blocks, and a tokenizer of single bytes."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(**CONFIGS["tiny"] | {"vocab_size": 512})
     made = AutoModelForCausalLM.from_config(config)

@@ -219,7 +219,7 @@ def refuse_damaged(folder: Path) -> None:
             raise BadInput(f"{folder}: {why}; take the folder from its source again")
         for name in filter(may_be_read, atomic_files.unlisted(folder)):
             raise BadInput(f"{folder}: {name} is not in {atomic_files.MANIFEST} and may be read: take it away")
-    if not any(folder.glob("*.safetensors")):
+    if adapter_config(folder) and not any(folder.glob("*.safetensors")):
         raise BadInput(f"{folder}: holds no safetensors file; weights in a pickle, which may run code, are never read")
 
 

@@ -19,7 +19,7 @@ from cria_tricks.common import interrupts
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.startup import importing
 
-MORE = "[dim]more: --gpu all, --fit AIM, --switches, --ladder, --front, --longest, --rows N, --json[/]"
+MORE = "[dim]more: --gpu all, --fit AIM, --switches, --front, --longest, --rows N, --json[/]"
 """The last line of the answer of ``cria plan``."""
 
 
