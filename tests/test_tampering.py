@@ -37,6 +37,10 @@ DAMAGES = {
     "grown": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
 }
 
+SAYS_THE_SAME = {("manifest.json", "a bit flipped"), ("manifest.json", "truncated")}
+"""A manifest of other white space."""
+ALTERED = [(name, damage) for name in FILES for damage in DAMAGES if (name, damage) not in SAYS_THE_SAME]
+
 
 @pytest.fixture
 def adapter(trained, tmp_path) -> Path:
@@ -71,11 +75,8 @@ def test_the_folder_as_it_was_written_is_taken(command, adapter, run_cria):
 
 
 @every_command
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("name", "damage"), ALTERED)
 def test_each_file_altered_in_turn(name, damage, command, adapter, run_cria):
-    if name == "manifest.json" and damage in ("a bit flipped", "truncated"):
-        pytest.skip("a manifest of other white space says the same")
     DAMAGES[damage](adapter / name)
     said = refused(command, adapter, run_cria)
     assert name in said or name == "manifest.json"  # of a changed hash or size it blames the file

@@ -106,6 +106,8 @@ def _in_a_fork(work: Callable[[], dict[str, Any]], until: Path | None = None) ->
             os._exit(0)
         os.waitpid(child, 0)
         text = Path(answer.name).read_text()
+    if until is None and not text:
+        raise RuntimeError("the process that trained died")
     return json.loads(text or "{}")
 
 
