@@ -40,12 +40,11 @@ guess = 0  # @param {type:"number"}
 import logging
 import math
 import textwrap
-import threading
 from dataclasses import dataclass
 
 # on some CPUs it tells of a package that is not needed
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
 from cria_tricks import BadInput, OutOfMemory, course, recipes
 from cria_tricks.course import (
@@ -56,7 +55,6 @@ from cria_tricks.course import (
     find_shape,
     launch_torchrun,
     plan_data,
-    rendezvous,
     row_lengths,
     table,
     with_settings,
@@ -581,34 +579,22 @@ assert _baseline.data.max_length == 1024
 # ### Deeper: after a restart the processes sometimes say `Connection refused`
 # Processes learn each other's addresses from a [store](../docs/glossary.md#store), a dictionary that torchrun's agent
 # keeps. It outlives them, so after a restart it still holds the addresses of dead processes. A process that reads
-# before the others have written calls one of the dead. The number of restarts cannot tell the starts apart, because
-# each agent counts only its own failures.
+# before the others have written calls one of the dead.
 #
-# The cure is a new name for every start, under which everything else is stored (`dist.PrefixStore`). Process 0 makes up
-# the name. But another process may read the name of an earlier start first. Therefore it writes a random token under
-# the name that it has read, and reads again until process 0 confirms its token. Process 0 looks only under its new
-# name, so an old name is never confirmed. `rendezvous.agree` does that, and `world.joined` of our survivor calls it.
+# The cure is a new prefix for every start, under which everything else is stored (`dist.PrefixStore`). On one machine
+# the number of restarts, `TORCHELASTIC_RESTART_COUNT`, is such a prefix, and `world.joined` of our survivor takes it.
+# With several machines it is none, because each agent counts only its own failures. There the variable at the
+# beginning of the second command above gives each start a store of its own.
 
 # %% tags=["deep"]
 store = HashStore()  # stands for torchrun's
-store.set("address of 1", "127.0.0.1:22444")  # written before the restart
+first, second = (PrefixStore(f"start {number}", store) for number in range(2))
+for kept in (store, first):
+    kept.set("address of 1", "127.0.0.1:22444")  # written before the restart
 print("process 0 calls", store.get("address of 1").decode(), "and nobody is there")
-
-names = {}
-
-
-def join(start, rank):
-    names[start, rank] = rendezvous.agree(store, rank, size=2, timeout=20)
-
-
-for start in range(2):
-    threads = [threading.Thread(target=join, args=(start, rank)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-assert names[0, 0] == names[0, 1] != names[1, 0] == names[1, 1]
-print("both processes agree in each start, and the two starts have different names")
+assert not second.check(["address of 1"])
+second.set("address of 1", "127.0.0.1:30117")
+print("under a prefix it waits, and calls", second.get("address of 1").decode())
 
 # %% [markdown]
 # ## 7. Exercises
@@ -697,5 +683,5 @@ course.check(3, hours_lost, of_loss, "a number of hours")
 # - Young 1974, *A first order approximation to the optimum checkpoint interval*, CACM 17(9).
 # - torch 2.13, `distributed/run.py` and `elastic/agent/server/api.py`: restarts of all workers, members that come and
 #   go. pytorch issues 135712 (what dead workers leave in a shared store) and 108158 (each agent counts for itself).
-# - Ours: `cria_tricks/launch/`, `cria_tricks/processes/rendezvous.py`; `tests/test_jobs.py`,
+# - Ours: `cria_tricks/launch/`, `cria_tricks/processes/world.py`; `tests/test_jobs.py`,
 #   `tests/parallel/test_elastic.py`: a killed worker of a real run, and the losses of the uninterrupted one.

@@ -132,7 +132,7 @@ _NAMES = {
     "parallel.pipeline": "step=pipeline_step",
     "parallel.tensor": "add_up_partial split=split_matrix",
     "parallel.timetable": "Slot idle_share timetable",
-    "processes": "rendezvous world",
+    "processes": "world",
     "processes.world": "World",
     # the course itself
     "": "models parallel",

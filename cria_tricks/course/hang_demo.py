@@ -125,7 +125,7 @@ def _main(folder: Path, seconds: float) -> None:
 
     rank = int(os.environ["RANK"])
     try:
-        with world.joined(240, "what was saved is whole: go on with --resume"):
+        with world.joined(240):
             dist.barrier()  # both have come, however slowly; from here on they wait only as long as asked
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds))
             threading.Thread(target=_record, args=(folder, rank), daemon=True).start()

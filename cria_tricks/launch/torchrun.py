@@ -56,23 +56,6 @@ class Elastic:
     nodes: str = ""
     endpoint: str = ""
 
-    @property
-    def machines(self) -> range:
-        """The possible numbers of machines.
-
-        Raises:
-            BadInput: if ``nodes`` is not such a range or number.
-        """
-        wrong = f"--nodes {self.nodes}: write how many machines at least and at most, such as 1:4"
-        found = re.fullmatch(r"([1-9]\d{0,3})(?::([1-9]\d{0,3}))?", self.nodes or "1")
-        if not found:
-            raise BadInput(wrong)
-        least = int(found[1])
-        most = int(found[2] or found[1])
-        if least > most:
-            raise BadInput(wrong)
-        return range(least, most + 1)
-
 
 ONCE = Elastic()
 """One start, on this machine: a lost process ends the run."""
@@ -106,7 +89,7 @@ def command(
         raise BadInput(f"--on {on}: there are {', '.join(LAUNCHERS)}")
     changes = list(settings)
     given.recipe(recipe, changes)
-    machines_wanted = elastic.machines
+    machines = _machines(elastic.nodes)
     wanted = with_settings(recipes.get(recipe), changes)
     # Imported here: it imports torch, which takes seconds, and wrong names are refused above without it.
     from cria_tricks.parallel.strategies import ELASTIC
@@ -117,14 +100,14 @@ def command(
         processes = 1 if wanted.parallel.strategy == "model" else cards or 2
     if cards and processes > cards:
         raise BadInput(f"--nproc {processes}: this machine has {cards} cards, and a process has one for itself")
-    if max(machines_wanted) * processes > 1 and wanted.parallel.strategy == "none":
+    if max(machines) * processes > 1 and wanted.parallel.strategy == "none":
         changes.append("parallel.strategy=ddp")
         wanted = with_settings(wanted, changes[-1:])
     # Among several machines a single process may be left. With an elastic strategy that is always a valid run, so it
     # needs no check.
-    for machines in machines_wanted:
-        if len(machines_wanted) == 1 or machines * processes > 1 or wanted.parallel.strategy not in ELASTIC:
-            _refuse_unshared(wanted, machines * processes)
+    for number in machines:
+        if len(machines) == 1 or number * processes > 1 or wanted.parallel.strategy not in ELASTIC:
+            _refuse_unshared(wanted, number * processes)
     start = LAUNCHERS[on].format(processes=processes).split()
     if on == "torchrun":
         start, out, resume = _elastic(start, wanted.name, elastic, out, resume)
@@ -138,6 +121,15 @@ def command(
     if resume:
         words += ["--resume"]
     return words
+
+
+def _machines(nodes: str) -> range:
+    """Return the possible numbers of machines: ``"1:4"`` is 1 to 4, and nothing is this machine alone."""
+    found = re.fullmatch(r"([1-9]\d{0,3})(?::([1-9]\d{0,3}))?", nodes or "1")
+    machines = range(int(found[1]), int(found[2] or found[1]) + 1) if found else range(0)
+    if not machines:
+        raise BadInput(f"--nodes {nodes}: write how many machines at least and at most, such as 1:4")
+    return machines
 
 
 def _refuse_unshared(recipe: Recipe, processes: int) -> None:
@@ -191,11 +183,6 @@ def run(words: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher import api
-
-    from cria_tricks.launch.final import Agent
-
-    api.LocalElasticAgent = Agent  # type: ignore[misc] # bad input is the same after a restart
 
     while "=" in words[0]:  # environment variables before the command, as in a shell
         name, _, value = words[0].partition("=")

@@ -17,9 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cria_tricks.common.errors import Lost
-from cria_tricks.processes import watchdog
 from cria_tricks.processes.numbers import LOST, NUMBERS, have_joined, keep, processes, rank, see_one_card
-from cria_tricks.processes.rendezvous import agree
 
 if TYPE_CHECKING:
     import torch
@@ -183,15 +181,13 @@ def grid(device: str, **sizes: int) -> "DeviceMesh":
 
 
 @contextlib.contextmanager
-def joined(timeout: float, advice: str = "nothing was saved") -> Iterator[None]:
+def joined(timeout: float) -> Iterator[None]:
     """Join the processes that a launcher has started, and leave them at the end of the block.
 
     With a single process, or if the processes have joined already, nothing happens.
 
     Args:
         timeout: how long a process waits for another before it gives up [s].
-        advice: what was saved, and how to continue. If another process dies while this one hangs in a collective, the
-            watchdog ends this one, and its error message closes with this advice.
 
     Raises:
         Lost: while the processes join or inside the block, if another process has died or does not answer.
@@ -206,16 +202,14 @@ def joined(timeout: float, advice: str = "nothing was saved") -> Iterator[None]:
     patience = timedelta(seconds=timeout)
     with in_one_line():
         launchers_store, own_rank, size = next(iter(dist.rendezvous("env://", timeout=patience)))
-        launch = agree(launchers_store, own_rank, size, timeout)
-        store = dist.PrefixStore(f"cria_tricks/{launch}", launchers_store)
+        store = dist.PrefixStore(f"cria_tricks/{_start()}", launchers_store)
         keep(store)
         # gloo for tensors in the machine's memory, such as flags and pickled objects; nccl for those on the cards.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=own_rank, world_size=size, timeout=patience)
-    others = watchdog.find(store, own_rank, size)
     hidden = {name: os.environ.pop(name) for name in NUMBERS if name in os.environ}
     try:
-        with in_one_line(), watchdog.watched(others, advice):
+        with in_one_line():
             yield
     except BaseException:
         os.environ |= hidden  # destroy_process_group is not called: it would wait for processes that may be gone
@@ -223,6 +217,19 @@ def joined(timeout: float, advice: str = "nothing was saved") -> Iterator[None]:
     grid.cache_clear()
     dist.destroy_process_group()
     os.environ |= hidden
+
+
+def _start() -> str:
+    """Return the number of this start of the processes, the prefix of all that they write into the launcher's store.
+
+    torchrun's agent outlives its processes and keeps one store for all of their starts. What dead processes wrote is
+    still there, for example their addresses, and a new process could read such an address (pytorch issue 135712).
+    Several agents count their restarts separately, so their processes would take different numbers. There
+    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` gives each start a store of its own (``launch/torchrun.py``).
+    """
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # one agent
+        return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return "0"
 
 
 @contextlib.contextmanager

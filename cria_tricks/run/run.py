@@ -55,7 +55,7 @@ def train(
     numbers.see_one_card()
     ask_for_expandable_segments(recipe)
     plan = resolve(recipe, processes=numbers.processes())
-    with keep_freed_memory(plan.device), processes.joined(recipe.parallel.timeout, numbers.go_on()):
+    with keep_freed_memory(plan.device), processes.joined(recipe.parallel.timeout):
         divided = {"pipeline": "stage", "context": "context"}.get(plan.parallel["strategy"], "tensor")
         world = World.of(plan.parallel["data"], plan.device.kind, divided)
         look_at_files(recipe.model)

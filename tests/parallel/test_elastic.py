@@ -4,18 +4,16 @@ import json
 import os
 import signal
 import subprocess
-import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from cria_tricks import recipes
-from cria_tricks.common.errors import BadInput, Lost
+from cria_tricks.common.errors import BadInput
 from cria_tricks.launch import torchrun
 from cria_tricks.launch.torchrun import Elastic
-from cria_tricks.processes import numbers, rendezvous
+from cria_tricks.processes import numbers, world
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from tests import warm
@@ -84,28 +82,14 @@ def test_the_last_machine_goes_on_alone(monkeypatch):
     assert resolve(recipe).parallel["data"] == 1
 
 
-def test_processes_agree_on_a_round_whatever_earlier_ones_left():
-    from torch.distributed import HashStore
-
-    store, named = HashStore(), []
-    store.set_timeout(timedelta(seconds=600))
-    for _ in range(3):  # the same store, as an agent keeps it
-        found = ["", "", ""]
-
-        def join(number: int, found: list[str] = found) -> None:
-            time.sleep(0.05 * (number == 0))  # so that the others find the old round first
-            found[number] = rendezvous.agree(store, number, 3, timeout=600)
-
-        threads = [threading.Thread(target=join, args=(number,)) for number in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(set(found)) == 1
-        named.append(found[0])
-    assert len(set(named)) == 3
-    with pytest.raises(Lost, match="did not start"):
-        rendezvous.agree(store, 1, 3, timeout=0.1)
+def test_a_start_does_not_read_what_an_earlier_one_left(monkeypatch):
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    first = world._start()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert world._start() != first
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")  # each machine counts its own failures
+    assert world._start() == first
 
 
 def test_who_is_started_again_does_not_ask_for_it(monkeypatch):

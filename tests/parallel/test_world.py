@@ -5,16 +5,14 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from cria_tricks.common.errors import BadInput, Lost
-from cria_tricks.course import processes
 from cria_tricks.course.processes import Ranks
-from cria_tricks.processes import exit, numbers, watchdog, world
+from cria_tricks.processes import exit, numbers, world
 from cria_tricks.processes.world import World
 from cria_tricks.trainer.callbacks import StopOnSignal
 
@@ -149,25 +147,6 @@ def test_nor_does_it_on_the_way_there(handlers, size):
     with pytest.raises(Lost), StopOnSignal(World(size=size)):
         raise Lost("another died")
     assert signal.getsignal(signal.SIGTERM) is (signal.SIG_IGN if size == 2 else signal.default_int_handler)
-
-
-def stuck(file: Path) -> None:
-    """A process that waits in C++ for one that is gone, as gloo does now and then."""
-    import torch.distributed as dist
-
-    if dist.get_rank() == 1:
-        os._exit(1)
-    watchdog.PATIENCE = 0.5
-    os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), 2)
-    time.sleep(60)
-
-
-def test_one_that_does_not_notice_that_another_died_is_ended_with_the_same_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "PATIENCE", 30)
-    with Ranks(2) as pool, pytest.raises(RuntimeError, match="process 0: it has ended"):
-        pool.run(stuck, tmp_path / "said")
-    said = "error: another process of this run died or stopped answering; nothing was saved\n"
-    assert (tmp_path / "said").read_text() == said
 
 
 def test_a_run_with_checkpoints_says_how_it_goes_on(monkeypatch):
