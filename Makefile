@@ -10,7 +10,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(a
 READY := $(VENV)/.ready
 PYTEST := $(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: address colab colab-measure dist pins release-check workflows train test test-all test-rest test-processors test-versions test-gpu sweeps site serve check check-all lint types drill drill-dump drill-shards drill-signals two-cards fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-curated bench-card bench-fused bench-overhead bench-packing bench-step-profile bench-streaming bench-estimate bench-dry-run bench-seconds bench-monitor bench-quality mutants results notebooks films clean
+.PHONY: address colab colab-measure dist pins release-check workflows train test test-all test-rest test-processors test-versions test-gpu sweeps site serve check check-all lint types drill drill-dump drill-shards two-cards fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-curated bench-card bench-fused bench-overhead bench-packing bench-step-profile bench-streaming bench-estimate bench-dry-run bench-seconds bench-monitor bench-quality mutants results notebooks films clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
@@ -73,13 +73,9 @@ lint: $(READY)
 types: $(READY)
 	$(VENV)/bin/mypy
 
-# Kill the smoke recipe 50 times at random moments, resume it each time. Takes long; nothing else should run beside it.
+# Kill or interrupt the smoke recipe 50 times at random moments, resume it each time. Takes long; nothing else should run beside it.
 drill: $(READY)
 	$(VENV)/bin/python -m tests.drills.disconnect --kills 50 --out build/drill
-
-# SIGINT, SIGTERM and SIGHUP at 60 random moments, one to three times, resumed each time: some minutes.
-drill-signals: $(READY)
-	$(VENV)/bin/python -m tests.drills.signals --moments 60
 
 # 200 MB of made texts, filtered, deduplicated and streamed; killed and resumed, every row accounted for.
 drill-dump: $(READY)

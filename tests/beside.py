@@ -52,7 +52,7 @@ def write(folder: Path, kind: str, *stubs: str) -> Path:
 
 RUN = """
 import json, sys
-from cria_tricks.cli.entry import main
+from cria_tricks.cli.main import main
 for words in json.loads(sys.argv[1]):
     sys.argv = ["cria", *words]
     try:

@@ -63,10 +63,8 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(autouse=True, scope="module")
 def less_to_look_through():
     """Leave the libraries' million objects to themselves: the Trainer collects garbage before and after each run."""
-    from cria_tricks.common.startup import freeze
-
     gc.collect()
-    freeze()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -28,7 +28,7 @@ sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 """
 COMMAND = """
 import atexit
-from cria_tricks.cli.entry import main
+from cria_tricks.cli.main import main
 
 atexit.register(lambda: print("torch" in sys.modules))
 sys.argv = ["cria", *sys.argv[1:]]

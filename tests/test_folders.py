@@ -270,7 +270,7 @@ def test_a_run_from_the_beginning_takes_no_records(tmp_path):
 
 def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(tmp_path):
     run = tmp_path / "run"
-    interrupts.begin()
+    interrupts.now_saved(interrupts.NOTHING)
     with made(run).claimed(10, 8):
         assert interrupts.words() == f"interrupted; no step is saved in {run} yet; begin again with --resume"
     with made(run, resume=True).claimed(10, 8):

@@ -11,6 +11,7 @@ the child, waits for it, and says how it has ended.
 
 import contextlib
 import ctypes
+import gc
 import os
 import pickle
 import runpy
@@ -197,14 +198,12 @@ def ranks(self: Ranks, place: dict[str, str], *words: str | int) -> None:
 
 def serve(alive: int) -> Callable[[], None] | None:
     """Fork for each request until the pipe is closed; a child returns what it shall do."""
-    from cria_tricks.common.startup import freeze, importing
+    import cria_tricks.run.run
+    import cria_tricks.trainer.shared  # noqa: F401
+    from cria_tricks.report import page
 
-    with importing():
-        import cria_tricks.run.run
-        import cria_tricks.trainer.shared  # noqa: F401
-        from cria_tricks.report import page
     draw_once(page)
-    freeze()
+    gc.freeze()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         address = os.environ[ADDRESS]
         listener.bind(f"{address}.new")

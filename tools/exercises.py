@@ -6,7 +6,6 @@ from typing import Any
 from IPython.display import display
 
 from cria_tricks import course
-from cria_tricks.common.startup import end_at_once
 from tools import made_of, processors
 
 MEASURED: list[list[str]] = []
@@ -27,7 +26,6 @@ FUNCTIONS = (
 
 def begin() -> None:
     """Refuse the network, multiply as on the processor that is asked for, and note what the lesson says of a GPU."""
-    end_at_once()
     processors.multiply_as_held_to()
     socket.socket.connect = socket.socket.connect_ex = _refuse  # type: ignore[method-assign, assignment]
     on_a_gpu = course.on_a_gpu

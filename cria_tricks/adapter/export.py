@@ -13,7 +13,7 @@ from cria_tricks.adapter import gguf_layout, gguf_proof, gguf_tokens, modelfile,
 from cria_tricks.adapter.folder import PROVENANCE, RESULTS
 from cria_tricks.adapter.merge import ADAPTER_WEIGHTS, merge
 from cria_tricks.adapter.opening import base_of
-from cria_tricks.common import atomic_files, waiting
+from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, usable_path
 from cria_tricks.common.names import hint, nearest
 from cria_tricks.data import sources
@@ -83,9 +83,8 @@ def export(
     whole = _whole(folder, base, other_base, say)
     source = _source(whole)
     say(f"loading {whole}, and answering a prompt")
-    with waiting.doing(f"loading {whole}"):
-        ids = prompts.write(source.tokenizer, _prompt(source.chats))["input_ids"][0].tolist()
-        original = gguf_proof.original(whole, source.tokenizer, ids, source.stops)
+    ids = prompts.write(source.tokenizer, _prompt(source.chats))["input_ids"][0].tolist()
+    original = gguf_proof.original(whole, source.tokenizer, ids, source.stops)
     found = _about(source, target)
     found["answer"] = source.tokenizer.decode(original.answer, skip_special_tokens=True)
     with atomic_files.new_folder(target) as aside:
@@ -123,8 +122,7 @@ def _whole(folder: Path, base: str | Path | None, other_base: bool, say: Callabl
         say(f"{merged} was merged from this adapter already")
         return merged
     say(f"merging {folder} into {below.name}")
-    with waiting.doing(f"merging {folder}"):
-        merge(folder, base=base, other_base=other_base, say=say)
+    merge(folder, base=base, other_base=other_base, say=say)
     return merged
 
 
@@ -187,11 +185,9 @@ def _one_file(
     """Write one file, and prove it."""
     file = aside / f"model-{kind}.gguf"
     say(f"writing {file.name}")
-    with waiting.doing(f"writing {file.name}"):
-        _write(file, kind, source)
+    _write(file, kind, source)
     say(f"comparing {file.name} with {source.folder}")
-    with waiting.doing(f"comparing {file.name}"):
-        proof = gguf_proof.prove(file, kind, original)
+    proof = gguf_proof.prove(file, kind, original)
     return {"file": file.name, "type": kind, "bytes": file.stat().st_size, **proof}
 
 

@@ -26,7 +26,6 @@ from cria_tricks.common import interrupts
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import duration, human
 from cria_tricks.common.version import versions
-from cria_tricks.common.waiting import doing
 from cria_tricks.doctor import calibrate, machine
 from cria_tricks.hardware import calibration, this_device
 from cria_tricks.hardware.cards import Card
@@ -106,8 +105,7 @@ class Sitting:
     def pack(self) -> Path:
         """Write the tables and figures, and a zip of all; return the zip."""
         folder = self.file.parent / REPORT
-        with doing("drawing the report"):
-            compare.report([self.file], folder)
+        compare.report([self.file], folder)
         packed = self.file.with_name(ZIP)
         with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.write(self.file, self.file.name)
@@ -139,8 +137,7 @@ class Sitting:
         record = PartRecord(status="open", predicted_seconds=seconds, seconds=so_far)
         self._record(part, record)
         try:
-            with doing(f"measuring {part}"):
-                self._steps()[part]()
+            self._steps()[part]()
         except BaseException:
             self._record(part, record.model_copy(update={"seconds": so_far + time.perf_counter() - began}))
             raise
@@ -173,11 +170,10 @@ class Sitting:
     def _planned(self, part: PartName) -> None:
         """Measure the cases of a part that are not in the file."""
         planned = parts.planned(part, self.card.settings, self.device)
-        for number, one in enumerate(planned, 1):
+        for one in planned:
             if self._has(one.bench, one.case.name):
                 continue
-            with doing(f"measuring {one.bench}.{one.case.name}, {number} of {len(planned)}"):
-                self._add(self._measured(part, one))
+            self._add(self._measured(part, one))
 
     def _measured(self, part: PartName, one: parts.Planned) -> CardCase:
         """Measure one case; if its times are unsteady, once more."""
@@ -238,7 +234,7 @@ class Sitting:
             known = [case for case in self.card.cases if (case.bench, case.name) == ("longest", name)]
             if known:
                 return known[0].status == "ok"
-            with doing(f"training rows of {tokens:,} tokens"), sensors.Watch(self.sensors) as watch:
+            with sensors.Watch(self.sensors) as watch:
                 case = measure("longest", name, words, Setup(settings.shape, tokens, 0))
             self._add(self._card_case("longest", case, watch, {}))
             return case.status == "ok"

@@ -12,9 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from cria_tricks.cli.app import ADAPTER, Base, Json, Offline, OtherBase, Packed, app, aside, screen
-from cria_tricks.common import waiting
-from cria_tricks.common.console import table
-from cria_tricks.common.startup import importing
+from cria_tricks.common.console import doing, table
 from cria_tricks.common.units import human
 
 
@@ -40,12 +38,11 @@ def chat(
         raise artifact.no_base_below(adapter, "--with-base")
     if system is None and not raw:
         system = trained_system(adapter)
-    with importing():
-        from transformers import TextStreamer
+    from transformers import TextStreamer
 
-        from cria_tricks.adapter.chat import Conversation, open_for_chat
+    from cria_tricks.adapter.chat import Conversation, open_for_chat
 
-    with waiting.doing(f"loading {adapter}"):
+    with doing(aside, f"loading {adapter}"):
         model, tokenizer, form = open_for_chat(
             adapter, raw, system, base=base, other_base=other_base, packed=packed, say=aside.print
         )
@@ -60,8 +57,7 @@ def chat(
         for name in ("base", "adapter") if with_base else ("adapter",):
             if with_base:
                 screen.print(f"{name}:", markup=False, highlight=False)
-            with waiting.doing("answering"):
-                talk.ask(text, name)
+            talk.ask(text, name)
         if prompt:
             return
 
@@ -130,8 +126,7 @@ def card(
     """Write the scores of cria eval into the adapter's model card, with a verdict in one sentence."""
     from cria_tricks.kwanzaa.card import write_scores
 
-    with importing():
-        said = write_scores(adapter, evaluation or ())
+    said = write_scores(adapter, evaluation or ())
     if as_json:
         print(json.dumps({"verdict": said, "card": str(adapter / "README.md")}))
         return
@@ -170,8 +165,7 @@ def merge(
     from cria_tricks.adapter.model_card import check_rows
 
     artifact.adapter(adapter, base, other_base=other_base)
-    with importing():
-        from cria_tricks.adapter.merge import merge as run
+    from cria_tricks.adapter.merge import merge as run
 
     with contextlib.redirect_stdout(sys.stderr):
         found = run(adapter, out, base=base, other_base=other_base, say=aside.print)
@@ -201,8 +195,7 @@ def export(
     from cria_tricks.adapter import folder as artifact
 
     artifact.adapter(model, base, other_base=other_base)
-    with importing():
-        from cria_tricks.adapter.export import export as run
+    from cria_tricks.adapter.export import export as run
 
     with contextlib.redirect_stdout(sys.stderr):
         found = run(model, to, kinds, out, base=base, other_base=other_base, say=aside.print)
@@ -284,8 +277,7 @@ def _ask() -> str:
     """Read the user's next line; an empty one, or the end of the input, is an empty text."""
     mark = "you> " if sys.stdin.isatty() else ""
     try:
-        with waiting.paused():
-            line = input(mark)
+        line = input(mark)
     except EOFError:
         return ""
     if not line.strip():

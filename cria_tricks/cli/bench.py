@@ -15,7 +15,6 @@ from cria_tricks.cli.app import MACHINE, Json, app, aside, screen
 from cria_tricks.common.atomic_files import only_writer
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.names import hint, nearest
-from cria_tricks.common.startup import importing
 
 if TYPE_CHECKING:
     from cria_tricks.bench.measured_card import PartName
@@ -50,11 +49,11 @@ def bench(
     wanted = _parts(part or [])
     if out.exists() and not out.is_dir():
         raise BadInput(f"--out {out}: is a file; name a folder")
-    with importing():
-        from cria_tricks.bench import parts, sitting
-        from cria_tricks.hardware import profile as held_to
-        from cria_tricks.hardware import this_device
-        from cria_tricks.load.model import quiet_libraries
+    from cria_tricks.bench import parts, sitting
+    from cria_tricks.hardware import profile as held_to
+    from cria_tricks.hardware import this_device
+    from cria_tricks.load.model import quiet_libraries
+
     _prepare()
     quiet_libraries()
     held = held_to(profile) if profile else contextlib.nullcontext()
@@ -93,8 +92,8 @@ def _say(line: str) -> None:
 
 def _parts(names: list[str]) -> list["PartName"]:
     """Return the parts of these names, or all, in their order."""
-    with importing():
-        from cria_tricks.bench.measured_card import PARTS
+    from cria_tricks.bench.measured_card import PARTS
+
     there_are = f"there are {', '.join(PARTS)}"
     for name in names:
         if name not in PARTS:
@@ -114,8 +113,8 @@ def _prepare() -> None:
 
 def _check(files: list[Path]) -> None:
     """Accept files."""
-    with importing():
-        from cria_tricks.bench.accept import accept
+    from cria_tricks.bench.accept import accept
+
     for file in files:
         card = accept(file)
         screen.print(f"accepted: {file}: {card.device.name}, {len(card.cases)} cases", highlight=False, markup=False)

@@ -14,8 +14,7 @@ import typer
 from rich.text import Text
 
 from cria_tricks.cli.app import PLAN, SHOWN, TRAIN, Json, Offline, Settings, app, aside, screen
-from cria_tricks.common import waiting
-from cria_tricks.common.console import table
+from cria_tricks.common.console import doing, table
 from cria_tricks.common.errors import BadInput, usable_path
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def data(
     tokenizer, notes = _tokenizer(model)
     looks = {}
     for part, source in parts.items():
-        with waiting.doing(f"looking at {len(source.rows):,} rows of {part}"):
+        with doing(aside, f"looking at {len(source.rows):,} rows of {part}"):
             looks[part] = look.look(source, kind_and_answer, tokenizer, max_length)
     leaks = None
     if held_out:
@@ -97,14 +96,13 @@ def prepare(
 
     After a kill the same command goes on. Train with the same recipe and data.train=FOLDER.
     """
-    from cria_tricks.common.startup import importing
     from cria_tricks.data.counts import Tally
     from cria_tricks.run import given
 
     wanted = given.recipe(recipe, settings or ())
     given.preparing(wanted)
-    with importing():  # torch, for the tokenizer
-        from cria_tricks.run import preparing
+    # It imports torch, for the tokenizer, which takes seconds; a wrong recipe was refused above.
+    from cria_tricks.run import preparing
 
     def progress(stage: str, done: int, parts: int) -> None:
         aside.print(f"{STAGES[stage]}: {done} of {parts} part{'s' * (parts != 1)} done", highlight=False)
@@ -139,7 +137,7 @@ def _tokenizer(model: str) -> tuple[Any, list[str]]:
     from cria_tricks.data import lengths
 
     try:
-        with waiting.doing(f"opening the tokenizer of {model}"):
+        with doing(aside, f"opening the tokenizer of {model}"):
             return lengths.open_tokenizer(model), []
     except BadInput as error:
         return None, [f"no lengths: {error}"]

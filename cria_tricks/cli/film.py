@@ -11,8 +11,6 @@ from typing import Annotated
 import typer
 
 from cria_tricks.cli.app import OUTPUT, PLAN, Json, Offline, Settings, app, aside, screen
-from cria_tricks.common import interrupts
-from cria_tricks.common.startup import importing
 
 
 @app.command(rich_help_panel=PLAN, epilog="Example: cria film kwanzaa --gpu t4 --out film.html")
@@ -33,10 +31,10 @@ def film(
     """Show the memory of a training step, moment by moment, and which tensors take it, without loading a weight."""
     from cria_tricks.run import api
 
-    with contextlib.redirect_stdout(sys.stderr), interrupts.AtOnce():
+    with contextlib.redirect_stdout(sys.stderr):
         if out is not None:
-            with importing():
-                from cria_tricks.report.film_answer import destination
+            from cria_tricks.report.film_answer import destination
+
             destination(out)  # a name that cannot be written is told before the step runs
         found = api.film(recipe, gpu=gpu, model=model, settings=settings or (), say=_say)
         if out is not None:

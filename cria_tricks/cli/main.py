@@ -1,13 +1,16 @@
 """The whole command line, and how each foreseen error ends it."""
 
+import contextlib
+import os
+import signal
 import sys
+import traceback
 from typing import NoReturn
 
 import typer
 
 from cria_tricks.cli.app import UsageError, app
-from cria_tricks.common import interrupts
-from cria_tricks.common.again import resumed
+from cria_tricks.common import interrupts, packages
 from cria_tricks.common.errors import (
     BadInput,
     Diverged,
@@ -16,11 +19,10 @@ from cria_tricks.common.errors import (
     OutOfMemory,
     Unfinished,
     is_out_of_memory,
+    redacted,
 )
-from cria_tricks.common.startup import end_at_once
 from cria_tricks.load import quiet
 from cria_tricks.processes import numbers
-from cria_tricks.processes.exit import leave, leave_for_a_package, unforeseen
 
 # Each registers its commands, in the order of ``cria --help``.
 # isort: off
@@ -45,8 +47,7 @@ INSTEAD = {
 
 def main() -> None:
     """Run the command line; every foreseen error is one line on stderr and an exit code."""
-    interrupts.begin()
-    end_at_once()
+    interrupts.now_saved(interrupts.NOTHING)
     quiet.plain()
     numbers.see_one_card()
     try:
@@ -61,7 +62,7 @@ def main() -> None:
     except Lost as error:
         leave(f"error: {error}; {numbers.go_on()}", 1)
     except Interrupted as error:
-        leave(f"{error}; go on with {resumed()}", 130)
+        leave(f"{error}; go on with {interrupts.resumed()}", interrupts.CODE)
     except (KeyboardInterrupt, typer.Abort):
         leave(interrupts.words(), interrupts.CODE)
     except Exception as error:
@@ -73,14 +74,43 @@ def main() -> None:
 
 def _end(error: Exception) -> NoReturn:
     """End the command with one line about the package that an error is about, else about the error itself."""
-    leave_for_a_package(error)
+    unusable = packages.fault(error)
+    if unusable:
+        leave(f"error: {unusable}", 2)
     if isinstance(error, BadInput):
         leave(f"error: {error}", 2)
     if isinstance(error, Unfinished):
         leave(f"error: {error}", 1)
     if is_out_of_memory(error):
         leave("error: out of memory", 3)
-    unforeseen()
+    # An unforeseen error is a bug of ours, so the user needs the traceback to report it.
+    _say(redacted("".join(traceback.format_exception(error))))
+    _exit(1)
+
+
+def leave(sentence: str, code: int) -> NoReturn:
+    """Print in one line why a command ends, and end it with an exit code."""
+    _say(redacted(" ".join(sentence.split())) + "\n")
+    _exit(code)
+
+
+def _say(text: str) -> None:
+    """Print the last words of a command, in one of its processes only."""
+    if numbers.processes() > 1:
+        # As soon as one process has ended, torchrun ends the others by a signal. Each shall still end with the exit
+        # code of its own error, and one of them print it.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+    if numbers.is_elected_to_speak():
+        with contextlib.suppress(OSError):  # the terminal, or the reader of a pipe, may be gone
+            print(text, file=sys.stderr, end="", flush=True)
+
+
+def _exit(code: int) -> NoReturn:
+    """End this process; as one of several, without the libraries' exit functions."""
+    if numbers.processes() > 1:
+        os._exit(code)  # the exit functions would wait for processes that may be gone
+    sys.exit(code)
 
 
 def _run() -> int | None:
@@ -88,20 +118,13 @@ def _run() -> int | None:
 
     Raises:
         BadInput: for a command that is gone, or if it cannot be told which process of a run this is.
-        KeyboardInterrupt: if a signal came, whatever a library or typer, which returns 130, has made of it.
+        KeyboardInterrupt: on Ctrl-C, of which typer makes the exit code 130.
     """
     numbers.refuse_odd_numbers()
     command = "".join(sys.argv[1:2])
     if command in GONE:
         raise BadInput(f"cria {command} is gone; use {GONE[command]}")
-    try:
-        code = app(sys.argv[1:] or ["--help"], prog_name="cria", standalone_mode=False)
-    except (SystemExit, Interrupted):
-        raise
-    except BaseException:
-        if interrupts.asked():
-            raise KeyboardInterrupt from None
-        raise
-    if code == interrupts.CODE:  # what typer makes of the exception; launch hands such a code on by itself
+    code = app(sys.argv[1:] or ["--help"], prog_name="cria", standalone_mode=False)
+    if code == interrupts.CODE:
         raise KeyboardInterrupt
     return code

@@ -15,9 +15,7 @@ import typer
 from rich.text import Text
 
 from cria_tricks.cli.app import PLAN, SHOWN, FitAim, Json, MayChange, Offline, Settings, Toggles, app, screen
-from cria_tricks.common import interrupts
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.startup import importing
 
 MORE = "[dim]more: --gpu all, --fit AIM, --switches, --front, --longest, --rows N, --json[/]"
 """The last line of the answer of ``cria plan``."""
@@ -77,7 +75,7 @@ def plan(
         fitting = {"fit": fit, "may_change": may_change or (), "as_is": as_is}
         _compare(recipe, as_json, model=model, settings=settings or (), rows=rows, rows_full=rows_full, **fitting)
         return
-    with contextlib.redirect_stdout(sys.stderr), interrupts.AtOnce():  # it writes nothing
+    with contextlib.redirect_stdout(sys.stderr):  # it writes nothing
         found = api.plan(
             recipe,
             gpu=gpu,
@@ -115,9 +113,9 @@ def _train(recipe: str, model: str | None, settings: Sequence[str], aim: str) ->
 
 def _compare(recipe: str, as_json: bool, **asked: Any) -> None:
     """Print what the recipe needs, how long it takes and what it costs on every machine."""
-    with importing():
-        from cria_tricks.run import machines
-    with contextlib.redirect_stdout(sys.stderr), interrupts.AtOnce():  # it writes nothing
+    from cria_tricks.run import machines
+
+    with contextlib.redirect_stdout(sys.stderr):  # it writes nothing
         offers = machines.compare(recipe, **asked)
     if as_json:
         print(json.dumps({"machines": [dataclasses.asdict(offer) for offer in offers]}, indent=2, allow_nan=False))

@@ -19,7 +19,6 @@ from rich.text import Text
 from cria_tricks.cli.app import LEARN, MACHINE, Json, app, aside, screen
 from cria_tricks.common.console import table
 from cria_tricks.common.lessons import number_of
-from cria_tricks.common.startup import importing
 
 
 @app.command(rich_help_panel=LEARN, epilog="Example: cria tricks")
@@ -192,8 +191,7 @@ def _about_the_machine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _selftest(as_json: bool) -> None:
     aside.print("looking for failures that raise nothing; it takes some ten seconds")
-    with importing():
-        from cria_tricks.doctor import selftest
+    from cria_tricks.doctor import selftest
 
     with contextlib.redirect_stdout(sys.stderr):
         found = selftest.examine()
@@ -214,8 +212,7 @@ def _selftest(as_json: bool) -> None:
 
 def _calibrate(as_json: bool) -> None:
     aside.print("measuring this machine; it takes about a minute, and nothing else should run meanwhile")
-    with importing():
-        from cria_tricks.doctor import calibrate
+    from cria_tricks.doctor import calibrate
     from cria_tricks.hardware import calibration
 
     def say(name: str) -> None:

@@ -25,7 +25,6 @@ from cria_tricks.cli.app import (
     aside,
     screen,
 )
-from cria_tricks.common import waiting
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
 from cria_tricks.processes import numbers
@@ -133,6 +132,6 @@ def launch(
     print(torchrun.shown(words), flush=True)
     if only_print:
         return
-    with waiting.paused():  # the processes speak
-        code = torchrun.run(words)
+    # the processes speak
+    code = torchrun.run(words)
     sys.exit(code)  # not typer.Exit, because interrupted processes have said so themselves

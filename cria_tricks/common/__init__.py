@@ -1,1 +1,1 @@
-"""What every part may use: errors, files, units, words on a terminal, signals. It knows nothing of models."""
+"""What every part may use: errors, files, units, words on a terminal, names. It knows nothing of models."""

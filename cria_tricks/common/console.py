@@ -1,11 +1,13 @@
 """Print answers on standard output, wrapped on a terminal only, and sentences on standard error."""
 
+import contextlib
 import os
 from collections.abc import Iterable
 
 from rich import box
 from rich.console import Console, ConsoleDimensions
 from rich.table import Table
+from rich.text import Text
 
 UNLIMITED = 10_000
 """The width of output that no terminal shows [columns]."""
@@ -52,6 +54,18 @@ def table(*columns: str, numbers: Iterable[str] = ()) -> Table:
         right = column in numbers
         made.add_column(column, justify="right" if right else "left", no_wrap=right, overflow="fold")
     return made
+
+
+def doing(console: Console, what: str) -> contextlib.AbstractContextManager[object]:
+    """Show what takes its time, with a spinner, while the block runs; only a terminal shows it.
+
+    Args:
+        console: a console on standard error.
+        what: e.g. ``"loading NAME"``.
+    """
+    if console.is_terminal and not console.quiet:
+        return console.status(Text(what))  # Text, because a name may hold brackets
+    return contextlib.nullcontext()
 
 
 class Aside(Console):

@@ -121,7 +121,6 @@ def _main(folder: Path, seconds: float) -> None:
 
     from cria_tricks.common.errors import Lost
     from cria_tricks.processes import world
-    from cria_tricks.processes.exit import leave
 
     rank = int(os.environ["RANK"])
     try:
@@ -131,7 +130,8 @@ def _main(folder: Path, seconds: float) -> None:
             threading.Thread(target=_record, args=(folder, rank), daemon=True).start()
             train(rank)
     except Lost as error:
-        leave(f"error: {error}; what was saved is whole: go on with --resume", 1)
+        print(f"error: {error}; what was saved is whole: go on with --resume", file=sys.stderr, flush=True)
+        os._exit(1)  # the libraries' exit functions would wait for the process that hangs
 
 
 if __name__ == "__main__":

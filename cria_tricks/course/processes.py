@@ -12,6 +12,7 @@ communicate by nccl.
 """
 
 import contextlib
+import gc
 import os
 import pickle
 import random
@@ -26,8 +27,6 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import cloudpickle
-
-from cria_tricks.common.startup import freeze, importing
 
 SECONDS = 240.0
 """How long a process waits for another one in a collective before it gives up [s]."""
@@ -144,14 +143,13 @@ def _start(numbers: list[int], *, alone: bool) -> None:
         alone: fork no others, because each was started by itself and knows its rank; then ``numbers`` has one.
     """
     os.dup2(2, 1)  # send prints to standard error, so that they do not mix with the notebook's own output
-    with importing():
-        import cria_tricks.trainer.shared  # noqa: F401
+    import cria_tricks.trainer.shared  # noqa: F401
 
     if alone:
         _serve(Connection(numbers[0]))
         return
     # A garbage collection writes into the objects it visits, so each process would get its own copy of their memory.
-    freeze()
+    gc.freeze()
     # Chosen after the slow imports, because another program could take the port in the meantime.
     os.environ["MASTER_PORT"] = str(free_port())
     # fork returns 0 in a new process, which leaves the loop with its rank. The first process has rank 0.

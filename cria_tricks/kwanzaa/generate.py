@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from cria_tricks.adapter.folder import PROVENANCE
-from cria_tricks.common import atomic_files, waiting
+from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import Diverged, OutOfMemory, is_out_of_memory
 from cria_tricks.common.progress_bars import new_bar
 from cria_tricks.data.batches import PadToLongest
@@ -96,8 +96,7 @@ def answer_rows(
             task = bar.add_task(system, total=len(chats), completed=done, note="answers")
             for begin in range(0, len(order), batch_size):
                 batch = order[begin : begin + batch_size]
-                with waiting.doing(f"answering {len(batch)} rows"):
-                    written = _answered(model, tokenizer, {row: prompts[row] for row in batch}, max_new_tokens)
+                written = _answered(model, tokenizer, {row: prompts[row] for row in batch}, max_new_tokens)
                 # One row at a time: a loss needs the logits of all tokens, while an answer needs only the last token's.
                 losses = {
                     row: reference_loss(model, tokenizer, chats[row], text_length, add_eos=add_eos) for row in batch

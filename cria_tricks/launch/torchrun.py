@@ -201,7 +201,6 @@ def run(words: list[str]) -> int:
         codes = [failure.exitcode for failure in error.failures.values()]
         return max((code for code in codes if code > 0), default=1)  # a killed process has a negative one
     except SignalException:  # Ctrl-C or SIGTERM; the processes have printed already what is saved
-        interrupts.is_over(interrupts.CODE)
         return interrupts.CODE
     except (RendezvousError, DistError) as error:
         raise Lost(f"the machines of this run did not meet, or lost each other ({first_line(error)})") from None

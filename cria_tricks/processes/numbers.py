@@ -12,8 +12,8 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-from cria_tricks.common.again import resumed
 from cria_tricks.common.errors import BadInput
+from cria_tricks.common.interrupts import resumed
 
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
 """The environment variables in which a launcher tells a process its rank and the size of its group."""

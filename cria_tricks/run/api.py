@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from cria_tricks import recipes
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.startup import importing
 from cria_tricks.hardware import T4, Device, this_device
 from cria_tricks.hardware.gpus import Host, find_gpu, this_host
 from cria_tricks.models.shape import Shape, find_shape
@@ -85,11 +84,11 @@ def train(
     given.training(given.recipe(recipe, changes), out, resume, other_base)
     # torch and the trainer take seconds to import. A named recipe needs torch too: it chooses its precision for the
     # device.
-    with importing():
-        shape = _shape_if_known(with_settings(recipes.get(recipe), changes).model)
-        wanted = asked(recipe, changes, this_device(), shape)
+    shape = _shape_if_known(with_settings(recipes.get(recipe), changes).model)
+    wanted = asked(recipe, changes, this_device(), shape)
 
-        from cria_tricks.run.run import train as run
+    from cria_tricks.run.run import train as run
+
     if fit:
         chosen = _fitted_here(wanted, shape or find_shape(wanted.recipe.model), fit, may_change, console)
     else:
@@ -191,9 +190,9 @@ def film(
         raise BadInput(f"--gpu {gpu}: a film is of one card")
     wanted, shape, device = find_wanted(recipe, changes, device)
     # It imports numpy and torch, which takes seconds; errors in names were raised above.
-    with importing():
-        from cria_tricks.predict.toggles import Target
-        from cria_tricks.report import film_answer
+    from cria_tricks.predict.toggles import Target
+    from cria_tricks.report import film_answer
+
     return film_answer.answer(Target(shape, device), wanted.recipe, say)
 
 

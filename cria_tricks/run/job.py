@@ -8,8 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from cria_tricks import models
-from cria_tricks.common.console import Voice
-from cria_tricks.common.waiting import doing
+from cria_tricks.common.console import Voice, doing
 from cria_tricks.data import samples, sources
 from cria_tricks.data.prepared.read import TokenShards
 from cria_tricks.data.shards import open_stream
@@ -72,7 +71,7 @@ def checked(
     console.quiet = console.quiet or not world.is_main
     # A stream has one lane for each micro-batch of a step, those of all processes together.
     lanes = plan.training["gradient_accumulation_steps"] * plan.parallel["data"]
-    with doing("reading the rows"):
+    with doing(console, "reading the rows"):
         data = recipe.data
         train_rows: Any
         if data.stream:

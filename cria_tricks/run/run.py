@@ -8,7 +8,6 @@ from rich.console import Console
 
 from cria_tricks import models
 from cria_tricks.common.console import Aside
-from cria_tricks.common.startup import importing
 from cria_tricks.processes import numbers
 from cria_tricks.processes import world as processes
 from cria_tricks.processes.world import World
@@ -60,6 +59,7 @@ def train(
         world = World.of(plan.parallel["data"], plan.device.kind, divided)
         look_at_files(recipe.model)
         job = checked(recipe, plan, world, out, resume, other_base, console or Aside(), began)
-        with importing():  # the heavy libraries, only now: the errors above should not have to wait for them
-            from cria_tricks.run import steps
+        # the heavy libraries, only now: the errors above should not have to wait for them
+        from cria_tricks.run import steps
+
         return steps.carry_out(job)

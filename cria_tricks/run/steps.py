@@ -14,10 +14,9 @@ from transformers import PreTrainedTokenizerBase, set_seed
 
 from cria_tricks import models
 from cria_tricks.bill.bill import Bill
-from cria_tricks.common.console import Voice
+from cria_tricks.common.console import Voice, doing
 from cria_tricks.common.errors import Interrupted, OutOfMemory, is_out_of_memory
 from cria_tricks.common.units import human
-from cria_tricks.common.waiting import doing
 from cria_tricks.data.lengths import as_long_as
 from cria_tricks.data.prepare import eval_rows, train_rows
 from cria_tricks.data.prepared.read import TokenShards
@@ -75,7 +74,7 @@ def carry_out(job: Job) -> dict[str, Any]:
     if continues:
         job.warn(continued.doubts(recipe, weights, job.other_base))
     tokenizer = load_tokenizer(weights, recipe.data.eos)
-    with doing("turning rows into tokens"):
+    with doing(console, "turning rows into tokens"):
         rows = _rows(job, tokenizer)
     job.warn(report.data_warnings(rows, recipe, context_of(weights.path)))
     about_ends = _doubts_about_ends(recipe, rows, tokenizer, weights)
@@ -105,8 +104,7 @@ def carry_out(job: Job) -> dict[str, Any]:
             if not about_ends:
                 job.warn(_doubts_about_ends(recipe, rows, tokenizer, weights))
         job.warn(report.step_warnings(trained.run))
-        with doing("writing the result"):
-            summary = results.write(job, of, trained)
+        summary = results.write(job, of, trained)
     return world.on_rank_zero(lambda: summary)
 
 
@@ -164,7 +162,7 @@ def _train(job: Job, of: results.Made) -> results.Trained:
     monitor = Monitor(folders.monitor(world.rank), recipe.train.monitor_seconds, cuda=cuda, say=Voice(job.console))
     progress = ShowProgress(job.console, eval_batches, expected, lambda: monitor.newest, counted)
     with monitor, _memory_in_one_line(job, longest, shape, evaluated):
-        with meter.phase("load"), doing(f"loading {of.weights.name}"):
+        with meter.phase("load"), doing(job.console, f"loading {of.weights.name}"):
             loaded = load(plan.without(*STARTS) if folders.start else plan, of.weights)
             meter.track(every_tensor(loaded.model))
         parameters = count_parameters(loaded.model)
@@ -173,7 +171,7 @@ def _train(job: Job, of: results.Made) -> results.Trained:
         def keep(run: Run) -> None:
             results.keep(job, of, results.Trained(loaded, parameters, run, meter, monitor, estimated))
 
-        with _onlookers(job, monitor, progress) as onlookers, doing("training"):
+        with _onlookers(job, monitor, progress) as onlookers:
             run = fit(
                 loaded,
                 plan,

@@ -23,7 +23,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from cria_tricks.common import atomic_files, interrupts
-from cria_tricks.common.again import resumed
 from cria_tricks.common.errors import BadInput, Unwritten
 from cria_tricks.common.fields import flat
 from cria_tricks.common.version import ARITHMETIC, installed
@@ -116,7 +115,7 @@ class Checkpoints:
         with atomic_files.new_folder(path) as aside:
             yield aside
             (aside / RUN).write_text(json.dumps({**self.about, "spent": spent}, indent=2) + "\n", encoding="utf-8")
-        interrupts.now_saved(f"step {step} is saved in {path}; go on with {resumed()}")
+        interrupts.now_saved(f"step {step} is saved in {path}; go on with {interrupts.resumed()}")
         _prune(self.folder)
         if self.mirror:
             try:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from cria_tricks.common import atomic_files, interrupts
-from cria_tricks.common.again import resumed
 from cria_tricks.common.errors import BadInput, Unwritten, usable_path
 from cria_tricks.models import Weights, identity
 from cria_tricks.recipe import Recipe
@@ -138,7 +137,7 @@ class Folders:
                 if self.mirror and not _records(self.folder):
                     self._copy_records(self.mirror, self.folder)  # a new machine, which has only the mirror of the run
                 self._bring_best_back()
-            interrupts.now_saved(f"{saved} with {resumed()}")
+            interrupts.now_saved(f"{saved} with {interrupts.resumed()}")
             for place in self._places().values():
                 atomic_files.write_file(place / "recipe.toml", self.recipe.to_toml())
                 atomic_files.write_file(place / RUN, json.dumps(self.about, indent=2) + "\n")

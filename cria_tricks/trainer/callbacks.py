@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from cria_tricks.common import interrupts
 from cria_tricks.common.errors import Diverged
 from cria_tricks.data.batches import real_tokens
 from cria_tricks.data.tokens import IGNORED
@@ -158,12 +158,14 @@ class StopOnSignal(TrainerCallback):
     def __enter__(self) -> None:
         self.before = {}
         if threading.current_thread() is threading.main_thread():  # in other threads Python allows no handlers
-            for number in interrupts.heard():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
                 self.before[number] = signal.signal(number, self._request)
 
     def _request(self, number: int, frame: Any) -> None:
         if number == signal.SIGHUP:
-            interrupts.hung_up()  # printing to the closed terminal would raise an error, which would stop the save
+            _leave_terminal()
         if self.requested and self.world.size > 1 and time.monotonic() - self.since < self.REPEAT_SECONDS:
             return
         if self.requested or self.world.size == 1:
@@ -191,6 +193,20 @@ class StopOnSignal(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.requested:
             control.should_save = control.should_training_stop = True
+
+
+def _leave_terminal() -> None:
+    """Redirect what belonged to the closed terminal to /dev/null; files and pipes stay.
+
+    Otherwise the next thing that a library prints would raise an ``OSError``, and nothing would be saved.
+    """
+    for descriptor in range(3):
+        with contextlib.suppress(OSError):
+            is_device = stat.S_ISCHR(os.fstat(descriptor).st_mode)
+            if is_device and not os.isatty(descriptor):  # a terminal that is gone is no tty any more
+                devnull = os.open(os.devnull, os.O_RDWR)
+                os.dup2(devnull, descriptor)
+                os.close(devnull)
 
 
 class SaveOnClock(TrainerCallback):

@@ -1,9 +1,10 @@
-"""The disconnect drill: a run is killed with SIGKILL again and again, resumed each time, and ends bit-identical.
+"""The disconnect drill: a run is killed or interrupted again and again, resumed each time, and ends bit-identical.
 
     python -m tests.drills.disconnect --kills 50 --out /tmp/drill
 
 One run of the recipe goes through undisturbed. A second one is killed at random moments: in turn anywhere in loading
-and what comes after it, after a step that it took, and in the middle of writing a checkpoint. At the end the adapter
+and what comes after it, after a step that it took, and in the middle of writing a checkpoint. In a fourth turn it gets
+SIGINT, SIGTERM or SIGHUP while it trains, and must save and say so in one line. At the end the adapter
 must have the same bytes and the curves the same numbers, and no kill may have cost more steps than lie between two
 saves.
 A run that ends before all the kills are spent is held against the first one, and another is begun.
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 KEYS = ("step", "loss", "eval_loss", "grad_norm", "learning_rate", "trained_tokens")
 
 
@@ -63,15 +65,16 @@ class Drill:
             rounds += 1
             out = self.folder / f"killed-{rounds}"
             while len(self.lost) < kills:
-                moment = ("anywhere", "step", "save")[len(self.lost) % 3]
-                if not self._live_and_die(out, moment, draw.random(), step_seconds):
+                moment = ("anywhere", "step", "save", "interrupt")[len(self.lost) % 4]
+                number = draw.choice(INTERRUPTS) if moment == "interrupt" else signal.SIGKILL
+                if not self._live_and_die(out, moment, number, draw.random(), step_seconds):
                     break
             else:
                 self._finish(out, resume=True)
             self._compare(whole, out)
             print(f"run {rounds} ended bit-identical after {len(self.lost)} kills", flush=True)
 
-    def _live_and_die(self, out: Path, moment: str, chance: float, step_seconds: float) -> bool:
+    def _live_and_die(self, out: Path, moment: str, number: signal.Signals, chance: float, step_seconds: float) -> bool:
         """One process and its end; False when it came to the end of the run first. A missed save does not count."""
         checkpoints = out / "checkpoints"
         left = _being_written(checkpoints)  # by an earlier kill
@@ -80,20 +83,32 @@ class Drill:
             reached = {
                 "anywhere": lambda: True,
                 "step": lambda: re.search(r"step +\d+/", log.read_text()),
+                "interrupt": lambda: re.search(r"step +\d+/", log.read_text()),
                 "save": lambda: _being_written(checkpoints) - left,
             }[moment]
             while process.poll() is None and not reached():
                 time.sleep(0.0005)
-            delay = {"anywhere": 10 + 2 * step_seconds, "step": 1.5 * step_seconds, "save": 0.02}[moment] * chance
-            deadline = time.perf_counter() + delay
+            longest = {
+                "anywhere": 10 + 2 * step_seconds,
+                "step": 1.5 * step_seconds,
+                "save": 0.02,
+                "interrupt": step_seconds,
+            }
+            deadline = time.perf_counter() + longest[moment] * chance
             while process.poll() is None and time.perf_counter() < deadline:
                 time.sleep(0.0005)
             if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
+                process.send_signal(number)
         said = log.read_text()
-        assert process.returncode in (0, -signal.SIGKILL), said
+        trained = re.search(r"step +(\d+)/\1\b", said)  # all steps: what then comes does not handle SIGTERM
+        saves = moment == "interrupt" and not trained
+        assert process.returncode in ((0, 130) if saves else (0, 130, -number)), said
         if process.returncode == 0:
             return False
+        if process.returncode == 130:
+            assert moment == "interrupt", said
+            assert said.splitlines()[-1].startswith("interrupted"), said
+            assert "Traceback" not in said, said
         in_save = bool(_being_written(checkpoints) - left)
         last = max((int(step) for step in re.findall(r"step +(\d+)/", said)), default=0)
         whole = [int(path.name.rpartition("-")[2]) for path in checkpoints.glob("checkpoint-*[0-9]")]
@@ -158,8 +173,8 @@ def main() -> None:
     drill = Drill(settings, chosen.out, chosen.save_steps, chosen.seed)
     drill.run(chosen.kills)
     print(
-        f"{len(drill.lost)} kills, {drill.in_saves} of them while a checkpoint was being written; steps lost: "
-        f"{sum(drill.lost)}, at most {max(drill.lost)} at once"
+        f"{len(drill.lost)} kills and interrupts, {drill.in_saves} of them while a checkpoint was being written; "
+        f"steps lost: {sum(drill.lost)}, at most {max(drill.lost)} at once"
     )
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ from tests.drills import faults
 from tests.drills.disconnect import Drill
 from tests.drills.dump import SAVED, STEPS, Dump, make, record
 from tests.drills.fuzz import Fuzz, check
-from tests.drills.signals import Signals
 from tests.parallel.steps import write_rows
 from tests.warm import start
 
@@ -53,36 +51,15 @@ def start_warm(monkeypatch, warm):
     monkeypatch.setattr(Drill, "_start", started)
 
 
-def test_three_kills_end_bit_identical(tmp_path, finish_here, start_warm):
+def test_three_kills_and_an_interrupt_end_bit_identical(tmp_path, finish_here, start_warm):
     rows = write_rows(tmp_path / "rows.jsonl", 8)
     given = (*TINY, f"data.train={rows}", f"data.eval={rows}")
     settings = ["smoke", *(part for setting in given for part in ("--set", setting))]
     drill = Drill(settings, tmp_path, cadence=2, seed=1)
-    drill.run(kills=3)  # one anywhere, one after a step, one in a save
+    drill.run(kills=4)  # one anywhere, one after a step, one in a save, then one interrupt
     assert drill.in_saves >= 1
-    assert len(drill.lost) == 3
+    assert len(drill.lost) == 4
     assert max(drill.lost) <= 2
-
-
-def test_signals_end_in_one_line_and_the_resumed_run_is_bit_identical(tmp_path, run_cria, monkeypatch, warm):
-    """What no signal disturbs goes through in this process, which has imported the libraries; only the one that is
-    pressed in its first imports is a new process."""
-    drill = Signals(tmp_path)
-    assert run_cria(*drill.words("whole"))[0] == 0
-    assert drill.press("run", signal.SIGINT, lambda: True, [0, 0, 0]) == 130  # in the first imports
-    assert not (tmp_path / "run").exists()
-
-    def started(self: Signals, name: str):
-        with (self.folder / f"{name}.log").open("w") as log:
-            return start(*self.words(name), stdout=subprocess.DEVNULL, stderr=log)
-
-    monkeypatch.setattr(Signals, "_started", started)
-    assert drill.press("run", signal.SIGHUP, drill.said_by("run", "step    1/"), [0]) == 130
-    assert drill.ends == {"nothing was written": 1, "go on with": 1}
-    code, _, stderr = run_cria(*drill.words("run"))
-    assert code == 0, stderr
-    assert "going on from" in stderr
-    drill.compare("run")
 
 
 def test_a_dump_of_texts_is_cleaned_and_trained_on_and_no_row_comes_twice(tmp_path, monkeypatch):

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from cria_tricks.cli import main
 from cria_tricks.common.errors import BadInput, Lost
 from cria_tricks.course.processes import Ranks
-from cria_tricks.processes import exit, numbers, world
+from cria_tricks.processes import numbers, world
 from cria_tricks.processes.world import World
 from cria_tricks.trainer.callbacks import StopOnSignal
 
@@ -112,7 +113,7 @@ def test_a_launchers_signal_does_not_cut_off_the_last_words(handlers, monkeypatc
     monkeypatch.setattr(numbers, "is_elected_to_speak", asked)
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit, match="1"):
-        exit.leave("error: another died", 1)
+        main.leave("error: another died", 1)
     assert capsys.readouterr().err == "error: another died\n"
 
 
