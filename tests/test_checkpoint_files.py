@@ -1,4 +1,4 @@
-"""Which checkpoints are found, kept and put aside; made-up ones, and nothing is trained."""
+"""Which checkpoints are found and kept; made-up ones, and nothing is trained."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from cria_tricks.common import atomic_files
-from cria_tricks.common.errors import BadInput, Unwritten
+from cria_tricks.common.errors import BadInput
 from cria_tricks.data.sources import DataSource
 from cria_tricks.recipe import Recipe, field_names, with_settings
 from cria_tricks.store import checkpoints
@@ -58,11 +58,11 @@ def test_of_nothing_there_is_no_newest(tmp_path):
 def test_the_newest_two_by_their_numbers_are_kept_here_and_in_the_mirror(kept, tmp_path):
     here, drive = tmp_path / "here", tmp_path / "drive"
     for folder in (here, drive):
-        for name in ("checkpoint-8.partial", "checkpoint-7.old", "checkpoint-6.damaged", "checkpoint-x", "adapter"):
+        for name in ("checkpoint-8.partial", "checkpoint-7.old", "checkpoint-x", "adapter"):
             (folder / name).mkdir(parents=True)
         (folder / "checkpoint-1").write_text("a file")
     found = kept(9, 10, 100, mirror="drive")
-    left = ["adapter", "checkpoint-1", "checkpoint-10", "checkpoint-100", "checkpoint-6.damaged", "checkpoint-x"]
+    left = ["adapter", "checkpoint-1", "checkpoint-10", "checkpoint-100", "checkpoint-x"]
     assert names(here) == names(drive) == left
     assert found.newest().step == 100
 
@@ -102,6 +102,14 @@ def test_a_checkpoint_without_a_readable_run_is_damaged(content, kept, tmp_path)
     assert kept.said == [f"{newest} is damaged (run.json cannot be read): going on from checkpoint-2 instead"]
 
 
+def test_a_damaged_one_is_written_over_when_the_run_comes_there_again(kept, tmp_path):
+    kept(2, 4)
+    (tmp_path / "here" / "checkpoint-4" / "weights").unlink()
+    found = kept(3)
+    assert found.newest().step == 3
+    assert kept(4).newest().step == 4
+
+
 def test_with_none_whole_the_newest_is_named(kept, tmp_path):
     found = kept(2, 4)
     (tmp_path / "here" / "checkpoint-4" / "weights").unlink()
@@ -119,44 +127,6 @@ def test_a_file_that_is_not_in_the_manifest_does_no_harm(kept, tmp_path):
     found = kept(2, 4)
     (tmp_path / "here" / "checkpoint-4" / ".DS_Store").write_text("x")
     assert found.newest().step == 4
-
-
-def test_what_lies_beyond_the_start_is_put_aside(kept, tmp_path):
-    here, drive = tmp_path / "here", tmp_path / "drive"
-    kept(2, 4, mirror="drive")
-    (here / "checkpoint-4" / "weights").unlink()
-    (here / "checkpoint-4.damaged").mkdir()
-    (here / "checkpoint-4.damaged" / "older").touch()
-    found = kept(mirror="drive")
-    start = found.newest()
-    assert start.path == drive / "checkpoint-4", "the mirror's copy of the same step is whole"
-    found.put_aside_after(start)
-    assert names(here) == ["checkpoint-2", "checkpoint-4.damaged"]
-    assert names(here / "checkpoint-4.damaged") == ["manifest.json", "run.json"]
-    assert names(drive) == ["checkpoint-2", "checkpoint-4"]
-    found.put_aside_after(SimpleNamespace(step=2))
-    assert names(drive) == ["checkpoint-2", "checkpoint-4.damaged"]
-
-
-@pytest.mark.parametrize("where", ["here", "drive"])
-def test_what_cannot_be_put_aside_stops_the_run_but_not_in_the_mirror(where, kept, tmp_path, monkeypatch):
-    kept(2, 4, mirror="drive")
-    found, honest = kept(mirror="drive"), Path.rename
-
-    def rename(path, to):
-        if path.parent.name == where:
-            raise OSError(30, "Read-only file system")
-        return honest(path, to)
-
-    monkeypatch.setattr(Path, "rename", rename)
-    if where == "here":
-        with pytest.raises(Unwritten, match="checkpoint-4.damaged: cannot be written: Read-only file system"):
-            found.put_aside_after(SimpleNamespace(step=2))
-        assert kept.said == []
-    else:
-        found.put_aside_after(SimpleNamespace(step=2))
-        aside = tmp_path / "drive" / "checkpoint-4.damaged"
-        assert kept.said == [f"warning: train.mirror: {aside}: cannot be written: Read-only file system"]
 
 
 def test_a_mirror_that_cannot_be_written_is_told_and_no_more(kept, tmp_path):

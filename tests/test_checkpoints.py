@@ -240,8 +240,6 @@ def test_each_file_of_the_newest_damaged_in_turn_resumes_from_the_one_before(dam
         assert len(said) == 1
         assert name in said[0]
         assert "going on from checkpoint-2" in said[0]
-        checkpoints.put_aside_after(start)
-        assert sorted(path.name for path in out.iterdir()) == ["checkpoint-2", "checkpoint-4.damaged"]
 
 
 @pytest.mark.parametrize(("damage", "name"), [("removed", "optimizer.pt"), ("bit-flipped", "rng_state.pth")])

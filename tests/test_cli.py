@@ -18,7 +18,7 @@ import cria_tricks
 from cria_tricks import models
 from cria_tricks.adapter import folder as artifact
 from cria_tricks.cli import app, main
-from cria_tricks.common.errors import BadInput, Diverged, Interrupted, Lost, OutOfMemory, Unfinished
+from cria_tricks.common.errors import BadInput, Diverged, Interrupted, Lost, OutOfMemory
 from cria_tricks.load import adapter_files
 from cria_tricks.recipe import Recipe
 from tests.parallel import steps
@@ -566,12 +566,6 @@ def test_no_space_for_the_output_is_said_before_the_model_is_loaded(run_cria, fe
         (BadInput("lora.r = 0: must be at least 1"), 2, "error: lora.r = 0: must be at least 1\n"),
         (app.UsageError("No such option: --x."), 2, "error: No such option: --x; see cria --help\n"),
         (Diverged("the loss is nan"), 1, "error: the loss is nan\n"),
-        (
-            Unfinished(Path("run/adapter"), KeyError("x")),
-            1,
-            "error: run/adapter: cannot be written: KeyError: 'x'; what was saved before is whole: run the command "
-            "again (a training run: with --resume)\n",
-        ),
         (
             Lost("another process died"),
             1,

@@ -1,17 +1,15 @@
 """Whole or not at all, wherever it is stopped."""
 
-import json
 import os
 import pickle
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from cria_tricks.common import atomic_files
-from cria_tricks.common.errors import BadInput, Diverged, Lost, OutOfMemory, Unfinished, Unwritten
+from cria_tricks.common.errors import BadInput, Diverged, OutOfMemory, Unwritten
 
 
 def write(folder: Path, text: str) -> None:
@@ -103,7 +101,10 @@ def test_a_file_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
     assert atomic_files.damage(tmp_path / "f") == "inner/a.txt cannot be read: Input/output error"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"files": []}', '{"files": {"a": 1}}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", '{"files": []}', '{"files": {"a": 1}}', '{"files": {"../a": {"bytes": 1, "sha256": ""}}}'],
+)
 def test_a_spoilt_manifest_is_damage(content, tmp_path):
     write(tmp_path / "f", "one")
     (tmp_path / "f" / atomic_files.MANIFEST).write_text(content)
@@ -174,7 +175,7 @@ class SafetensorError(Exception):
     """By its name alone the library's is known."""
 
 
-PART = "the disk took only a part of it, 5.0 KiB are free"
+PART = "the disk took only a part of it"
 
 
 NO_ROOM = "make room, then run the command again (a training run: with --resume)"
@@ -192,16 +193,11 @@ NO_ROOM = "make room, then run the command again (a training run: with --resume)
         (RuntimeError("PytorchStreamWriter failed writing file"), PART),
     ],
 )
-def test_what_a_full_disk_raises_is_one_sentence(error, said, tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        atomic_files.shutil, "disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=5120)
-    )
+def test_what_a_full_disk_raises_is_one_sentence(error, said, tmp_path):
     file = tmp_path / "none" / "f"
     with pytest.raises(Unwritten) as caught, atomic_files.unwritten_in_one_line(file):
         raise error
     assert str(caught.value) == f"{file}: cannot be written: {said}; what was saved before is whole: {NO_ROOM}"
-    assert asked == ([tmp_path] if said == PART else []), "the nearest folder that is there"
 
 
 def test_a_protected_folder_asks_for_no_room(tmp_path):
@@ -218,53 +214,21 @@ def test_no_memory_to_write_with_is_one_sentence_too(error, tmp_path):
         raise error
 
 
-def test_anything_else_that_stops_a_result_names_it_and_the_reason(tmp_path):
-    write(tmp_path / "f", "one")
-    said = f"^{tmp_path}/f: cannot be written: KeyError: 'x'; what was saved before is whole: run the command again "
-    with pytest.raises(Unfinished, match=said) as caught, atomic_files.new_folder(tmp_path / "f"):
-        raise KeyError("x")
-    assert isinstance(caught.value.__cause__, KeyError), "for whoever looks for the bug"
-    assert names(tmp_path) == ["f"]
-    assert atomic_files.damage(tmp_path / "f") == ""
-
-
-@pytest.mark.parametrize(
-    "error", [Unwritten(Path("f"), "full"), Unfinished(Path("f"), KeyError("x")), OutOfMemory("no")]
-)
+@pytest.mark.parametrize("error", [Unwritten(Path("f"), "full"), BadInput("x"), OutOfMemory("no")])
 def test_an_error_comes_whole_out_of_another_process(error):
     """A worker sends it to the first process, and rank 0 sends it to the other ranks, as a pickle."""
     found = pickle.loads(pickle.dumps(error))
     assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
 
 
-@pytest.mark.parametrize("error", [BadInput("refused"), Diverged("nan"), Unwritten(Path("g"), "full"), Lost("gone")])
-def test_what_is_one_sentence_already_stays_as_it_is(error, tmp_path):
+@pytest.mark.parametrize("error", [BadInput("refused"), Diverged("nan"), Unwritten(Path("g"), "full"), KeyError("x")])
+def test_what_is_one_sentence_already_and_what_nobody_foresaw_stays_as_it_is(error, tmp_path):
+    write(tmp_path / "f", "one")
     with pytest.raises(type(error)) as caught, atomic_files.new_folder(tmp_path / "f"):
         raise error
     assert caught.value is error
-
-
-@pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
-def test_all_files_of_a_result_have_the_mode_that_the_umask_gives(umask, file, folder, tmp_path):
-    import torch
-    from safetensors.torch import save_file
-
-    before = os.umask(umask)
-    try:
-        with atomic_files.new_folder(tmp_path / "f") as aside:
-            (aside / "inner").mkdir()
-            (aside / "a.txt").write_text("a")
-            save_file({"w": torch.ones(1)}, aside / "inner" / "w.safetensors")  # 0600 under any umask
-            (aside / "b").touch()
-            (aside / "b").chmod(0o777)
-        atomic_files.copy_folder(tmp_path / "f", tmp_path / "g")
-    finally:
-        os.umask(before)
-    for copy in ("f", "g"):
-        found = {path.is_dir(): path.stat().st_mode & 0o777 for path in (tmp_path / copy).rglob("*")}
-        modes = {path.stat().st_mode & 0o777 for path in (tmp_path / copy).rglob("*") if path.is_file()}
-        assert modes == {file}
-        assert found[True] == folder
+    assert names(tmp_path) == ["f"]
+    assert atomic_files.damage(tmp_path / "f") == ""
 
 
 def test_only_one_process_writes_and_the_lock_goes_with_it(tmp_path):
@@ -279,17 +243,6 @@ def test_only_one_process_writes_and_the_lock_goes_with_it(tmp_path):
         process.kill()
     with atomic_files.only_writer(tmp_path):
         pass
-
-
-def test_the_manifest_is_json_with_bytes_and_sha256(tmp_path):
-    write(tmp_path / "f", "one")
-    files = json.loads((tmp_path / "f" / atomic_files.MANIFEST).read_text())["files"]
-    assert files == {
-        "inner/a.txt": {
-            "bytes": 3,
-            "sha256": "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed",
-        }
-    }
 
 
 def test_every_file_is_on_the_disk_before_the_folder_gets_its_name(tmp_path, monkeypatch):

@@ -149,12 +149,7 @@ def test_a_resumed_run_goes_on_where_its_checkpoints_end(tmp_path):
     assert made(out, "train.save_steps=3", resume=True).start.step == 4, "how often it saves may change"
     assert "train.seed (42, now 1)" in refusal(out, "train.seed=1", resume=True)
     (out / "checkpoints" / "checkpoint-4" / "weights").unlink()
-    found = made(out, resume=True)
-    assert found.start.step == 2
-    with found.claimed(10, 32):
-        assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
-            "checkpoint-2", "checkpoint-4.damaged"
-        ]  # fmt: skip
+    assert made(out, resume=True).start.step == 2
 
 
 def test_other_versions_are_warned_of(tmp_path):

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from cria_tricks.common.errors import Unfinished
 from cria_tricks.data.counts import Tally
 from cria_tricks.data.stream import Stream
 from cria_tricks.data.tokens import TokenRows
@@ -348,5 +347,5 @@ def test_all_three_files_are_written(tmp_path):
     text = (tmp_path / "report.json").read_text()
     assert text.endswith("\n}\n")
     assert text.splitlines()[1].startswith('  "eval_loss_before": 3.5')
-    with pytest.raises(Unfinished, match="not JSON compliant"):
+    with pytest.raises(ValueError, match="not JSON compliant"):
         page.write(tmp_path, made(seconds=math.inf))

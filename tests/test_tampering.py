@@ -30,16 +30,9 @@ def flip(path: Path) -> None:
 
 DAMAGES = {
     "a bit flipped": flip,
-    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "halved": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-    "emptied": lambda path: path.write_bytes(b""),
+    "cut short": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "removed": lambda path: path.unlink(),
-    "grown": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
 }
-
-SAYS_THE_SAME = {("manifest.json", "a bit flipped"), ("manifest.json", "truncated")}
-"""A manifest of other white space."""
-ALTERED = [(name, damage) for name in FILES for damage in DAMAGES if (name, damage) not in SAYS_THE_SAME]
 
 
 @pytest.fixture
@@ -74,29 +67,30 @@ def test_the_folder_as_it_was_written_is_taken(command, adapter, run_cria):
     assert {path.name for path in adapter.iterdir()} == set(FILES)
 
 
-@every_command
-@pytest.mark.parametrize(("name", "damage"), ALTERED)
-def test_each_file_altered_in_turn(name, damage, command, adapter, run_cria):
-    DAMAGES[damage](adapter / name)
-    said = refused(command, adapter, run_cria)
-    assert name in said or name == "manifest.json"  # of a changed hash or size it blames the file
-
-
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", sorted(set(FILES) - {"manifest.json"}))
-def test_so_does_evaluation_and_it_writes_nothing(name, adapter, run_cria, tmp_path):
-    flip(adapter / name)
+def test_each_file_altered_in_turn(name, damage, adapter):
+    DAMAGES[damage](adapter / name)
+    with pytest.raises(BadInput, match=rf"{name} (is missing|has )"):
+        verify(adapter)
+
+
+@every_command
+def test_an_altered_file_is_refused_by(command, adapter, run_cria):
+    flip(adapter / "adapter_model.safetensors")
+    assert "adapter_model.safetensors has other content than was written" in refused(command, adapter, run_cria)
+
+
+def test_so_does_evaluation_and_it_writes_nothing(adapter, run_cria, tmp_path):
+    flip(adapter / "adapter_model.safetensors")
     code, stdout, stderr = run_cria("eval", adapter, "--out", tmp_path / "eval", "--with-base")
     assert (code, stdout) == (2, "")
     assert stderr.splitlines()[-1].startswith("error: ")
     assert not list((tmp_path / "eval").rglob("*.json*"))
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["{", "null", '{"manifest": {}}', '{"files": {"README.md": null}}', '{"files": {"README.md": {"bytes": 1}}}'],
-)
-def test_a_manifest_that_is_none(text, adapter):
-    (adapter / "manifest.json").write_text(text)
+def test_a_manifest_that_is_none(adapter):
+    (adapter / "manifest.json").write_text("{")
     with pytest.raises(BadInput, match="manifest.json is damaged"):
         verify(adapter)
 

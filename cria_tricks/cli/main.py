@@ -17,7 +17,6 @@ from cria_tricks.common.errors import (
     Interrupted,
     Lost,
     OutOfMemory,
-    Unfinished,
     is_out_of_memory,
     redacted,
 )
@@ -79,8 +78,6 @@ def _end(error: Exception) -> NoReturn:
         leave(f"error: {unusable}", 2)
     if isinstance(error, BadInput):
         leave(f"error: {error}", 2)
-    if isinstance(error, Unfinished):
-        leave(f"error: {error}", 1)
     if is_out_of_memory(error):
         leave("error: out of memory", 3)
     # An unforeseen error is a bug of ours, so the user needs the traceback to report it.

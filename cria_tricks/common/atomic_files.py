@@ -22,11 +22,9 @@ from cria_tricks.common.errors import (
     WHOLE,
     BadInput,
     OutOfMemory,
-    Unfinished,
     Unwritten,
     is_out_of_memory,
 )
-from cria_tricks.common.units import human
 
 MANIFEST = "manifest.json"
 ASIDE = ".partial"
@@ -51,7 +49,6 @@ def new_folder(folder: Path, *, manifest: bool = True) -> Iterator[Path]:
     Raises:
         Unwritten: if the disk is full, broken or protected.
         OutOfMemory: if there was not enough memory to write the files.
-        Unfinished: if anything else went wrong in the block.
     """
     aside = folder.with_name(folder.name + ASIDE)
     old = folder.with_name(folder.name + OLD)
@@ -77,25 +74,12 @@ def new_folder(folder: Path, *, manifest: bool = True) -> Iterator[Path]:
 
 def _complete(folder: Path, manifest: bool) -> None:
     """Make a filled folder ready for its final name."""
-    _as_the_umask_says(folder)
     if manifest:
         _write_manifest(folder)
     # Content first: a power cut after the rename must not leave the new name over files that are not written.
     for path in folder.rglob("*"):
         _sync(path)
     _sync(folder)
-
-
-def _as_the_umask_says(folder: Path) -> None:
-    """Give all files the permissions that ``open`` would give; safetensors makes files that only their owner can read.
-
-    The folder was made by mkdir, so its own permissions tell the process's umask.
-    """
-    mode = folder.stat().st_mode & 0o666
-    for path in folder.rglob("*"):
-        if path.is_file() and path.stat().st_mode & 0o777 != mode:
-            with contextlib.suppress(OSError):  # a file system without permissions, such as Google Drive's
-                path.chmod(mode)
 
 
 def _put_back(old: Path, folder: Path) -> None:
@@ -125,7 +109,7 @@ def new_file(path: Path) -> Iterator[Path]:
         The temporary name.
 
     Raises:
-        Unwritten, OutOfMemory, Unfinished: as :func:`new_folder`; an older file of this name is still there, unchanged.
+        Unwritten, OutOfMemory: as :func:`new_folder`; an older file of this name is still there, unchanged.
     """
     aside = path.with_name(path.name + ASIDE)
     try:
@@ -155,7 +139,7 @@ def seal(aside: Path, folder: Path) -> None:
         folder: its final name, which must be free.
 
     Raises:
-        Unwritten, OutOfMemory, Unfinished: as :func:`new_folder`.
+        Unwritten, OutOfMemory: as :func:`new_folder`.
     """
     with unwritten_in_one_line(folder):
         _complete(aside, manifest=True)
@@ -190,21 +174,19 @@ def damage(folder: Path) -> str:
     Returns:
         An empty string if every file in the manifest is there with the same size and content.
     """
+    if not (folder / MANIFEST).is_file():
+        return f"{MANIFEST} is missing"
     try:
         wanted = listed(folder)
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # unreadable, or other JSON
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # unreadable, or other JSON
         return f"{MANIFEST} is damaged"
     for name, written in wanted.items():
-        try:
-            if not (folder / name).is_file():  # nothing, or a pipe, which would be read for ever
-                return f"{name} is missing"
-            found = entry(folder / name)
-        except FileNotFoundError:
+        if not (folder / name).is_file():
             return f"{name} is missing"
-        except (OSError, ValueError) as error:  # ValueError: no system accepts the name, e.g. with a zero byte
-            return f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"
+        try:
+            found = entry(folder / name)
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
         if found["bytes"] != written["bytes"]:
             return f"{name} has {found['bytes']} bytes, not the {written['bytes']} that were written"
         if found["sha256"] != written["sha256"]:
@@ -234,12 +216,11 @@ def unlisted(folder: Path) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def unwritten_in_one_line(path: Path) -> Iterator[None]:
-    """Turn any error while a result is written into an error of one sentence, which names the result and the reason.
+    """Turn what libraries raise when a result cannot be written into one sentence, which names the result and why.
 
     Raises:
         Unwritten: if the disk is full, broken or protected. Each library raises another error for this.
         OutOfMemory: if there was not enough memory to write the result.
-        Unfinished: for everything else.
     """
     try:
         yield
@@ -250,31 +231,14 @@ def unwritten_in_one_line(path: Path) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise OutOfMemory(f"{path}: cannot be written: out of memory; {WHOLE}: {AGAIN}") from None
-        number = _system_error(error)
-        if number:
-            raise Unwritten(path, os.strerror(number), number) from None
-        if _is_about_writing(error):
-            existing = next(folder for folder in path.parents if folder.exists())
-            free = shutil.disk_usage(existing).free
-            raise Unwritten(path, f"the disk took only a part of it, {human(free)} are free") from None
-        raise Unfinished(path, error) from error
-
-
-def _system_error(error: Exception) -> int:
-    """Find the operating system's error number in the message of a library written in Rust; 0 if there is none.
-
-    For example, tokenizers raises a plain ``Exception`` whose message contains the number.
-    """
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return int(found[1]) if found else 0
-
-
-def _is_about_writing(error: Exception) -> bool:
-    """Return whether torch or safetensors reports, without an error number, that a file could not be written."""
-    if type(error).__name__ == "SafetensorError":
-        return True
-    words = ("PytorchStreamWriter", "inline_container")  # names in the C++ code behind torch.save
-    return type(error) is RuntimeError and any(word in str(error) for word in words)
+        # Libraries written in Rust, such as tokenizers, have the system's error number in their message.
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if found:
+            raise Unwritten(path, os.strerror(int(found[1])), int(found[1])) from None
+        # safetensors, and the C++ code behind torch.save, report a file that could not be written without a number.
+        if re.search("SafetensorError|PytorchStreamWriter|inline_container", f"{type(error).__name__} {error}"):
+            raise Unwritten(path, "the disk took only a part of it") from None
+        raise
 
 
 def _write_manifest(folder: Path) -> None:

@@ -8,7 +8,6 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 # On a CPU with bf16 instructions (AVX-512 BF16), bitsandbytes warns on import if the package `kernels` is missing. It
@@ -22,23 +21,7 @@ _SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_TOKEN")
 """Environment variables that hold an access token of the Hugging Face hub."""
 
 
-class _Pickled(Exception):
-    """An error that comes whole out of a pickle, in which another process sends it.
-
-    Python would call ``__init__`` with the message, but some of these errors are made from other arguments.
-    """
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _again, (type(self), str(self), vars(self))
-
-
-def _again(kind: type[Exception], line: str, attributes: Mapping[str, object]) -> Exception:
-    error = kind.__new__(kind, line)  # it takes over the message; __init__ is not called
-    vars(error).update(attributes)
-    return error
-
-
-class BadInput(_Pickled, ValueError):
+class BadInput(ValueError):
     """The input is wrong: one line says what, where, and what would be right. Exit code 2.
 
     Args:
@@ -66,27 +49,19 @@ class Unwritten(BadInput):
     """
 
     def __init__(self, path: Path, reason: str, number: int | None = errno.ENOSPC):
+        self.made_from = path, reason, number
         # A warning about train.mirror quotes only this part, because the run goes on without the mirror.
         self.reason = f"{path}: cannot be written: {reason}"
         cure = "make room" if number in _FULL else "mend that"
         super().__init__(f"{self.reason}; {WHOLE}: {cure}, then {AGAIN}")
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Another process sends it as a pickle. Python would make it again from its message alone.
+        return Unwritten, self.made_from
+
 
 WHOLE = "what was saved before is whole"
 AGAIN = "run the command again (a training run: with --resume)"
-
-
-class Unfinished(_Pickled, RuntimeError):
-    """An unforeseen error stopped a result from being written; everything saved before is complete. Exit code 1.
-
-    Args:
-        path: what could not be written.
-        error: the unforeseen error.
-    """
-
-    def __init__(self, path: Path, error: BaseException):
-        said = redacted(f"{type(error).__name__}: {first_line(error)}")
-        super().__init__(f"{path}: cannot be written: {said}; {WHOLE}: {AGAIN}")
 
 
 class Diverged(RuntimeError):
@@ -111,7 +86,7 @@ class Interrupted(RuntimeError):
     """The user, or the system, stopped the run; its state was saved if it had done a step. Exit code 130."""
 
 
-FORESEEN = (BadInput, Unfinished, Diverged, OutOfMemory, Lost, Interrupted)
+FORESEEN = (BadInput, Diverged, OutOfMemory, Lost, Interrupted)
 """Errors whose message is one sentence for the user already."""
 
 

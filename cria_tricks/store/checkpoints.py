@@ -150,28 +150,6 @@ class Checkpoints:
             )
         return None
 
-    def put_aside_after(self, start: Checkpoint) -> None:
-        """Rename the damaged checkpoints that are newer than the start, so that none is ever taken for the newest one.
-
-        Args:
-            start: the checkpoint from which the run continues; it is the newest whole one, so all newer ones are
-                damaged.
-
-        Raises:
-            Unwritten: if one in the run's own folder cannot be renamed; for the mirror there is a warning instead.
-        """
-        for path in self._all():
-            if _step(path) > start.step or (_step(path) == start.step and atomic_files.damage(path)):
-                aside = path.with_name(path.name + ".damaged")
-                shutil.rmtree(aside, ignore_errors=True)
-                try:
-                    with atomic_files.unwritten_in_one_line(aside):
-                        path.rename(aside)
-                except Unwritten as error:
-                    if path.parent != self.mirror:
-                        raise
-                    self.say(f"warning: train.mirror: {error.reason}")
-
     def _all(self) -> list[Path]:
         """List all checkpoints, the newest first; of the same step, the run's own comes before the mirror's copy."""
         found = _in(self.folder)

@@ -133,7 +133,6 @@ class Folders:
             saved = f"no step is saved in {self.folder} yet; begin again"
             if self.start:
                 saved = f"{self.start.path} is whole; go on"
-                self.checkpoints.put_aside_after(self.start)
                 if self.mirror and not _records(self.folder):
                     self._copy_records(self.mirror, self.folder)  # a new machine, which has only the mirror of the run
                 self._bring_best_back()
