@@ -1,14 +1,16 @@
-"""Find the field of a recipe that a user means, by its own name, by another library's name, or without its group.
+"""Find the field of a recipe that a user means, and say in one line what is wrong with a field, and where.
 
 The field ``train.learning_rate`` belongs to the group ``train``. A user may also type ``learning_rate`` or ``lr``.
 """
 
+import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
-from cria_tricks.common.names import hint, nearest, plain, same, the_only
+from cria_tricks.common.names import hint, nearest, plain
 
 ALIASES: dict[str, str] = {
     "lr": "train.learning_rate",
@@ -91,48 +93,41 @@ def find_field(key: str, known: Sequence[str]) -> str | None:
         known: all fields, dotted.
 
     Returns:
-        The field's full name, or ``None`` if no field fits or several do.
+        The field's full name, or ``None`` if no field has this name.
 
     Examples:
         >>> find_field("LR", ["train.learning_rate"])
         'train.learning_rate'
     """
-    found = same(key, known)
-    if found:
-        return found
-    group, dot, last = plain(key).rpartition(".")
-    field = ALIASES.get(last)
-    if field and (not dot or group == _group(field)):
-        return field
-    if dot or last in _groups(known):
-        return None
-    return _only(last, known)
+    return _typed(known).get(plain(key))
 
 
-def unknown_field(key: str, known: Sequence[str], *, is_table: bool = False) -> str:
-    """Write the error message for an unknown field, in one line, with the field that may be meant.
+def unknown_field(key: str, known: Sequence[str]) -> str:
+    """Write the error message for an unknown field, in one line, with the field or the group that may be meant.
 
     Args:
         key: as it was typed.
         known: all fields, dotted.
-        is_table: whether the key is the heading of a TOML table, as in ``[train]``: then a group is meant, not a field.
     """
-    gone = same(key, GONE) or _only(key, list(GONE))
+    name = plain(key)
+    groups = _groups(known)
+    if key in groups:
+        return a_group(key, known)
+    gone = _typed(list(GONE)).get(name)
     if gone:
         return f"{gone} is gone: {GONE[gone]}"
-    groups = _groups(known)
-    if is_table:
-        near = nearest(key, groups)
-    else:
-        group = same(key.rstrip("."), groups)
-        if group:
-            return _a_group_or_field(group, known)
-        group = _nearer_group(key, known)
-        if group:
-            return f"unknown field {key}; did you mean a field of {group}? There are {_fields_of(group, known)}"
-        near = _nearest_field(key, known)
-    alone = ", ".join(name for name in known if "." not in name)
-    there_are = _fields_of(plain(key).partition(".")[0], known)
+    typed = _typed(known)
+    near = typed.get(name) or typed.get(_last(name))  # its group is missing or wrong
+    if not near:
+        # A high cutoff, because all fields of a group begin alike: train.colour is no misspelt train.mirror. For the
+        # same reason a short name behind its group, train.lr, is left out.
+        names = [other for other in typed if "." not in other or other in known]
+        found = nearest(name.rstrip("."), [*names, *groups], cutoff=0.75)
+        if found in groups:
+            return f"unknown field {key}; did you mean a field of {found}? There are {_fields_of(found, known)}"
+        near = typed[found] if found else None
+    alone = ", ".join(field for field in known if "." not in field)
+    there_are = _fields_of(name.partition(".")[0], known)
     if not there_are:
         there_are = f"{alone}, and fields of {', '.join(groups)}, e.g. train.max_steps"
     return f"unknown field {key}; {hint(near, f'there are {there_are}')}"
@@ -143,45 +138,21 @@ def a_group(group: str, known: Sequence[str]) -> str:
     return f"{group} is a group of fields; there are {_fields_of(group, known)}"
 
 
-def _a_group_or_field(group: str, known: Sequence[str]) -> str:
-    """Write the message of :func:`a_group`, and ask whether a field of the same name in another group was meant."""
-    field = _only(group, known)
-    or_field = f"; or did you mean {field}?" if field else ""
-    return a_group(group, known) + or_field
+def _typed(known: Sequence[str]) -> dict[str, str]:
+    """Return all that may be typed, and the field that it means: full names, names without their group, other names."""
+    lasts = [_last(name) for name in known]
+    found = {last: name for last, name in zip(lasts, known, strict=True) if lasts.count(last) == 1}
+    for group in _groups(known):
+        found.pop(group, None)  # train is the group, and not data.train
+    for alias, name in ALIASES.items():
+        if name in known:
+            found[alias] = name
+            found[f"{_group(name)}.{alias}"] = name
+    return found | {name: name for name in known}
 
 
 def _fields_of(group: str, known: Sequence[str]) -> str:
     return ", ".join(name for name in known if _group(name) == group)
-
-
-def _nearer_group(key: str, known: Sequence[str]) -> str | None:
-    """Find the group that a misspelt key without a dot means; ``None`` if it looks more like a field."""
-    if "." in key:
-        return None
-    groups = _groups(known)
-    fields = {*ALIASES, *map(_last, known)} - set(groups)
-    near = nearest(key, [*fields, *groups], cutoff=0.75)
-    return near if near in groups else None
-
-
-def _nearest_field(key: str, known: Sequence[str]) -> str | None:
-    group, _, last = plain(key).rpartition(".")
-    found = find_field(key, known) or ALIASES.get(last) or _only(last, known)
-    if found:
-        return found  # the field exists, but the key had no group or a wrong one
-    if group and group not in _groups(known):
-        return nearest(key, known)
-    # Compare only the parts behind the dot. All names of a group begin alike, so train.lr would look like train.mirror.
-    within = {_last(name): name for name in known if group in ("", _group(name))}
-    near = nearest(last, within)
-    if near is None:
-        return None
-    return within[near]
-
-
-def _only(last: str, known: Sequence[str]) -> str | None:
-    """Find the only field whose last part is this name; ``None`` if several fields have it, or none."""
-    return the_only(name for name in known if _last(name) == plain(last))
 
 
 def _groups(known: Sequence[str]) -> list[str]:
@@ -194,3 +165,47 @@ def _group(name: str) -> str:
 
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def line_of(place: list[str], text: str) -> int:
+    """Find the line of a TOML file that sets a field, or opens its table; 0 if there is none."""
+    table: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        found = re.match(r"\s*(\[?)\s*([\w.\"'-]+)", line)
+        if not found:
+            continue
+        names = [name.strip("\"'") for name in found[2].split(".")]
+        if found[1]:  # the line opens a table: [train]
+            table = names
+            full = table
+        else:
+            full = [*table, *names]
+        # One of the two names begins with the other. But a line that opens the table around a field does not set it.
+        if full[: len(place)] == place[: len(full)] and (len(full) >= len(place) or not found[1]):
+            return number
+    return 0
+
+
+def in_one_line(error: ValidationError, known: Sequence[str]) -> str:
+    """Say in one line, in our words instead of pydantic's, which field is wrong first, and what would be right.
+
+    Args:
+        error: what pydantic found.
+        known: every field of a recipe, dotted.
+    """
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return unknown_field(key, known)
+    message = first["msg"].replace("Input should be", "must be").replace("Value error, ", "").replace("'", "")
+    near = ""
+    if first["type"] == "literal_error" and isinstance(first["input"], str):
+        allowed = first["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        close = nearest(first["input"], allowed)
+        if close:
+            near = f"; did you mean {close}?"
+    if first["type"] in ("too_short", "string_too_short"):
+        message = "must not be empty"
+    if first["type"] == "model_type":
+        return f"{key} = {reprlib.repr(first['input'])}: {a_group(key, known)}"
+    return f"{key} = {reprlib.repr(first['input'])}: {message[0].lower()}{message[1:]}{near}"

@@ -28,16 +28,8 @@ def same(name: str, known: Iterable[str]) -> str | None:
         >>> same("SmolLM2", ["smollm2", "llama-3.2-1b"])
         'smollm2'
     """
-    known = list(known)
-    if name in known:
-        return name
-    return the_only(other for other in known if plain(other) == plain(name))
-
-
-def the_only(found: Iterable[str]) -> str | None:
-    """Return the name that was found if it is the only one; a choice among several would be a guess."""
-    names = list(found)
-    return names[0] if len(names) == 1 else None
+    found = [other for other in known if plain(other) == plain(name)]
+    return found[0] if len(found) == 1 else None  # a choice among several would be a guess
 
 
 def repeated(names: Sequence[str]) -> str | None:

@@ -489,7 +489,7 @@ ROW: dict[str, tuple[str, str]] = {
 }
 SETTING: dict[str, tuple[str, str]] = {
     "no value": ("lora.r", "lora.r"),
-    "no such field": ("lora.rang=3", "unknown field lora.rang; there are lora.r,"),
+    "no such field": ("lora.rang=3", "unknown field lora.rang; did you mean lora.r?"),
     "a group": ("train=5", "train is a group of fields; there are train.batch_size"),
     "a group, misspelt": ("trian=5", "did you mean a field of train"),
     "nothing before the sign": ("=5", "the field before = is missing"),
