@@ -295,7 +295,7 @@ def test_other_shards_are_refused(folder):
 def test_other_work_is_not_gone_on_with(folder, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(write, "document", lambda row, tokenizer: 1 / 0)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(ZeroDivisionError):
             prepared(recipe(folder), folder / "out", Words())
     with pytest.raises(BadInput, match="holds the beginning of other shards"):
         prepared(recipe(folder, "data.min_words=2"), folder / "out", Words())
