@@ -1,4 +1,4 @@
-"""What a process holds: the state against real ones, to the byte; the peak against a counted step; ZeRO's figure."""
+"""What a process holds: the state against real ones, to the byte; the peak against a counted step."""
 
 import itertools
 from dataclasses import replace
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.per_process import (
     LORA,
@@ -240,31 +239,6 @@ def test_with_short_rows_the_peak_under_fsdp_is_where_weights_arrive(two, folder
     found = bill("fsdp", 2, *LORA, "data.max_length=8")
     assert found.peak.name.endswith("block arrives")
     assert found.peak_bytes == pytest.approx(counted, rel=0.02)
-
-
-def states_of_zero_1(folder: Path) -> int:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    _, _, loaded = prepare(folder, *LORA)
-    trained = [p for p in loaded.model.parameters() if p.requires_grad]
-    optimizer = ZeroRedundancyOptimizer(trained, torch.optim.AdamW, lr=1e-3)
-    for parameter in trained:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    return held(moments_of(optimizer.optim if hasattr(optimizer, "optim") else optimizer))
-
-
-def test_zero_1_divides_the_states(two, folder):
-    counted = two.run(states_of_zero_1, folder)
-    whole, divided = rows(bill("ddp", 2, *LORA)), rows(bill("zero1", 2, *LORA))
-    assert sum(counted) == whole[2], "torch's optimizer gives each process whole tensors, in equal shares if it can"
-    assert max(counted) == pytest.approx(divided[2], rel=0.02)
-    assert divided[:2] == whole[:2]
-
-
-def test_zero_2_divides_the_gradients_too():
-    whole, divided = rows(bill("ddp", 4, *LORA)), rows(bill("zero2", 4, *LORA))
-    assert divided == (whole[0], whole[1] / 4, whole[2] / 4)
 
 
 def test_it_fits_to_the_last_byte_and_not_a_byte_beyond():
