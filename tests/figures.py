@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.bill.fsdp_bytes import sizes
+from cria_tricks.bill.fsdp import sizes
 from cria_tricks.hardware.cards import CARDS, FLAVORS
 from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import STRATEGIES

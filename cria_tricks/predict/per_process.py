@@ -5,7 +5,7 @@ moments of its step:
 
 - **ddp**: the whole model. The gradients live in DDP's all-reduce buckets, through the whole step.
 - **fsdp** (ZeRO-3, Rajbhandari et al. 2020, arXiv:1910.02054, sec. 5.3): 1 / N of every tensor, and some tensors
-  unsharded for a while; see ``fsdp_moments.py``.
+  unsharded for a while; see ``bill/fsdp.py``.
 - **tensor**, **ddp_tensor**: blocks with 1 / M of the heads and of the MLP's width, for groups of M processes (with
   tensor, M = N). So the same formulas give the sizes of the matrices, of LoRA's A and B, and of the activations that a
   block saves. Every tensor of the model's width D stays whole; with ``parallel.sequence=true`` norms, block inputs and
@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.fsdp_bytes import divided_up
+from cria_tricks.bill.fsdp import divided_up, sharded_moments
 from cria_tricks.bill.lines import Line, Moment
 from cria_tricks.bill.moments import moments
 from cria_tricks.common.errors import BadInput
@@ -38,7 +38,6 @@ from cria_tricks.parallel.ring_bytes import through_the_ring, whole_rows
 from cria_tricks.parallel.tensor import partial_weights
 from cria_tricks.parallel.zigzag import own_tokens
 from cria_tricks.predict.evaluation import Evaluated, with_evaluation
-from cria_tricks.predict.fsdp_moments import sharded_moments
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.folds import facts
 from cria_tricks.tricks.gradient_checkpointing import in_stage

@@ -20,7 +20,7 @@ from benchmarks.per_process import (
     shares,
 )  # fmt: skip
 from benchmarks.per_process import WIDTHS as WIDTHS_OF
-from cria_tricks.bill import fsdp_bytes
+from cria_tricks.bill import fsdp
 from cria_tricks.bill.lines import Line
 from cria_tricks.bill.moments import moments
 from cria_tricks.common.errors import BadInput
@@ -337,17 +337,17 @@ def test_what_cannot_be_divided_is_refused(strategy, processes, says):
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen2.5-0.5b", "mixtral-8x7b", "llama-2-7b", "olmo2", "qwen3"])
 def test_the_tensors_that_fsdp_shards_are_all_of_the_models(name):
     shape = shape_of(WIDTHS | {"model_type": name}, name) if name in ("olmo2", "qwen3") else find_shape(name)
-    tensors = fsdp_bytes._tensors(folds.facts(Recipe(), shape, T4)).loaded
-    assert fsdp_bytes._elements(tensors) == shape.weights
+    tensors = fsdp.loaded_tensors(folds.facts(Recipe(), shape, T4))
+    assert sum(fsdp.elements_of(alike) for alike in tensors.values()) == shape.weights
 
 
 def test_under_fsdp_a_block_with_a_copy_has_the_whole_copy():
     shape = find_shape("llama-3.2-1b")
     recipe = with_settings(Recipe(), ["tricks.peft=side_network", "side.blocks=2"])
-    sizes = fsdp_bytes.sizes(folds.facts(recipe, shape, T4), 2)
+    sizes = fsdp.sizes(folds.facts(recipe, shape, T4), 2)
     a_copy = 4 * (shape.block_linear_weights + shape.block_other_weights + shape.width**2)
     assert sizes.block.gradients == a_copy
-    frozen = fsdp_bytes.sizes(folds.facts(with_settings(Recipe(), ["tricks.peft=lora"]), shape, T4), 2)
+    frozen = fsdp.sizes(folds.facts(with_settings(Recipe(), ["tricks.peft=lora"]), shape, T4), 2)
     assert sizes.block.weights > a_copy
     assert frozen.block.weights < a_copy
 
@@ -359,7 +359,7 @@ def test_under_fsdp_a_block_with_a_copy_has_the_whole_copy():
 def test_an_untied_model_is_gathered_in_groups_and_each_trains_what_it_has(peft, trained):
     shape = find_shape("llama-2-7b")
     recipe = with_settings(Recipe(), [f"tricks.peft={peft}"])
-    sizes = fsdp_bytes.sizes(folds.facts(recipe, shape, T4), 2)
+    sizes = fsdp.sizes(folds.facts(recipe, shape, T4), 2)
     matrix = 4 * shape.embedding_weights
     assert sizes.outside["embedding"] == (matrix, 0)
     assert sizes.outside["last norm and head"].weights == matrix * (1 + (peft == "head")) + 4 * shape.width
