@@ -110,7 +110,7 @@ _NAMES = {
     "data.stream": "Stream",
     "kwanzaa.augment": "Augment",
     "kwanzaa.prompt": "QARow read_rows",
-    "kwanzaa.reply": "plain_reply",
+    "kwanzaa.contract": "plain_reply",
     "kwanzaa.scores": "kind=kind_of_answer",
     "kwanzaa.statements": "labels=citation_labels",
     # a run
