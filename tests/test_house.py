@@ -120,14 +120,14 @@ def test_every_value_of_every_toggle_is_some_tricks_business():
     assert offered == {switch for trick in TRICKS for switch in trick.SWITCHES}
 
 
-@pytest.mark.parametrize("name", ["contract", "reply", "prompt", "statements", "scores", "augment"])
+@pytest.mark.parametrize("name", ["contract", "prompt", "statements", "scores", "augment"])
 def test_scorers_read_text_and_import_nothing_heavy(name: str):
     allowed = {"pydantic", "cria_tricks", *sys.stdlib_module_names}
     names = _imports(PACKAGE / "kwanzaa" / f"{name}.py")
     assert {imported.partition(".")[0] for imported in names} <= allowed
     own = {imported for imported in names if imported.startswith("cria_tricks.")}
     assert own <= {"cria_tricks.data.rows", "cria_tricks.common.errors", "cria_tricks.recipe"} | {
-        f"cria_tricks.kwanzaa{end}" for end in ("", ".contract", ".reply", ".prompt", ".scores")
+        f"cria_tricks.kwanzaa{end}" for end in ("", ".contract", ".prompt", ".scores")
     }
 
 

@@ -17,8 +17,8 @@ of the shards come tensors that are whole for a while:
 - The gradients of the open group, and those of the group that ran just before, which are being reduce-scattered.
 - With ``parallel.reduce=step`` nothing is reduced before the last micro-batch, so until then all gradients are whole.
 
-Sources: Rajbhandari et al. 2020, arXiv:1910.02054, sec. 5.3; ``_fsdp_collectives.py`` and ``_fsdp_param_group.py`` in
-torch/distributed/fsdp/_fully_shard.
+Sources: Rajbhandari et al. 2020, arXiv:1910.02054, sec. 5.3; torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py,
+torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
 """
 
 from collections.abc import Iterable
