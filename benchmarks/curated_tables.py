@@ -5,7 +5,7 @@ from typing import Any
 
 from cria_tricks.bench.tables import table
 from cria_tricks.data.samples import answer_line
-from cria_tricks.kwanzaa.page import NAMES
+from cria_tricks.kwanzaa.summary import NAMES
 
 SYSTEMS = {
     "base": "the base alone",

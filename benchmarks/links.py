@@ -14,11 +14,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -26,13 +27,13 @@ from rich.console import Console
 from benchmarks import common
 from benchmarks.per_process import SETTINGS, WIDTHS, adamw, made, prepared, saved, shares
 from cria_tricks.bench.case import stamp
-from cria_tricks.bill.calls import Call
+from cria_tricks.bill.calls import Call, ring_share
 from cria_tricks.course.processes import Ranks
 from cria_tricks.load import losses
 from cria_tricks.load.model import quiet_libraries
 from cria_tricks.models.shape import shape_of
 from cria_tricks.parallel import STRATEGIES
-from cria_tricks.predict.links import FittedLine, StepTime, Timing, fit_line
+from cria_tricks.predict.links import StepTime
 from cria_tricks.recipe import Recipe, with_settings
 
 PROCESSES = 2
@@ -52,6 +53,53 @@ SHAPES = {
 }
 CASES = tuple(itertools.product(("ddp", "fsdp", "tensor"), ("LoRA", "all weights")))
 """A strategy, and the name of the settings."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The measured time of one collective of one size.
+
+    Attributes:
+        kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
+        bytes: the size of the whole tensor [bytes]: the input of a reduction, the output of an all-gather.
+        processes: the number of processes that took part.
+        seconds: the time of one call [s].
+    """
+
+    kind: str
+    bytes: int
+    processes: int
+    seconds: float
+
+    @property
+    def sent(self) -> float:
+        """How much each process sends over a ring [bytes]."""
+        return self.bytes * ring_share(self.kind, self.processes)
+
+
+class FittedLine(NamedTuple):
+    """A straight line fitted to timings: the time of a small call [s], and the rate of a large one [bytes/s]."""
+
+    latency: float
+    rate: float
+
+
+def fit_line(timings: Iterable[Timing]) -> FittedLine:
+    """Fit a line to timings of a collective, by least squares of the relative errors.
+
+    The errors are relative because the times span three orders of magnitude: with absolute errors the largest size
+    alone would decide.
+    """
+    points = [(timing.sent, timing.seconds) for timing in timings]
+    sent, seconds = np.array(points).T
+    # Of predicted / measured = (latency + slope * sent) / seconds = 1.
+    per_second = np.stack([1 / seconds, sent / seconds], axis=1)
+    latency, slope = np.linalg.lstsq(per_second, np.ones(len(points)))[0]
+    if len(set(sent)) == 1 or latency < 0 or slope <= 0:
+        # No call was small, or the noise was larger than the differences: fit a line through zero, without a latency.
+        through_zero = sent / seconds
+        return FittedLine(0.0, float(through_zero @ through_zero / through_zero.sum()))
+    return FittedLine(float(latency), float(1 / slope))
 
 
 def timed(step: Callable[[], Any]) -> float:

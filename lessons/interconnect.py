@@ -45,14 +45,11 @@ from cria_tricks.course import (
     STRATEGIES,
     Call,
     Theme,
-    Timing,
     compute_seconds,
     find_shape,
-    links,
     ring_collectives,
     step_seconds,
     table,
-    when_it_stops,
     with_settings,
 )
 
@@ -293,14 +290,9 @@ for name, way in (("ours", ring), ("package", ring_collectives.ring_all_reduce))
     assert sent == 2 * 3 / 4 * ours.nbytes
     assert sends == 2 * 3
 
-# %% Compare the line with the package's tags=["hide-input"]
-_timings = [
-    Timing("all_reduce", size, 4, 3e-4 + 1.5 * size / 2e9) for size in (1e3, 1e5, 1e7)
-]
-_ours = line_through([(one.sent, one.seconds) for one in _timings])
-for _line in (_ours, links.fit_line(_timings), line_through(made_up)):
-    for _one, _right in zip(_line, (3e-4, 2e9), strict=True):
-        assert abs(_one / _right - 1) < 1e-6
+# %% Check the line tags=["hide-input"]
+for _one, _right in zip(line_through(made_up), (3e-4, 2e9), strict=True):
+    assert abs(_one / _right - 1) < 1e-6
 
 # %% [markdown]
 # ## 4. What it costs
@@ -422,27 +414,40 @@ assert 300 < max(_rates) / min(_rates) < 320
 # %% Your guess: cases of 12 that stop at one card tags=["predict"]
 guess = 0  # @param {type:"number"}
 
+
 # %%
+def speeds_of(recipe, link, way):
+    """The speed of 1, 2, 4 and 8 cards, divided by that of one."""
+    took = {}
+    for N in (1, 2, 4, 8):
+        computes = compute_seconds(recipe, shape, A100, way, N)
+        calls = STRATEGIES[way].traffic(recipe, shape, N) if N > 1 else []
+        took[N] = step_seconds(computes, calls, link).seconds
+    return {N: took[1] / seconds for N, seconds in took.items()}
+
+
+def stops_at(speed):
+    """Double the cards as long as the step becomes at least 1.5 times as fast."""
+    N = 1
+    while 2 * N in speed and speed[2 * N] >= 1.5 * speed[N]:
+        N *= 2
+    return N
+
+
 stops, lines = {}, []
 for way, recipe in RECIPES.items():
     for name in NAMES:
-        traffic = STRATEGIES[way].traffic
-        found = when_it_stops(recipe, shape, A100, LINKS[name], way, traffic)
-        stops[way, name] = found.stops
-        # each doubling, whether it helps or not
-        found = when_it_stops(
-            recipe, shape, A100, LINKS[name], way, traffic, gain=0, most=8
-        )
-        speeds = [f"{found.points[place].speedup:.2f} times" for place in (1, 3)]
+        found = speeds_of(recipe, LINKS[name], way)
+        stops[way, name] = stops_at(found)
+        speeds = [f"{found[N]:.2f} times" for N in (2, 8)]
         lines.append((way, LINKS[name].name, str(stops[way, name]), *speeds))
 ideal = [compute_seconds(bf16, shape, A100, "tensor", N) for N in (1, 2, 8)]
 speeds = [f"{ideal[0] / ideal[place]:.2f} times" for place in (1, 2)]
 lines.append(("tensor", "sending takes no time", "1", *speeds))
 divided = with_settings(bf16, ["parallel.sequence=true"])
-found = when_it_stops(divided, shape, A100, nvlink, "tensor", traffic, gain=0, most=8)
-speeds = [f"{found.points[place].speedup:.2f} times" for place in (1, 3)]
-found = when_it_stops(divided, shape, A100, nvlink, "tensor", traffic)
-lines.append(("tensor, sequence", nvlink.name, str(found.stops), *speeds))
+found = speeds_of(divided, nvlink, "tensor")
+speeds = [f"{found[N]:.2f} times" for N in (2, 8)]
+lines.append(("tensor, sequence", nvlink.name, str(stops_at(found)), *speeds))
 columns = ("strategy", "link", "stops at", "speed of 2 cards", "of 8 cards")
 course.show_table(table(columns, lines))
 course.reveal(guess, sum(number == 1 for number in stops.values()), "cases")
@@ -459,15 +464,9 @@ assert _speeds["tensor", "sending takes no time"][0] == "1.48 times"
 assert lines[-1][2:] == ("2", "1.59 times", "2.21 times")
 _latencies = [6.6 + 2 * 2.7, 1e6 * (LINKS["hdr"].start + 2 * LINKS["hdr"].hop)]
 assert [round(one) for one in _latencies] == [12, 36]
-_slow_ddp, _fast_tensor = (
-    when_it_stops(
-        RECIPES[way], shape, A100, LINKS[name], way, STRATEGIES[way].traffic, gain=0
-    ).points
-    for way, name in (("ddp", "10gbe"), ("tensor", "nvlink_a100"))
-)
-for _one, _other in zip(_slow_ddp[1:4], _fast_tensor[1:4], strict=True):
-    assert _one.processes == _other.processes
-    assert _one.speedup > _other.speedup
+_slow_ddp = speeds_of(job, LINKS["10gbe"], "ddp")
+_fast_tensor = speeds_of(bf16, nvlink, "tensor")
+assert all(_slow_ddp[N] > _fast_tensor[N] for N in (2, 4, 8))
 
 
 def of_speed(theme: Theme):
@@ -482,18 +481,11 @@ def of_speed(theme: Theme):
     axes.plot((1, 8), (1, 8), color=theme.ink, linewidth=0.8, zorder=5)
     for (way, recipe), colour in zip(RECIPES.items(), theme.series, strict=False):
         for name, (dashes, marker, size) in styles.items():
-            traffic = STRATEGIES[way].traffic
-            points = when_it_stops(
-                recipe, shape, A100, LINKS[name], way, traffic, gain=0, most=8
-            ).points
-            many, speed = (
-                [point.processes for point in points],
-                [point.speedup for point in points],
-            )
+            found = speeds_of(recipe, LINKS[name], way)
             label = f"{way}, {LINKS[name].name}"
             axes.plot(
-                many,
-                speed,
+                list(found),
+                list(found.values()),
                 color=colour,
                 linestyle=dashes,
                 marker=marker,
@@ -562,16 +554,21 @@ def measure_all(sizes):
             call()
             took[kind].append(time.perf_counter() - start)
         for kind, seconds in took.items():
-            found.append(Timing(kind, size, 2, statistics.median(seconds[1:])))
+            found.append((kind, size, statistics.median(seconds[1:])))
     return found
 
 
 timings = ranks.run(measure_all, [2**power for power in (12, 15, 18, 21, 24)])[0]
 lines = []
-for kind in ("all_reduce", "all_gather", "reduce_scatter"):
-    own = [one for one in timings if one.kind == kind]
-    its_latency, its_rate = line_through([(one.sent, one.seconds) for one in own])
-    speeds = [f"{speed / 1e9:.2f}" for speed in own[-1].rates.values()]
+for kind, share in {
+    "all_reduce": 1,
+    "all_gather": 1 / 2,
+    "reduce_scatter": 1 / 2,
+}.items():
+    own = [(size, seconds) for one, size, seconds in timings if one == kind]
+    its_latency, its_rate = line_through([(share * size, took) for size, took in own])
+    size, took = own[-1]
+    speeds = [f"{sent / took / 1e9:.2f}" for sent in (size, share * size)]
     line = f"{1000 * its_latency:.2f} ms + sent / {its_rate / 1e9:.2f} GB/s"
     lines.append((kind.replace("_", "-"), *speeds, line))
 columns = ("16 MiB", "algorithm GB/s", "bus GB/s", "the line")
@@ -590,13 +587,13 @@ course.show_table(table(columns, lines))
 # any number of cards is slower than one.
 
 # %% tags=["deep"]
-growing = when_it_stops(
-    job, shape, A100, LINKS["10gbe"], "ddp", STRATEGIES["ddp"].traffic, growing=True
-)
-_last = growing.points[-1]
-print(f"{_last.processes} cards are {_last.speedup:.0f} times as fast; {growing.why}")
-assert growing.stops is None
-assert (_last.processes, round(_last.speedup)) == (256, 244)
+wide = with_settings(job, ["tricks.gradient_accumulation=2048"])  # 8 for each card
+computes = compute_seconds(wide, shape, A100, "ddp", 256)
+sends = STRATEGIES["ddp"].traffic(wide, shape, 256)
+took = step_seconds(computes, sends, LINKS["10gbe"]).seconds
+speed = 256 * compute_seconds(job, shape, A100, "ddp", 1) / took
+print(f"256 cards are {speed:.0f} times as fast as one with all these rows")
+assert round(speed) == 244
 
 full = with_settings(bf16, ["tricks.peft=none", "tricks.lean_preparation=false"])
 computing = {N: compute_seconds(full, shape, A100, "ddp", N) for N in (1, 2, 4, 8)}

@@ -16,8 +16,9 @@
 # > smaller model. The T4's result is yours to make.
 # >
 # > **Card.** saves nothing new: all the course's switches work together / costs 6 to 9 minutes of training on a T4 (395
-# > rows of real lengths), and at most 31 of evaluation, predicted / resuming is exact on a CPU, while 4-bit weights and
-# > 8-bit states are approximate / about 25 minutes / after [checkpoint and resume](checkpoint_and_resume.py)
+# > rows of real lengths), predicted, and the time of the evaluation's answers / resuming is exact on a CPU, while 4-bit
+# > weights and 8-bit states are approximate / about 25 minutes / after [checkpoint and
+# > resume](checkpoint_and_resume.py)
 #
 # The model, Llama-3.2-1B-*Instruct* in unsloth's copy that needs no login, gets a few documents and a question about
 # Kwanzaa or Black history. It must answer in JSON, from the documents only, with a list of sources, and it must refuse
@@ -531,13 +532,6 @@ share = sum(tokens for tokens, _ in lengths) / (ROWS * 2048)
 shortest, longest = planned * low / 60, planned * high / 60
 print(f"{bill['gpu']}, if all rows were full: {shortest:.0f} to {longest:.0f} minutes")
 print(f"with the real lengths: {share * shortest:.0f} to {share * longest:.0f} minutes")
-asked = {"kwanzaa_curated": 13 + 64, "kwanzaa": 27}[RECIPE]  # rows, answered twice
-answers = bill["answers"] or {}
-if answers.get("eval_seconds"):  # not known for every GPU
-    at_most = asked * answers["eval_seconds"] / answers["eval_rows"] / 60
-    print(
-        f"evaluation: at most {at_most:.0f} minutes, if every answer has 2,048 tokens"
-    )
 
 # %% [markdown]
 # ## 5. The production switch

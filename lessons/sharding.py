@@ -125,12 +125,6 @@ models = {
     "llama-2-13b": job,
     "llama-3.2-1b, full": full,
 }
-stages = {
-    "no stage": "none",
-    "stage 1": "zero1",
-    "stage 2": "zero2",
-    "stage 3": "fsdp",
-}
 
 
 def bill(recipe, strategy, cards=2, model="llama-3.2-1b"):
@@ -139,26 +133,36 @@ def bill(recipe, strategy, cards=2, model="llama-3.2-1b"):
     return per_process(recipe, find_shape(model), T4, strategy, many)
 
 
+def state(recipe, stage):
+    """The bytes that each of two cards holds between steps."""
+    found = dict.fromkeys(("weights", "gradients", "optimizer states"), 0)
+    for line in bill(recipe, "fsdp" if stage == 3 else "none").state:
+        found[line.name.partition(":")[0]] += line.bytes
+    # fsdp has divided all of it already
+    ours = {1: ["optimizer states"], 2: ["optimizer states", "gradients"]}
+    for kind in ours.get(stage, []):
+        found[kind] /= 2
+    return found
+
+
 # %%
-print(f"{'MiB in each card':16}  state     peak  (state: what is left between steps)")
+print("MiB in each card, between steps and at the peak")
 for name, recipe in {"full": full, "QLoRA": job}.items():
-    for stage, strategy in stages.items():
-        found = bill(recipe, strategy)
-        state, peak = found.state_bytes / MIB, found.peak_bytes / MIB
-        print(f"{name:6}{stage:10}{state:8,.0f}{peak:10,.0f}")
+    held = [f"{sum(state(recipe, stage).values()) / MIB:,.0f}" for stage in range(4)]
+    peaks = [f"{bill(recipe, way).peak_bytes / MIB:,.0f}" for way in ("none", "fsdp")]
+    print(f"{name:6}stages 0 to 3: {', '.join(held)}; peak: {', '.join(peaks)}")
 course.reveal(guess, bill(job, "fsdp").peak_bytes / MIB, "MiB")
 
 # %% Draw figure 1, and hold the numbers of the text tags=["hide-input"]
-_state = {way: round(bill(job, way).state_bytes / MIB) for way in stages.values()}
-assert _state["none"] - _state["zero2"] == 65
-assert (_state["none"], _state["fsdp"]) == (1152, 583)
+_state = [round(sum(state(job, stage).values()) / MIB) for stage in range(4)]
+assert _state[0] - _state[2] == 65
+assert (_state[0], _state[3]) == (1152, 583)
 _peaks = [bill(r, way).peak_bytes for r in (job, full) for way in ("none", "fsdp")]
 assert [round(size / MIB) for size in _peaks] == [1593, 1657, 22661, 14467]
 _needs = {n: bill(full, "fsdp", n) for n in (2, 4)}
 assert [found.verdict for found in _needs.values()] == ["tight", "fits"]
 assert round(_needs[2].least_bytes / GIB, 1) == 14.5
 assert round(_needs[2].needed_bytes / GIB, 1) == 18.1
-assert bill(full, "zero2").least_bytes > T4.memory_bytes
 
 
 def of_the_state(theme: Theme):
@@ -172,27 +176,20 @@ def of_the_state(theme: Theme):
     for axes, (name, recipe) in zip(
         both, {"full fine-tuning": full, "QLoRA": job}.items(), strict=True
     ):
-        for place, strategy in enumerate(stages.values()):
+        for place in range(4):
             left = 0.0
-            for kind, colour in kinds.items():
-                size = (
-                    sum(
-                        line.bytes
-                        for line in bill(recipe, strategy).state
-                        if line.name.startswith(kind)
-                    )
-                    / GIB
-                )
+            for kind, size in state(recipe, place).items():
+                size /= GIB
                 axes.barh(
                     place,
                     size,
                     left=left,
-                    color=colour,
+                    color=kinds[kind],
                     height=0.66,
                     label=kind if place == 0 else None,
                 )
                 left += size
-        axes.set_yticks(range(4), list(stages))
+        axes.set_yticks(range(4), ["no stage", "stage 1", "stage 2", "stage 3"])
         axes.set(xlabel=f"{name}, GiB in each of two", ylim=(3.6, -0.6))
         axes.grid(axis="x")
     both[0].legend(loc="lower right", fontsize=7.5)

@@ -1,5 +1,7 @@
 """Stubs of other authors' packages, and commands that run beside them in processes of their own."""
 
+import ast
+import importlib.util
 import json
 import os
 import subprocess
@@ -7,7 +9,6 @@ import sys
 from pathlib import Path
 
 from cria_tricks.common import packages
-from cria_tricks.doctor.packages import looked_for
 
 ROOT = Path(__file__).parents[1]
 ROWS = ROOT / "cria_tricks" / "data" / "nguzo_saba_eval.jsonl"
@@ -27,6 +28,44 @@ KINDS = {
     "old": ("0.0.1", "__version__ = '0.0.1'"),
 }
 """Kinds of stubs: the version that it claims, and its code. One fails when it is imported, one is empty and too old."""
+
+
+LOOK = (
+    "transformers/utils/import_utils.py",
+    "transformers/integrations/integration_utils.py",
+    "transformers/integrations/deepspeed.py",
+    "transformers/modeling_flash_attention_utils.py",
+    "accelerate/utils/imports.py",
+    "peft/import_utils.py",
+    "datasets/config.py",
+    "bitsandbytes/__init__.py",
+)
+"""The files in which the libraries ask whether other packages are there."""
+ASKING = ("_is_package_available", "find_spec")
+"""The functions by which they ask. The name of a package is their first argument."""
+BY_IMPORT = ("opt_einsum", "triton")
+"""Packages that torch looks for by importing them."""
+
+
+def looked_for() -> list[str]:
+    """List the packages that torch, transformers, accelerate, peft, datasets and bitsandbytes look for, by import."""
+    found = set(BY_IMPORT)
+    for place in LOOK:
+        library, _, file = place.partition("/")
+        spec = importlib.util.find_spec(library)
+        if not spec or not spec.origin:
+            continue
+        for node in ast.walk(ast.parse((Path(spec.origin).parent / file).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and _function(node) in ASKING and node.args:
+                name = getattr(node.args[0], "value", None)
+                if isinstance(name, str) and name.split(".")[0].isidentifier():  # else a name that only pip knows
+                    found.add(name.split(".")[0])
+    return sorted(found)
+
+
+def _function(call: ast.Call) -> str:
+    """Return the last part of a called function's name."""
+    return getattr(call.func, "attr", "") or getattr(call.func, "id", "")
 
 
 def names() -> list[str]:

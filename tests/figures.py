@@ -17,11 +17,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.bill.fsdp_bytes import sizes
+from cria_tricks.bill.fsdp import sizes
 from cria_tricks.hardware.cards import CARDS, FLAVORS
 from cria_tricks.models.shape import find_shape
-from cria_tricks.parallel import context, ddp, fsdp, tensor
-from cria_tricks.predict.links import LINKS, when_it_stops
+from cria_tricks.parallel import STRATEGIES
+from cria_tricks.predict.links import LINKS, compute_seconds, step_seconds
 from cria_tricks.predict.per_process import per_process
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks import folds
@@ -67,8 +67,6 @@ STEPS = (
 SHARED = (
     "smollm2 none 1 1x512: lora",
     "smollm2 ddp 2 2x256: accumulate sdpa",
-    "smollm2 zero1 4 1x256: lora fp16 sdpa",
-    "smollm2 zero2 4 1x256: accumulate bf16",
     "smollm2 fsdp 2 1x256: ",
     "smollm2 fsdp 2 1x256: accumulate",
     "smollm2 fsdp 2 1x256: accumulate parallel.reduce=step",
@@ -107,17 +105,15 @@ SHARED = (
     "smollm2 model 2 1x512: lora tokens=128",
 )
 
-# Model, card, link, strategy: toggles and settings, and options of when_it_stops.
+# Model, card, link, strategy: toggles and settings, and the overlap.
 DOUBLINGS = (
     "llama-3.2-1b a100 nvlink_a100 ddp: lora bf16 sdpa accumulate",
     "llama-3.2-1b a100 nvlink_h100 fsdp: bf16 sdpa accumulate",
-    "llama-3.2-1b a100 hdr ddp: bf16 sdpa accumulate growing=1 most=64",
-    "llama-3.2-1b a100 ndr ddp: bf16 sdpa accumulate overlap=0.5 gain=1.1",
-    "llama-3.2-1b l4 pcie4 tensor: lora bf16 sdpa gain=1.01",
-    "llama-3.2-1b l4 pcie3 ddp: lora bf16 sdpa accumulate gain=1.95",
-    "llama-3.2-1b l4 100gbe ddp: bf16 sdpa tricks.gradient_accumulation=4 most=4",
-    "llama-3.2-1b t4 25gbe tensor: lora fp16 sdpa accumulate growing=1 most=8 gain=0.1",
-    "llama-3.2-1b a100 nvlink_a100 context: lora bf16 sdpa most=8 gain=0.1",
+    "llama-3.2-1b a100 hdr ddp: bf16 sdpa accumulate overlap=0.5",
+    "llama-3.2-1b l4 pcie4 tensor: lora bf16 sdpa",
+    "llama-3.2-1b l4 pcie3 ddp: lora bf16 sdpa accumulate",
+    "llama-3.2-1b a100 nvlink_a100 context: lora bf16 sdpa",
+    "llama-3.2-1b a100 hdr pipeline: lora bf16 sdpa accumulate",
     "smollm2 t4 10gbe ddp: accumulate",
 )
 
@@ -164,21 +160,18 @@ def of_process(case: str) -> dict[str, Any]:
 
 
 def of_doublings(case: str) -> dict[str, Any]:
-    """Seconds of computing, of each kind of call, and hidden ones; then speed and efficiency, by processes."""
+    """Seconds of computing, of all calls, hidden ones, and of the step; then of each kind of call, by processes."""
     model, card, link, strategy, *_ = case.replace(":", " ").split()
-    traffic = {"ddp": ddp, "fsdp": fsdp, "tensor": tensor, "context": context}[strategy].traffic
     recipe, options = read("1x2048:" + case.partition(":")[2])
-    options = options | {"growing": bool(options.get("growing", 0))}
-    found = when_it_stops(recipe, find_shape(model), CARDS[card], LINKS[link], strategy, traffic, **options)
-    points = {
-        str(point.processes): [
-            *map(rounded, (point.step.compute, point.step.communication, point.step.hidden, point.step.seconds)),
-            *map(rounded, (point.speedup, point.efficiency)),
-            [[name, rounded(seconds)] for name, seconds in point.step.calls],
-        ]
-        for point in found.points
-    }
-    return {**points, "stops": found.stops, "why": found.why}
+    shape = find_shape(model)
+    found = {}
+    for processes in (2, 4, 8):
+        calls = STRATEGIES[strategy].traffic(recipe, shape, processes)
+        compute = compute_seconds(recipe, shape, CARDS[card], strategy, processes)
+        step = step_seconds(compute, calls, LINKS[link], **options)
+        whole = map(rounded, (step.compute, step.communication, step.hidden, step.seconds))
+        found[str(processes)] = [*whole, [[name, rounded(seconds)] for name, seconds in step.calls]]
+    return found
 
 
 TABLES = {"cards": CARDS, "flavors": FLAVORS, "links": LINKS}

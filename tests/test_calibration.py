@@ -15,6 +15,7 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import folds
 
 TINY = find_shape("tiny")
+SHORT = calibrate.Rows(16, 16, 2, 16, 16, 16, 16, 1)
 
 
 @pytest.fixture
@@ -47,8 +48,7 @@ def made(**changed) -> Calibration:
 
 
 def test_every_piece_is_measured_on_this_machine(monkeypatch):
-    for rows in (calibrate.TOKENS, calibrate.MANY_TOKENS, calibrate.SCORE_TOKENS, calibrate.LOSS_TOKENS):
-        monkeypatch.setitem(rows, "cpu", 16)
+    monkeypatch.setitem(calibrate.ROWS, "cpu", SHORT)
     monkeypatch.setattr(calibrate, "SECONDS", 0.0)
     said = []
     found = calibrate.measure(said.append, "tiny", seconds=0.0)
@@ -69,17 +69,16 @@ def rates_of_t4():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_measured_piece_counts_the_work_that_the_estimate_counts(precision):
+def test_a_measured_piece_counts_the_work_that_the_estimate_counts(precision, monkeypatch):
     """The rates divide the estimate's counts, so a block's forward and backward products must be those of the piece."""
-    dtype = getattr(calibrate.torch, {"fp32": "float32", "bf16": "bfloat16"}[precision])
-    device = this_device()
-    name, flops, _ = calibrate._products(TINY, device, precision, dtype, tokens=8)
-    assert name == f"flops products {precision}"
+    monkeypatch.setitem(calibrate.ROWS, "cpu", SHORT)
+    monkeypatch.setattr(calibrate, "FEW", {})
+    device = replace(this_device(), kind="cpu")
+    pieces = {name: work for name, work, _ in calibrate._pieces(TINY, device)}
     # Forward and the gradient of the input, of as many blocks as take turns.
-    assert flops == 2 * 2 * 8 * TINY.block_linear_weights * min(calibrate.COPIES, TINY.layers)
-    _, moved, _ = calibrate._casts(TINY, device, "bf16", calibrate.torch.bfloat16)
+    assert pieces[f"flops products {precision}"] == 2 * 2 * 16 * TINY.block_linear_weights * SHORT.blocks
     blocks = TINY.block_linear_weights * min(calibrate.COPIES, TINY.layers)
-    assert moved == 6 * (blocks + TINY.vocabulary * TINY.width)
+    assert pieces["bytes casts of weights bf16"] == 6 * (blocks + TINY.vocabulary * TINY.width)
 
 
 def test_a_plan_for_this_machine_uses_what_was_measured_here(file):

@@ -120,14 +120,14 @@ def test_every_value_of_every_toggle_is_some_tricks_business():
     assert offered == {switch for trick in TRICKS for switch in trick.SWITCHES}
 
 
-@pytest.mark.parametrize("name", ["contract", "reply", "prompt", "statements", "scores", "augment"])
+@pytest.mark.parametrize("name", ["contract", "prompt", "statements", "scores", "augment"])
 def test_scorers_read_text_and_import_nothing_heavy(name: str):
     allowed = {"pydantic", "cria_tricks", *sys.stdlib_module_names}
     names = _imports(PACKAGE / "kwanzaa" / f"{name}.py")
     assert {imported.partition(".")[0] for imported in names} <= allowed
     own = {imported for imported in names if imported.startswith("cria_tricks.")}
     assert own <= {"cria_tricks.data.rows", "cria_tricks.common.errors", "cria_tricks.recipe"} | {
-        f"cria_tricks.kwanzaa{end}" for end in ("", ".contract", ".reply", ".prompt", ".scores")
+        f"cria_tricks.kwanzaa{end}" for end in ("", ".contract", ".prompt", ".scores")
     }
 
 
@@ -140,7 +140,7 @@ TOGGLES_ARE_READ = {
     "data/lengths.py": (2, "packed rows are full; data/ lies below the plan's tricks and is read without a plan"),
     "data/rules.py": (1, "it refuses a recipe"),
     "launch/job.py": (1, "it names the folder of a run on another machine, for which there is no plan"),
-    "predict/links.py": (2, "it doubles the processes that share a window of micro-batches"),
+    "predict/links.py": (1, "a pipeline works on one micro-batch of a step after the other"),
     "predict/per_process.py": (7, "it shares a window of micro-batches out among the processes of a strategy"),
     "predict/toggle_values.py": (1, "it tries toggles"),
     "predict/plan_data.py": (4, "its times are of rows in the mean, not of the longest one; it prints the strategy"),

@@ -18,7 +18,6 @@ from cria_tricks.load import answering
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.report import page
 from cria_tricks.resolve import resolve
-from cria_tricks.run.api import plan
 from cria_tricks.run.run import train as whole_run
 from cria_tricks.trainer import samples
 from cria_tricks.trainer.progress import ShowProgress
@@ -239,10 +238,3 @@ def test_tensorboard_has_the_texts(run_folder):
 def test_the_evaluation_rows_are_those_of_the_file(run_folder):
     chats = read_jsonl(run_folder.parent / "held_out.jsonl")
     assert [question(chat) for chat in chats] == ["Who | *she*?", "Why?", "When?"]
-
-
-def test_a_plan_adds_the_answers_to_the_minutes():
-    off, on = (plan("smoke", gpu="t4", settings=[f"eval.samples={number}"]) for number in (0, 3))
-    longer = 60 * (on.prices[0].minutes_high - off.prices[0].minutes_high)
-    assert longer == pytest.approx(on.answers.evaluations * on.answers.evaluation_seconds)
-    assert longer > 0

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cria_tricks.common.errors import Interrupted
 from cria_tricks.data import tokens
 from cria_tricks.data.batches import PadToLongest
-from cria_tricks.doctor import selftest, selftest_runs
+from cria_tricks.doctor import selftest
 from cria_tricks.load import losses
 from cria_tricks.load import model as load
 from cria_tricks.models import pretrained
@@ -186,7 +186,7 @@ def one_check(monkeypatch, look):
 
 def test_a_comparison_with_nan_does_not_hold(monkeypatch):
     """Not of the first number, either: max() of 1 and NaN is 1."""
-    right, nan = selftest_runs.token_mean, float("nan")
+    right, nan = selftest.token_mean, float("nan")
     wholes = iter([right])  # of the first loss in 16 bits
     monkeypatch.setattr(selftest, "apart", lambda *gradients: nan)
     monkeypatch.setattr(selftest, "token_mean", lambda *what: next(wholes, lambda *what: nan)(*what))

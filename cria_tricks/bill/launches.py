@@ -41,12 +41,6 @@ the product with up, and the copy of the result or of the gradient into its plac
 TRAVEL = 16
 """For each block whose input travels beside the computing: two copies, with the events and waits around them. A round
 number."""
-CACHE = 2
-"""For each block of a model that answers: a new token's keys and values are written into the cache."""
-MASKED = 3
-"""In each block, where several rows need a mask."""
-TOKEN = 72
-"""Around the blocks for a new token of ``generate``, at most: 49 for one row in fp32, 71 for several in 16 bits."""
 UPDATE = 4
 """For each trained matrix, once a step: clipping, the update, and setting its gradient to zero."""
 
@@ -116,12 +110,6 @@ def of_loss(work: Work) -> float:
     if work.logit_positions is None:
         return AROUND
     return AROUND + CHUNK / 2 * work.head_reads  # each chunk reads the head's weights twice
-
-
-def of_answer_pass(work: Work, blocks: Blocks) -> int:
-    """Count the launches of one pass of a model that answers; the blocks run forward only."""
-    in_a_block = CACHE + MASKED * (work.batch > 1)
-    return of_blocks(work, blocks) + in_a_block * blocks.passes["forward"] + TOKEN
 
 
 def of_update(work: Work) -> int:

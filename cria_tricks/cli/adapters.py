@@ -86,9 +86,9 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Answer held-out rows; loss and perplexity for any data, scores where answers keep the contract."""
+    from cria_tricks.kwanzaa.answers import Settings
     from cria_tricks.kwanzaa.evaluate import evaluate as run
-    from cria_tricks.kwanzaa.page import scores_table
-    from cria_tricks.kwanzaa.systems import Settings
+    from cria_tricks.kwanzaa.summary import table as scores_table
 
     settings = Settings(batch_size, max_new_tokens, base, other_base, contract, packed)
     with contextlib.redirect_stdout(sys.stderr):

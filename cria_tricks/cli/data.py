@@ -49,7 +49,7 @@ def data(
     """Look at training rows: kinds, lengths, duplicates, leaks into the evaluation, repeated answers."""
     from cria_tricks import models
     from cria_tricks.data import look, look_problems, sources
-    from cria_tricks.kwanzaa.kinds import kind_and_answer
+    from cria_tricks.kwanzaa.scores import kind_and_answer
 
     models.refuse_unknown(model)
     if figure and figure.suffix.lower() != ".png":

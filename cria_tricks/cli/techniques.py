@@ -118,9 +118,9 @@ def doctor(
     if selftest:
         _selftest(as_json)
         return
-    from cria_tricks.doctor import machine, packages
+    from cria_tricks.doctor import machine
 
-    found = {**machine.examine(), "packages": packages.unusable()}
+    found = machine.examine()
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -134,9 +134,6 @@ def doctor(
         if entry["status"] != "works":
             problems.add_row(entry["set"].removeprefix("tricks."), _coloured(entry["status"]), Text(entry["why"]))
     screen.wrapped(_how_many_work(found["toggles"], found["device"]["name"]), "", about, "")
-    for package in found["packages"]:
-        line = f"package {package['name']}: {package['why']}; {package['means']}; {package['do']}"
-        screen.print(line, highlight=False, markup=False)
     if problems.row_count:
         screen.wrapped(problems)
 

@@ -72,13 +72,13 @@ _NAMES = {
     "bill.constants": "TOKENS_PER_CHUNK",
     "bill.moved_bytes": "one_by_one",
     "bill.step_time": "counts=work_of_step ends=ends_of_range run_tokens",
-    "predict": "links plan_data toggles",
+    "predict": "plan_data toggles",
     "predict.allocator": (
         "CachingAllocator DEFAULT=ALLOCATOR LARGE_SEGMENT OWN_SEGMENT OutOfMemory=AllocatorFull ROUND_LARGE "
         "SMALL_SEGMENT Settings=AllocatorSettings"
     ),
     "predict.host": "LIBRARIES host_bill",
-    "predict.links": "LINKS Timing compute_seconds step_seconds when_it_stops",
+    "predict.links": "LINKS compute_seconds step_seconds",
     "predict.memory_trace": "memory_trace replay",
     "predict.per_process": "local=local_part per_process",
     "predict.plan_data": "prices",
@@ -110,7 +110,7 @@ _NAMES = {
     "data.stream": "Stream",
     "kwanzaa.augment": "Augment",
     "kwanzaa.prompt": "QARow read_rows",
-    "kwanzaa.reply": "plain_reply",
+    "kwanzaa.contract": "plain_reply",
     "kwanzaa.scores": "kind=kind_of_answer",
     "kwanzaa.statements": "labels=citation_labels",
     # a run

@@ -11,7 +11,7 @@ SHOWN = 6
 """How many words of such an answer are shown."""
 FORMS = ("chat", "completion", "text")
 """The kinds of rows that do not keep the answer contract: a JSON object with the answer and the sources that it cites
-(docs/guide/evaluate.md). ``kwanzaa/kinds.py`` names those that do. It is a layer above, so their names are texts here.
+(docs/guide/evaluate.md). ``kwanzaa/scores.py`` names those that do. It is a layer above, so their names are texts here.
 """
 
 

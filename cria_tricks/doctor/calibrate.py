@@ -11,8 +11,10 @@ import datetime
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,39 +31,58 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run.allocator import keep_freed_memory
 from cria_tricks.tricks import adamw_8bit, folds
 
-TOKENS = {"cpu": 512, "cuda": 2048}
-"""The row of the large products [tokens]: between the short and the long rows of a CPU, and a usual row of a GPU."""
-MANY_TOKENS = {"cpu": 512, "cuda": 8192}
-"""The row of the pieces that wait for memory [tokens].
 
-A GPU takes so many that each kernel outlasts its launch. The estimate counts launches on their own, and a rate that
-holds their time would make longer rows too slow: with 512 tokens an H200 seemed to move 0.3 TB/s between products.
-"""
-SCORE_TOKENS = {"cpu": 1024, "cuda": 2048}
-"""The row whose attention scores are all in memory [tokens]: its memory grows with the square of this."""
-LOSS_TOKENS = {"cpu": 256, "cuda": 1024}
-"""The chunk of the loss [tokens]."""
-PACKED_BLOCKS = {"cpu": 1, "cuda": 8}
-"""How many blocks' weights are unpacked in one call, for the reason of ``MANY_TOKENS``."""
+@dataclass(frozen=True)
+class Rows:
+    """How large the measured pieces are on one kind of device.
+
+    On a GPU each kernel must outlast its launch. The estimate counts launches on their own, and a rate that holds their
+    time would make longer rows too slow: with 512 tokens an H200 seemed to move 0.3 TB/s between products.
+
+    Attributes:
+        products: the row of the large products [tokens].
+        chunk: the row of the head's products [tokens].
+        blocks: how many blocks' weights take turns in products, so that a processor's cache does not hold them.
+        attention: the row of attention; a short one takes too little time there [tokens].
+        scores: the row whose attention scores are all in memory, which grow with its square [tokens].
+        memory: the row of the pieces that wait for memory [tokens].
+        loss: the chunk of the loss [tokens].
+        unpacked: how many blocks' weights are unpacked in one call.
+    """
+
+    products: int
+    chunk: int
+    blocks: int
+    attention: int
+    scores: int
+    memory: int
+    loss: int
+    unpacked: int
+
+
+COPIES = 6
+ROWS = {
+    "cpu": Rows(512, 256, COPIES, 1024, 1024, 512, 256, 1),
+    "cuda": Rows(2048, 1024, COPIES, 4096, 2048, 8192, 1024, 8),
+}
+FEW = {"products": 32, "chunk": 16, "blocks": 1}
+"""Products in a precision that the processor does not compute in, which take many times as long."""
 SECONDS = 1.5
 """How long each piece is repeated [s]."""
 LEAST = 3
 """How often each piece is repeated at least."""
 RANK = 16
 """Of the thin matrices."""
-FEW_TOKENS = 32
-"""The row for large products in a precision that the processor does not compute in, which take many times as long."""
-COPIES = 6
-"""How many blocks' weights take turns, so that a processor's cache does not hold them."""
 LARGE = (1024, 2048)
 """The size of a tensor whose optimizer states no cache holds."""
 NO_LINK = 1e15
 """The rate of a link that a CPU does not need, because its activations are in host memory already [bytes/s]."""
 
-Say = Callable[[str], None]
+Piece = tuple[str, float, Callable[[], Any]]
+"""The name of a rate, as in ``Card.measured``; the work of a call [operations or bytes]; the call."""
 
 
-def measure(say: Say, model: str = "", seconds: float = SECONDS) -> Calibration:
+def measure(say: Callable[[str], None], model: str = "", seconds: float = SECONDS) -> Calibration:
     """Measure this machine.
 
     Args:
@@ -72,14 +93,12 @@ def measure(say: Say, model: str = "", seconds: float = SECONDS) -> Calibration:
     quiet_libraries()
     device = this_device()
     model = model or ("llama-3.2-1b" if device.kind == "cuda" else "smollm2")
-    shape = find_shape(model)
     rates: dict[str, float] = {}
     with keep_freed_memory(device):  # as a run does
-        for name, work, run in _pieces(shape, device):
+        for name, work, run in _pieces(find_shape(model), device):
             say(name)
             rates[name] = work / _median(run, device, seconds)
     say("launches")
-    launch = _launch(device)
     return Calibration(
         device=device.name,
         kind=device.kind,
@@ -87,7 +106,7 @@ def measure(say: Say, model: str = "", seconds: float = SECONDS) -> Calibration:
         versions=dict(versions()),
         date=datetime.date.today().isoformat(),
         model=model,
-        launch=launch,
+        launch=_launch(device),
         link_rate=_link_rate(device),
         rates=rates,
     )
@@ -95,222 +114,154 @@ def measure(say: Say, model: str = "", seconds: float = SECONDS) -> Calibration:
 
 def _median(run: Callable[[], Any], device: Device, seconds: float) -> float:
     """Repeat a function for some seconds, and return the median time of a call [s]; the first call warms up."""
+    wait = torch.cuda.synchronize if device.kind == "cuda" else torch.cpu.synchronize
     run()
     taken: list[float] = []
     while len(taken) < LEAST or sum(taken) < seconds:
-        _wait(device)
+        wait()
         began = time.perf_counter()
         run()
-        _wait(device)
+        wait()
         taken.append(time.perf_counter() - began)
     return statistics.median(taken)
 
 
-def _wait(device: Device) -> None:
-    if device.kind == "cuda":
-        torch.cuda.synchronize()
-
-
-Piece = tuple[str, float, Callable[[], Any]]
-"""The name of a rate, as in ``Card.measured``; the work of a call [operations or bytes]; the call."""
-
-
 def _pieces(shape: Shape, device: Device) -> Iterator[Piece]:
-    """List what is measured. Each is made when its turn comes, so that memory holds one at a time."""
-    small = replace(shape, layers=1)
+    """List what is measured. Each is made when its turn comes, so that memory holds few at a time."""
+    rows = ROWS[device.kind]
     for precision in ("fp32", "bf16" if device.real_bf16 or device.kind == "cpu" else "fp16"):
-        dtype = getattr(torch, DTYPE[precision])
         emulated = precision == "bf16" and not device.real_bf16
-        tokens = FEW_TOKENS if emulated else TOKENS[device.kind]
-        chunk = FEW_TOKENS // 2 if emulated else LOSS_TOKENS[device.kind]
-        yield _products(small if emulated else shape, device, precision, dtype, tokens)
-        yield _adapters(shape, device, precision, dtype)
-        yield _head(shape, device, precision, dtype, chunk)
-        yield _attention(shape, device, precision, dtype)
-        yield _scores(shape, device, precision, dtype)
-        yield _between(shape, device, precision, dtype)
-        yield _loss(shape, device, precision, dtype)
-        yield _unpacking(shape, device, precision, dtype)
-        if precision != "fp32":
-            yield _casts(shape, device, precision, dtype)
-        yield from _optimizers(device, precision)
+        about = (shape, device.kind, getattr(torch, DTYPE[precision]), replace(rows, **FEW) if emulated else rows)
+        found = chain(_products(*about), _attention(*about), _small_operations(*about), _weights(*about))
+        for name, work, run in chain(found, _optimizers(device.kind)):
+            yield f"{name} {precision}", work, run
     if device.kind == "cpu":
-        yield _products(small, device, "fp16", torch.float16, FEW_TOKENS)
+        name, work, run = next(_products(shape, device.kind, torch.float16, replace(rows, **FEW)))
+        yield f"{name} fp16", work, run
 
 
-def _products(shape: Shape, device: Device, precision: str, dtype: torch.dtype, tokens: int) -> Piece:
-    """Products of the blocks' matrices with activations, and with gradients."""
-    pairs = []
-    for _ in range(min(COPIES, shape.layers)):
-        for d_in, d_out in shape.linears.values():
-            matrix = torch.ones(d_out, d_in, dtype=dtype, device=device.kind)
-            pairs.append((matrix, torch.ones(tokens, d_in, dtype=dtype, device=device.kind)))
+def _products(shape: Shape, device: str, dtype: torch.dtype, rows: Rows) -> Iterator[Piece]:
+    """Products of the blocks' matrices, of LoRA's thin ones, and of the head, with those of their gradients."""
+    ones = partial(torch.ones, dtype=dtype, device=device)
 
-    def run() -> None:
-        for matrix, x in pairs:
-            (x @ matrix.T) @ matrix
-
-    flops = sum(2 * 2 * tokens * matrix.numel() for matrix, _ in pairs)
-    return f"flops products {precision}", flops, run
-
-
-def _adapters(shape: Shape, device: Device, precision: str, dtype: torch.dtype) -> Piece:
-    """LoRA's two products of each matrix, and the four of their gradients."""
-    tokens = MANY_TOKENS[device.kind]
-    sizes = list(shape.linears.values())
-    made = [
-        (
-            torch.ones(tokens, d_in, dtype=dtype, device=device.kind),
-            torch.ones(d_in, RANK, dtype=dtype, device=device.kind),
-            torch.ones(RANK, d_out, dtype=dtype, device=device.kind),
-        )
-        for d_in, d_out in sizes
-    ]
-
-    def run() -> None:
-        for x, a, b in made:
-            low = x @ a
-            back = low @ b  # as large as the gradient of the output
-            low.T @ back
-            gradient = back @ b.T
-            x.T @ gradient
-            gradient @ a.T
-
-    flops = sum(6 * tokens * RANK * (d_in + d_out) for d_in, d_out in sizes)
-    return f"flops adapter {precision}", flops, run
-
-
-def _head(shape: Shape, device: Device, precision: str, dtype: torch.dtype, tokens: int) -> Piece:
-    """The head's product, and that of its input's gradient, for the tokens of one chunk."""
-    matrix = torch.ones(shape.vocabulary, shape.width, dtype=dtype, device=device.kind)
-    x = torch.ones(tokens, shape.width, dtype=dtype, device=device.kind)
-
-    def run() -> None:
+    def of_matrices(matrix: torch.Tensor, x: torch.Tensor) -> None:
         (x @ matrix.T) @ matrix
 
-    return f"flops head {precision}", 2 * 2 * tokens * matrix.numel(), run
+    def of_adapter(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        low = x @ a
+        back = low @ b  # as large as the gradient of the output
+        low.T @ back
+        gradient = back @ b.T
+        x.T @ gradient
+        gradient @ a.T
+
+    sizes = list(shape.linears.values())
+    tokens = rows.products
+    blocks = min(rows.blocks, shape.layers)
+    pairs = [(ones(d_out, d_in), ones(tokens, d_in)) for d_in, d_out in sizes * blocks]
+    flops = sum(2 * 2 * tokens * d_in * d_out for d_in, d_out in sizes) * blocks
+    yield "flops products", flops, partial(_for_each, of_matrices, pairs)
+    tokens = rows.memory
+    thin = [(ones(tokens, d_in), ones(d_in, RANK), ones(RANK, d_out)) for d_in, d_out in sizes]
+    flops = sum(6 * tokens * RANK * (d_in + d_out) for d_in, d_out in sizes)
+    yield "flops adapter", flops, partial(_for_each, of_adapter, thin)
+    head = ones(shape.vocabulary, shape.width)
+    x = ones(rows.chunk, shape.width)
+    yield "flops head", 2 * 2 * rows.chunk * head.numel(), partial(of_matrices, head, x)
 
 
-def _heads(shape: Shape, device: Device, dtype: torch.dtype, tokens: int) -> list[torch.Tensor]:
-    """Queries, keys and values of one row, the shared heads repeated."""
-    size = (1, shape.heads, tokens, shape.query_width // shape.heads)
-    return [torch.randn(size, device=device.kind).to(dtype).requires_grad_() for _ in range(3)]
+def _for_each(call: Callable[..., Any], several: Sequence[tuple[Any, ...]]) -> None:
+    for tensors in several:
+        call(*tensors)
 
 
-def _attention(shape: Shape, device: Device, precision: str, dtype: torch.dtype) -> Piece:
-    """torch's attention without a mask; the estimate counts half of seven products: two forward, five backward."""
-    tokens = 2 * TOKENS[device.kind]  # a short row takes little time in attention, so a long one sets the rate
-    q, k, v = _heads(shape, device, dtype, tokens)
-
-    def run() -> None:
-        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
-
-    return f"flops attention {precision}", 0.5 * 7 * 2 * shape.query_width * tokens**2, run
+def _learns(device: str, dtype: torch.dtype, *size: int) -> torch.Tensor:
+    """Make a tensor of random numbers that gets a gradient."""
+    return torch.randn(size, device=device).to(dtype).requires_grad_()
 
 
-def _scores(shape: Shape, device: Device, precision: str, dtype: torch.dtype) -> Piece:
-    """Attention with all scores in memory, as transformers' eager one, on a row whose scores no cache holds."""
-    tokens = SCORE_TOKENS[device.kind]
-    q, k, v = _heads(shape, device, dtype, tokens)
-    mask = torch.full((tokens, tokens), torch.finfo(dtype).min, dtype=dtype, device=device.kind).triu(1)
+def _attention(shape: Shape, device: str, dtype: torch.dtype, rows: Rows) -> Iterator[Piece]:
+    """Attention of one row, the shared heads repeated: torch's kernel without a mask, and all scores in memory."""
+    q, k, v = (_learns(device, dtype, 1, shape.heads, rows.attention, shape.head_width) for _ in range(3))
+    # The estimate counts half of seven products: two forward, five backward.
+    flops = 0.5 * 7 * 2 * shape.query_width * rows.attention**2
+    attend = F.scaled_dot_product_attention
+    yield "flops attention", flops, lambda: attend(q, k, v, is_causal=True).sum().backward()
+    tokens = rows.scores
+    few_q, few_k, few_v = (_learns(device, dtype, 1, shape.heads, tokens, shape.head_width) for _ in range(3))
+    mask = torch.full((tokens, tokens), torch.finfo(dtype).min, dtype=dtype, device=device).triu(1)
 
-    def run() -> None:
-        scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5 + mask
-        (F.softmax(scores, dim=-1, dtype=torch.float32).to(dtype) @ v).sum().backward()
+    def eager() -> None:
+        scores = few_q @ few_k.transpose(2, 3) * shape.head_width**-0.5 + mask
+        (F.softmax(scores, dim=-1, dtype=torch.float32).to(dtype) @ few_v).sum().backward()
 
-    return f"bytes attention {precision}", sum(moved_bytes.SCORE) * shape.heads * tokens**2, run
+    yield "bytes attention", sum(moved_bytes.SCORE) * shape.heads * tokens**2, eager
 
 
-def _between(shape: Shape, device: Device, precision: str, dtype: torch.dtype) -> Piece:
-    """Norm, activation, rotation, residual sum and casts, on tensors as wide as the model's; bytes are counted once."""
-    tokens = MANY_TOKENS[device.kind]
+def _small_operations(shape: Shape, device: str, dtype: torch.dtype, rows: Rows) -> Iterator[Piece]:
+    """What stands between products (norm, activation, rotation, residual sum, casts), and the loss of a chunk."""
+    x, weight = (_learns(device, dtype, rows.memory, shape.width) for _ in range(2))
+    gate, up = (_learns(device, dtype, rows.memory, shape.inner) for _ in range(2))
 
-    def tensor(width: int) -> torch.Tensor:
-        return torch.randn(tokens, width, device=device.kind).to(dtype).requires_grad_()
-
-    x, gate, up, weight = tensor(shape.width), tensor(shape.inner), tensor(shape.inner), tensor(shape.width)
-
-    def run() -> None:
+    def between() -> None:
         wide = x.float()
         normed = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
         half = shape.width // 2
         turned = normed * weight + torch.cat((-normed[:, half:], normed[:, :half]), -1) * weight
-        loss = (x + turned).float().sum() + (F.silu(gate) * up).sum()
-        loss.backward()
+        ((x + turned).float().sum() + (F.silu(gate) * up).sum()).backward()
 
     with Traffic() as seen:
-        run()
-    return f"bytes between products {precision}", seen.others, run
+        between()
+    yield "bytes between products", seen.others, between
+    logits = _learns(device, dtype, rows.loss, shape.vocabulary)
+    labels = torch.zeros(rows.loss, dtype=torch.long, device=device)
+    moved = moved_bytes.LOGIT * logits.numel()
+    yield "bytes loss", moved, lambda: F.cross_entropy(logits.float(), labels).backward()
 
 
-def _loss(shape: Shape, device: Device, precision: str, dtype: torch.dtype) -> Piece:
-    """Cross-entropy over the logits of one chunk, which are fp32 from the loss on."""
-    tokens = LOSS_TOKENS[device.kind]
-    logits = torch.randn(tokens, shape.vocabulary, device=device.kind).to(dtype).requires_grad_()
-    labels = torch.zeros(tokens, dtype=torch.long, device=device.kind)
-
-    def run() -> None:
-        F.cross_entropy(logits.float(), labels).backward()
-
-    return f"bytes loss {precision}", moved_bytes.LOGIT * logits.numel(), run
-
-
-def _unpacking(shape: Shape, device: Device, precision: str, dtype: torch.dtype) -> Piece:
-    """Unpacking the NF4 weights of some blocks, whose scales are quantized, too."""
+def _weights(shape: Shape, device: str, dtype: torch.dtype, rows: Rows) -> Iterator[Piece]:
+    """Unpacking the NF4 weights of some blocks, whose scales are quantized, too; and casting fp32 weights."""
     # Imported here, because the libraries take seconds, and the command says first what it does.
     from bitsandbytes import functional
 
-    packed = []
-    together = PACKED_BLOCKS[device.kind]
-    for _ in range(math.ceil(min(COPIES, shape.layers) / together)):
-        for d_in, d_out in shape.linears.values():
-            weight = torch.randn(together * d_out, d_in, device=device.kind).to(dtype)
-            packed.append(functional.quantize_4bit(weight, quant_type="nf4", blocksize=64, compress_statistics=True))
-
-    def run() -> None:
-        for data, state in packed:
-            functional.dequantize_4bit(data, state)
-
-    weights = sum(state.shape.numel() for _, state in packed)
-    stored = 0.5 + (1 + 4 / 256) / 64
-    return f"bytes unpacking {precision}", weights * (stored + dtype.itemsize), run
-
-
-def _casts(shape: Shape, device: Device, precision: str, dtype: torch.dtype) -> Piece:
-    """Casting fp32 weights of blocks and head; autocast keeps the copies, so each is made in memory of its own."""
     blocks = min(COPIES, shape.layers)
+    packed = []
+    for _ in range(math.ceil(blocks / rows.unpacked)):
+        for d_in, d_out in shape.linears.values():
+            weight = torch.randn(rows.unpacked * d_out, d_in, device=device).to(dtype)
+            packed.append(functional.quantize_4bit(weight, quant_type="nf4", blocksize=64, compress_statistics=True))
+    stored = 0.5 + (1 + 4 / 256) / 64
+    moved = sum(state.shape.numel() for _, state in packed) * (stored + dtype.itemsize)
+    yield "bytes unpacking", moved, partial(_for_each, functional.dequantize_4bit, packed)
+    if dtype == torch.float32:
+        return
     sizes = [(d_out, d_in) for d_in, d_out in shape.linears.values()] * blocks
-    sizes.append((shape.vocabulary, shape.width))
-    weights = [torch.ones(size, device=device.kind) for size in sizes]
+    weights = [torch.ones(size, device=device) for size in (*sizes, (shape.vocabulary, shape.width))]
 
-    def run() -> None:
-        kept = [weight.to(dtype) for weight in weights]
+    def cast() -> None:
+        kept = [weight.to(dtype) for weight in weights]  # as autocast keeps them, each in memory of its own
         kept.clear()
 
-    moved = sum(weight.numel() for weight in weights) * (4 + dtype.itemsize)
-    return f"bytes casts of weights {precision}", moved, run
+    yield "bytes casts of weights", sum(weight.numel() for weight in weights) * (4 + dtype.itemsize), cast
 
 
-def _optimizers(device: Device, precision: str) -> Iterator[Piece]:
+def _optimizers(device: str) -> Iterator[Piece]:
     """A step of AdamW in one kernel and of the 8-bit AdamW, each with clipping."""
     from bitsandbytes.optim import AdamW8bit  # imported late for the same reason
 
-    makers: dict[str, tuple[Callable[[Any], Any], int]] = {
-        "optimizer": (lambda weights: torch.optim.AdamW(weights, fused=True), moved_bytes.ADAMW),
-        "8-bit optimizer": (AdamW8bit, adamw_8bit.STEP_BYTES),
-    }
-    for name, (make, each) in makers.items():
-        weights = [torch.nn.Parameter(torch.ones(*LARGE, device=device.kind)) for _ in range(COPIES)]
-        for weight in weights:
-            weight.grad = torch.ones_like(weight)
-        optimizer = make(weights)
+    weights = [torch.nn.Parameter(torch.ones(*LARGE, device=device)) for _ in range(COPIES)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
 
-        def run(weights: list[torch.nn.Parameter] = weights, optimizer: Any = optimizer) -> None:
-            torch.nn.utils.clip_grad_norm_(weights, 1.0)
-            optimizer.step()
+    def update(optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
 
-        moved = (each + moved_bytes.CLIP) * sum(weight.numel() for weight in weights)
-        yield f"bytes {name} {precision}", moved, run
+    numbers = sum(weight.numel() for weight in weights)
+    clip = moved_bytes.CLIP
+    adamw = torch.optim.AdamW(weights, fused=True)
+    yield "bytes optimizer", (moved_bytes.ADAMW + clip) * numbers, partial(update, adamw)
+    yield "bytes 8-bit optimizer", (adamw_8bit.STEP_BYTES + clip) * numbers, partial(update, AdamW8bit(weights))
 
 
 def _launch(device: Device) -> float:

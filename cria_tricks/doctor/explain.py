@@ -26,13 +26,11 @@ class Explained:
 
     Attributes:
         name: the name of its module.
-        title: the first line of its module's docstring, one sentence.
+        title: the first line of its module's docstring.
         card: the eight lines of the table in that docstring: ``Saves``, ``Costs``, ``Claim`` and so on.
-        group: the folder of its module, which is also the part of a recipe that switches it on: ``tricks`` or
-            ``parallel``.
-        settings: the settings that switch it on, e.g. ``("quantization=nf4", ...)``; empty for a technique that speeds
-            up answering, and for one that has a command of its own.
-        command: the command that uses it without a setting; empty for a technique that has settings.
+        group: the folder of its module, which is also the part of a recipe that switches it on.
+        settings: those that switch it on, e.g. ``("quantization=nf4", ...)``.
+        command: the command that uses a technique without settings.
         reference: the source code of the from-scratch reference, as far as it matters.
         plain: the plain Hugging Face code that the setting stands for.
         lesson: the lesson that teaches it.
@@ -103,22 +101,20 @@ def table(group: str = "tricks") -> list[dict[str, str]]:
     techniques: tuple[ModuleType, ...] = (*TRICKS, *INFERENCE)
     if group == "parallel":
         techniques = (*STRATEGIES.values(), *BESIDE)
-    rows = []
-    for trick in techniques:
-        about = _explained(trick)
-        # The unit in brackets at the end of "Saves" is left out.
-        rows.append(
-            {
-                "name": about.name,
-                "set": ", ".join(about.settings) or about.command,
-                "saves": re.sub(r"\s*\[[a-zA-Z, ]+\]$", "", about.card["Saves"]),
-                "costs": about.card["Costs"],
-                "claim": trick.CLAIM,
-                "bound": about.bound,
-                "lesson": about.lesson,
-            }
-        )
-    return rows
+    return [_row(trick) for trick in techniques]
+
+
+def _row(trick: ModuleType) -> dict[str, str]:
+    about = _explained(trick)
+    return {
+        "name": about.name,
+        "set": ", ".join(about.settings) or about.command,
+        "saves": re.sub(r"\s*\[[a-zA-Z, ]+\]$", "", about.card["Saves"]),  # without the unit at its end
+        "costs": about.card["Costs"],
+        "claim": trick.CLAIM,
+        "bound": about.bound,
+        "lesson": about.lesson,
+    }
 
 
 def off_the_capstone() -> dict[str, int]:

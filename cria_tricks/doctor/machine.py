@@ -1,5 +1,6 @@
 """Describe this machine, and find out which switches work on it by resolving a recipe with each of them."""
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -49,29 +50,28 @@ def examine(device: Device | None = None) -> dict[str, Any]:
     """Describe this machine, or predict what works on another device.
 
     Args:
-        device: a device other than this machine's, e.g. ``hardware.T4``. Then ``device``, ``bf16``, ``paging`` and
-            ``toggles`` are about that device, as far as its data sheet tells: ``free_bytes``, ``free``, ``torch_says``,
-            ``colab`` and ``bitsandbytes`` are ``None``, and ``attention`` is empty. ``python``, ``cuda`` and
-            ``versions`` are those of this machine all the same.
+        device: a device other than this machine's, e.g. ``hardware.T4``. What only the machine itself can tell is then
+            ``None``, or empty; ``python``, ``cuda`` and ``versions`` are this machine's all the same.
 
     Returns:
         - ``device``: ``kind``, ``name``, ``capability``, ``real_bf16``, ``memory_bytes`` and ``free_bytes``, and
           these two sizes as text, too (``memory``, ``free``);
         - ``bf16``: ``runs``, which is ``real`` or ``emulated``, and ``torch_says``, the answer of
           ``torch.cuda.is_bf16_supported()``, which is true for emulation too (``None`` without CUDA);
-        - ``python``: its version; ``cuda``: the CUDA version of torch (``None`` in a CPU build); ``versions``: the
-          version of each of :data:`PACKAGES`, ``None`` for a missing one;
+        - ``python`` and ``cuda``: their versions (``cuda`` is ``None`` in a CPU build of torch); ``versions``: that of
+          each of :data:`PACKAGES`, ``None`` for a missing one;
         - ``colab``: the release of Google Colab, or ``None`` elsewhere;
         - ``bitsandbytes``: ``backend``, ``cpu`` or ``cuda``, and ``library``, the name of the file that it loaded; both
           are ``None`` if it loaded none;
         - ``paging``: ``works``, whether paged optimizer states really move to the host, and ``why``;
-        - ``attention``: the kernel that really ran in each of three calls: with a mask, without one, and without one
-          after ``expand_kv``;
+        - ``attention``: the kernel that really ran, by the call;
         - ``toggles``: see :func:`toggles`.
     """
     here = device is None
     device = device or this_device()
-    found: dict[str, Any] = {
+    free = _free_bytes(device) if here else None
+    library = _bitsandbytes() if here else None
+    return {
         "device": {
             "kind": device.kind,
             "name": device.name,
@@ -79,31 +79,21 @@ def examine(device: Device | None = None) -> dict[str, Any]:
             "real_bf16": device.real_bf16,
             "memory_bytes": device.memory_bytes,
             "memory": human(device.memory_bytes),
-            "free_bytes": None,
-            "free": None,
+            "free_bytes": free,
+            "free": None if free is None else human(free),
         },
-        "bf16": {"runs": "real" if device.real_bf16 else "emulated", "torch_says": None},
+        "bf16": {
+            "runs": "real" if device.real_bf16 else "emulated",
+            "torch_says": torch.cuda.is_bf16_supported() if here and device.kind == "cuda" else None,
+        },
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
         "versions": {name: _version(name) for name in PACKAGES},
-        "colab": None,
-        "bitsandbytes": None,
-        "paging": _paging(device, None),
-        "attention": {},
-        "toggles": toggles(device),
-    }
-    if not here:
-        return found
-    free = _free_bytes(device)
-    library = _bitsandbytes()
-    found["device"] |= {"free_bytes": free, "free": human(free)}
-    if device.kind == "cuda":
-        found["bf16"]["torch_says"] = torch.cuda.is_bf16_supported()
-    return found | {
-        "colab": colab(),
+        "colab": colab() if here else None,
         "bitsandbytes": library,
         "paging": _paging(device, library),
-        "attention": _attention(device),
+        "attention": _attention(device) if here else {},
+        "toggles": toggles(device),
     }
 
 
@@ -114,11 +104,7 @@ def toggles(device: Device) -> list[dict[str, str]]:
         For each switch ``trick``, the name of its module; ``set``, the setting that switches it on; ``status``, which
         is ``works``, ``warning`` or ``refused``; and ``why``, the warning or the error, empty if it works.
     """
-    found = []
-    for trick in TRICKS:
-        for switch in trick.SWITCHES:
-            found.append(_try(trick_name(trick), switch, device))
-    return found
+    return [_try(trick_name(trick), switch, device) for trick in TRICKS for switch in trick.SWITCHES]
 
 
 def _try(trick: str, switch: str, device: Device) -> dict[str, str]:
@@ -144,17 +130,14 @@ def _attention(device: Device) -> dict[str, str]:
     The calls are those of transformers 5. With a mask it repeats keys and values for all query heads. Without a mask it
     passes the 8 heads to torch (``enable_gqa``), and not every kernel supports that.
     """
-    dtype = getattr(torch, DTYPE[device.best_precision])
-    tokens = 64
-
-    def heads(number: int) -> torch.Tensor:
-        return torch.zeros(1, number, tokens, 64, dtype=dtype, device=device.kind, requires_grad=True)
-
+    make = functools.partial(
+        torch.zeros, dtype=getattr(torch, DTYPE[device.best_precision]), device=device.kind, requires_grad=True
+    )
     attend = torch.nn.functional.scaled_dot_product_attention
-    q = heads(32)
-    kv = heads(8)
+    q = make(1, 32, 64, 64)
+    kv = make(1, 8, 64, 64)
     wide = expand_kv(kv, 4)  # 32 / 8: four query heads share one key head
-    mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=device.kind).tril()
+    mask = torch.ones(1, 1, 64, 64, dtype=torch.bool, device=device.kind).tril()
     return {
         "masked": attention_kernel(lambda: attend(q, wide, wide, attn_mask=mask)),
         "maskless": attention_kernel(lambda: attend(q, kv, kv, is_causal=True, enable_gqa=True)),

@@ -8,27 +8,33 @@ tests, so each failure is reported once. The checks stand in the order in which 
 ``lessons/when_libraries_lie.py`` shows every failure with the plain libraries.
 """
 
+import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 from cria_tricks.common.errors import BadInput, Diverged, Interrupted, first_line, is_out_of_memory
 from cria_tricks.common.version import versions
 from cria_tricks.data.rows import check_rows
 from cria_tricks.data.tokens import IGNORED, tokenize
-from cria_tricks.doctor.selftest_runs import Poison, apart, fitted, gradient_of, make, random_rows, token_mean
 from cria_tricks.hardware import this_device
-from cria_tricks.load.model import load, load_tokenizer, quiet_libraries
+from cria_tricks.load.model import Loaded, load, load_tokenizer, quiet_libraries
 from cria_tricks.models import Weights
-from cria_tricks.recipe import Recipe
+from cria_tricks.models.catalogue import CONFIGS
+from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
+from cria_tricks.store.checkpoints import Checkpoints
+from cria_tricks.trainer.fit import Run, fit
 
 SAME_GRADIENT = 1e-3
 """The largest relative difference at which two gradients count as the same.
@@ -36,17 +42,13 @@ SAME_GRADIENT = 1e-3
 On a CPU two such gradients do not differ at all. On a GPU they differ by some 1e-6, because its sums have no fixed
 order. The failures change a gradient by 0.1 of its norm and more.
 """
-
 SAME_LOSS = 1e-4
 """The largest relative difference at which two losses count as the same.
 
 Sums in another order in fp32 differ by 1e-6. torch's own loss in bf16 is off by 1e-3 to 7e-3.
 """
-
 A_TENSOR = "model.layers.1.mlp.up_proj.weight"
 """The tensor that :func:`whole_base` removes from the base model."""
-
-
 TURNS = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What is two and two?"},
@@ -55,6 +57,120 @@ TURNS = [
     {"role": "assistant", "content": "Seven: 4 + 3."},
 ]
 """A conversation, for :func:`trained_tokens`; only the two answers of the assistant must be trained."""
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""A chat template as most models have it: nothing in it marks which tokens are the assistant's."""
+TokenRow = dict[str, list[int]]
+"""``input_ids`` and ``labels`` of one row."""
+
+
+def make(folder: Path) -> Weights:
+    """Write a model with the shape of ``random:tiny``, and a tokenizer of single bytes with a chat template."""
+    with torch.random.fork_rng(devices=[]):  # gives the caller its random state back; no GPU draws numbers here
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS["tiny"]))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    text = Tokenizer(BPE(letters, []))  # no merges, so every byte is a token of its own
+    text.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    text.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=text, bos_token="<|im_start|>", eos_token="<|im_end|>", chat_template=CHATML
+    )
+    tokenizer.save_pretrained(folder)
+    return Weights("random:tiny", str(folder), str(folder))
+
+
+def random_rows(*lengths: tuple[int, int]) -> list[TokenRow]:
+    """Make rows of random bytes, the same ones every time.
+
+    Args:
+        lengths: for each row its length, and how many of its first tokens are not trained (tokens).
+    """
+    draw = torch.Generator().manual_seed(0)
+    made = []
+    for length, prompt in lengths:
+        ids = torch.randint(1, 256, (length,), generator=draw).tolist()  # 0 is the padding id, see fitted
+        made.append({"input_ids": ids, "labels": [IGNORED] * prompt + ids[prompt:]})
+    return made
+
+
+class _Watch(TrainerCallback):
+    """Keep the gradients before each step, and make a frozen matrix NaN after the first step if asked to.
+
+    Attributes:
+        gradient: of all trained weights in the last step, as one vector in float64 on the CPU; zeros for a weight that
+            has none.
+        filtered: whether ``logging_nan_inf_filter`` is on, with which the log would hide a NaN.
+    """
+
+    def __init__(self, poison: bool = False) -> None:
+        self.poison = poison
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        self.filtered = args.logging_nan_inf_filter
+        if self.poison and state.global_step == 1:
+            next(p for p in model.parameters() if not p.requires_grad).data.fill_(math.nan)
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        each = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in trained]
+        self.gradient = torch.cat([gradient.flatten().double().cpu() for gradient in each])
+
+
+def fitted(
+    weights: Weights,
+    rows: Sequence[TokenRow],
+    *settings: str,
+    eval_rows: Sequence[TokenRow] = (),
+    watch: TrainerCallback | None = None,
+) -> tuple[Run, Loaded]:
+    """Train LoRA for one step, or for as many as the settings say, from the same initial adapter every time.
+
+    The settings change the recipe, such as ``"train.max_steps=4"``. Without ``eval_rows`` the run is never evaluated.
+
+    Returns:
+        The run, and the model that it has trained.
+    """
+    usual = ("tricks.peft=lora", "lora.r=4", "tricks.attention=sdpa", "train.max_steps=1", "train.warmup_ratio=0")
+    recipe = with_settings(Recipe(), [*usual, *settings])
+    plan = resolve(recipe)
+    torch.manual_seed(0)
+    loaded = load(plan, weights)
+    with tempfile.TemporaryDirectory() as folder:
+        job = (loaded, plan, recipe.train, rows, eval_rows, Checkpoints(Path(folder)))
+        return fit(*job, pad_id=0, callbacks=[watch] if watch else []), loaded
+
+
+def gradient_of(
+    weights: Weights, rows: Sequence[TokenRow], *settings: str, eval_rows: Sequence[TokenRow] = ()
+) -> torch.Tensor:
+    """Train as :func:`fitted` does, and return the gradient of the last step, as one vector."""
+    watch = _Watch()
+    # The limit of the gradient's norm is so high that nothing is clipped.
+    fitted(weights, rows, "train.max_grad_norm=1e9", *settings, eval_rows=eval_rows, watch=watch)
+    return watch.gradient
+
+
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the relative difference of two gradients: the norm of their difference over the norm of the first.
+
+    It is NaN if both are zero, so that a check without any gradient does not pass.
+    """
+    return ((one - other).norm() / one.norm()).item()
+
+
+def token_mean(model: Any, rows: Sequence[TokenRow]) -> float:
+    """Compute the mean loss of all trained tokens [nats] by its definition: row by row, without batches, in float64."""
+    losses = []
+    for row in rows:
+        ids, labels = (torch.tensor(row[name], device=model.device) for name in ("input_ids", "labels"))
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0, :-1].double()  # position t predicts token t + 1
+        losses.append(torch.nn.functional.cross_entropy(logits, labels[1:], reduction="none")[labels[1:] != IGNORED])
+    return torch.cat(losses).mean().item()
 
 
 # The checks. Each returns whether the libraries behave, and a sentence about what it found; see Check.look.
@@ -104,7 +220,7 @@ def loss_in_fp32(weights: Weights) -> tuple[bool, str]:
     device = this_device()
     half = "bf16" if device.kind == "cpu" else device.half_precision
     # Four rows, with one step each, because the rounding error of a single loss may be small by chance. The learning
-    # rate is so low that the weights stay practically the same, so the losses can be computed again afterwards.
+    # rate is so low that the losses can be computed again afterwards.
     rows = random_rows((48, 5), (40, 3), (31, 2), (23, 4))
     settings = ("train.max_steps=4", "train.learning_rate=1e-9", f"tricks.precision={half}")
     off = {}
@@ -120,9 +236,9 @@ def loss_in_fp32(weights: Weights) -> tuple[bool, str]:
 
 def nan_stops(weights: Weights) -> tuple[bool, str]:
     """Make a frozen weight matrix NaN during a run, and check that the run stops."""
-    poison = Poison()
+    poison = _Watch(poison=True)
     try:
-        run, loaded = fitted(weights, random_rows((24, 4)), "train.max_steps=4", callbacks=[poison])
+        run, loaded = fitted(weights, random_rows((24, 4)), "train.max_steps=4", watch=poison)
     except Diverged as stopped:
         if poison.filtered:
             return False, "the run stopped, but its log would hide a NaN: logging_nan_inf_filter is on"
@@ -164,9 +280,9 @@ class Check:
     """One check of a library's behaviour.
 
     Attributes:
-        look: the function that checks. It gets the model that :func:`make` wrote, and returns whether all is well, and
-            a sentence about what it found. It must return False for NaN, too. ``NaN < x`` is false for every x, so the
-            function tests whether a difference is small, and never whether it is large.
+        look: the function that checks: from the model that :func:`make` wrote, whether all is well, and a sentence
+            about what it found. For NaN it must say False, so it asks whether a difference is small, never whether it
+            is large: ``NaN < x`` is false for every x.
         asks: the question that the check answers.
         cause: what causes the failure.
         cure: how to fix it.
@@ -187,55 +303,44 @@ CHECKS = (
     Check(
         whole_base,
         "Is a base refused of which a tensor is missing?",
-        "transformers puts random numbers in the place of a missing tensor and leaves out one that it does not know; "
-        "it says so in a report on the screen, which scripts hide",
-        "from_pretrained(..., output_loading_info=True) gives what was missing and unexpected: stop unless both are "
-        "empty; then fetch or save the base again",
+        "transformers fills a missing tensor with random numbers, and says so in a report that scripts hide",
+        "from_pretrained(..., output_loading_info=True): stop unless missing and unexpected are empty; fetch it again",
     ),
     Check(
         trained_tokens,
         "Are the trained tokens the assistant's, all of them and no others?",
-        "the mask is asked of the chat template (return_assistant_tokens_mask), which has no {% generation %} block: "
-        "transformers gives zeros and a warning in the log",
-        "find the answers by prefix, as cria_tricks/data/tokens.py does, and refuse a row without any; before you "
-        "train, print tokenizer.decode([t for t in labels if t != -100])",
+        "return_assistant_tokens_mask gives zeros for a chat template without a {% generation %} block",
+        "mask the prompt yourself, and print tokenizer.decode([t for t in labels if t != -100]) before you train",
     ),
     Check(
         packed_documents,
         "Is a packed document trained as if it were alone?",
-        "an attention mask, be it all ones, or a cache came beside position ids that start again: transformers tells "
-        "documents apart only without both",
+        "an attention mask, even of ones, or a cache came beside position ids: transformers then sees one document",
         "hand over position_ids, no attention_mask, and use_cache=False; until this check holds, tricks.packing=false",
     ),
     Check(
         loss_in_fp32,
         "Is the loss of a run in 16 bits summed and returned in fp32?",
-        "torch's cross_entropy and linear_cross_entropy return the dtype of their input: bf16 has 8 bits, and moves in "
-        "steps of 0.06 between 8 and 16",
+        "torch's cross_entropy returns the dtype of its input, and bf16 moves in steps of 0.06 between 8 and 16",
         "logits.float() before the loss; until this check holds, tricks.chunked_loss=false or tricks.precision=fp32",
     ),
     Check(
         nan_stops,
         "Does a NaN stop the run, before a weight is touched?",
-        "transformers' logging_nan_inf_filter, on by default, logs the mean of the losses before in place of a NaN, or "
-        "0.0, and its trainer takes the step",
-        "TrainingArguments(logging_nan_inf_filter=False), and stop when loss or grad_norm is not finite; look at the "
-        "log of earlier runs for a loss of 0.0",
+        "transformers' logging_nan_inf_filter, on by default, logs a mean or 0.0 for a NaN, and the step is taken",
+        "TrainingArguments(logging_nan_inf_filter=False), and stop when loss or grad_norm is not finite",
     ),
     Check(
         evaluation_is_token_mean,
         "Is the evaluation loss the mean over all trained tokens, whatever the batch?",
         "transformers' Trainer.evaluate takes the mean of the batches' means, by rows and not by tokens",
-        "sum losses and trained tokens over all batches and divide once; until this check holds, compare only "
-        "evaluations on the same rows in the same batches",
+        "divide the sum of all losses by all trained tokens; until this check holds, compare only equal batches",
     ),
     Check(
         gradients_after_evaluation,
         "Are the gradients after an evaluation those of a run that was never evaluated?",
-        "bitsandbytes 0.50 on a CPU with AVX512-BF16: the first forward pass in eval mode repacks 4-bit weights for a "
-        "kernel without autograd, for good",
-        "right after loading: for m in model.modules(): if isinstance(m, bnb.nn.Linear4bit): "
-        "m.support_avx512bf16_for_cpu = False; until this check holds, tricks.quantization=none",
+        "bitsandbytes 0.50 on a CPU with AVX512-BF16 repacks 4-bit weights in eval mode, for good",
+        "after loading set support_avx512bf16_for_cpu = False in each bnb.nn.Linear4bit, or tricks.quantization=none",
     ),
 )
 """In the order in which a run would meet the failures."""

@@ -9,6 +9,29 @@ from typing import Any
 
 from cria_tricks.common import atomic_files, interrupts
 from cria_tricks.common.errors import BadInput
+from cria_tricks.settings import BATCH, NEW_TOKENS
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings for generating answers.
+
+    Attributes:
+        batch_size: number of rows that are answered together.
+        max_new_tokens: length limit of an answer (tokens).
+        base: folder or name of the base model, if it is no longer where the adapter's config says.
+        other_base: whether the base may be another one than the adapter was trained over.
+        contract: whether every row gets the system prompt that shows the answer contract. ``None``: as the adapter was
+            trained (its ``data.contract``).
+        packed: whether a base that was quantised in training stays packed.
+    """
+
+    batch_size: int = BATCH
+    max_new_tokens: int = NEW_TOKENS
+    base: str | Path | None = None
+    other_base: bool = False
+    contract: bool | None = None
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,28 +73,23 @@ class Answers:
         if not path.exists():
             atomic_files.write_file(path, json.dumps(dict(about)) + "\n")
             return
-        damaged = BadInput(f"{path}: is damaged; remove the file, or name another --out")
         try:
             # The last part is empty, or a line that a killed process left unfinished.
             header, *lines = path.read_text(encoding="utf-8").split("\n")[:-1]
             before = dict(json.loads(header))
+            for entry in map(json.loads, lines):
+                row = entry.pop("row")
+                self.rows[row] = Written(**entry)
         except OSError as error:
             raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
-        except (ValueError, TypeError):
-            raise damaged from None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise BadInput(f"{path}: is damaged; remove the file, or name another --out") from None
         other = [name for name in about if before.get(name) != about[name]]
         if other:
             raise BadInput(
                 f"{path}: holds answers that differ in {', '.join(other)}; name another folder with --out, or "
                 "remove the file"
             )
-        try:
-            for line in lines:
-                entry = json.loads(line)
-                row = entry.pop("row")
-                self.rows[row] = Written(**entry)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise damaged from None
         # Remove an unfinished line at the end, or the next answer would be appended to it.
         atomic_files.write_file(path, "".join(f"{line}\n" for line in [header, *lines]))
         self._saved()

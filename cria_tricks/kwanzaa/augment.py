@@ -120,12 +120,8 @@ def _keeps(row: QARow, copy: Chat) -> bool:
     [changed] = read_rows([copy])
     if should_refuse(changed) and not refuses(changed.reference):
         return False
-    for scorer in SCORERS.values():
-        before = scorer(row, row.reference)
-        after = scorer(changed, changed.reference)
-        if after.value < before.value:
-            return False
-    return True
+    scorers = SCORERS.values()
+    return all(score(changed, changed.reference).value >= score(row, row.reference).value for score in scorers)
 
 
 def _cited(row: QARow) -> list[Document]:
@@ -186,29 +182,13 @@ def _in_order(
     """
     placed = []
     for entry in entries:
-        number = _number(entry, documents)
-        if number in numbers:
-            placed.append((numbers[number], entry))
-        elif number == 0:
-            placed.append((len(documents) + 1, entry))
+        about = entry.get("metadata")  # in some rows of the real data, label and URL are in there
+        named = {**about, **entry} if isinstance(about, dict) else entry
+        number = next((document.number for document in documents if document.is_named_by(named)), 0)
+        if number in numbers or not number:
+            placed.append((numbers.get(number, len(documents) + 1), entry))
     placed.sort(key=lambda pair: pair[0])
     return [entry for _, entry in placed]
-
-
-def _number(entry: dict[str, Any], documents: Sequence[Document]) -> int:
-    """Find the number of the document that an entry of the answer is about; 0 if it cannot be told."""
-    about = entry.get("metadata")  # in some rows of the real data, label and URL are in there
-    if isinstance(about, dict):
-        entry = {**about, **entry}
-    label = entry.get("citation_label")
-    url = entry.get("canonical_url")
-    for document in documents:
-        same_url = document.url and document.url == url
-        # The label may be a shortened title: one that ends before a colon. "A" stands for the title "A: B".
-        same_title = label and f"{document.title}:".startswith(f"{label}:")
-        if same_url or same_title:
-            return document.number
-    return 0
 
 
 def _with_answer(chat: Chat, row: QARow, fields: dict[str, Any]) -> Chat:

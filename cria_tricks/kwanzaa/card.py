@@ -1,4 +1,4 @@
-"""Write what ``cria eval`` found into an adapter's model card: a verdict, the scores by kind of row, and metadata."""
+"""Write what ``cria eval`` found into an adapter's model card: a verdict, the table of scores, and metadata."""
 
 import json
 import shutil
@@ -10,8 +10,8 @@ from cria_tricks.adapter import folder as artifact
 from cria_tricks.adapter.model_card import NOT_SCORED
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, usable_path
-from cria_tricks.kwanzaa.page import NAMES, kinds_table, scores_table, table_lines
 from cria_tricks.kwanzaa.scores import SCORERS
+from cria_tricks.kwanzaa.summary import NAMES, table_lines
 
 BEGIN, END = "<!-- scores -->", "<!-- end of scores -->"
 """The lines around the scores in a card; what stands between them is replaced."""
@@ -78,7 +78,7 @@ def scored_card(card: str, evaluations: Sequence[Mapping[str, Any]]) -> str:
     section = [BEGIN, "## Scores", ""]
     results = []
     for found in evaluations:
-        section += [verdict(found), "", *table_lines(scores_table(found)), "", *table_lines(kinds_table(found)), ""]
+        section += [verdict(found), "", *table_lines(found), ""]
         for key, name in NAMES.items():
             value = found["systems"]["adapter"].get(key)
             if value:

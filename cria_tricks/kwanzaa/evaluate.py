@@ -4,7 +4,9 @@ These three are called systems here. The reference is the data's own answers. If
 answers of each system are scored, too.
 """
 
+import contextlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,20 +14,21 @@ from typing import Any
 from rich.console import Console
 
 from cria_tricks.adapter import folder as artifact
-from cria_tricks.adapter.folder import MODEL_FILES, RECIPE, is_whole
+from cria_tricks.adapter.folder import MODEL_FILES, RECIPE, is_whole, named_base
 from cria_tricks.common import atomic_files
 from cria_tricks.common.console import Aside
 from cria_tricks.common.errors import BadInput, usable_path
+from cria_tricks.common.version import versions
 from cria_tricks.data import sources
-from cria_tricks.data.rows import Chat
-from cria_tricks.kwanzaa.answers import Written
-from cria_tricks.kwanzaa.page import UNSCORED, markdown
+from cria_tricks.data.sources import DataSource
+from cria_tricks.kwanzaa.answers import Answers, Settings, Written
+from cria_tricks.kwanzaa.contract import plain_reply, read_reply
 from cria_tricks.kwanzaa.prompt import QARow, keeps_contract, read_rows
-from cria_tricks.kwanzaa.reply import plain_reply, read_reply
-from cria_tricks.kwanzaa.summary import Scored, summarise
-from cria_tricks.kwanzaa.systems import Settings, answers_of_systems
+from cria_tricks.kwanzaa.summary import UNSCORED, Scored, markdown, summarise
 from cria_tricks.kwanzaa.trivial import trivial_reply
+from cria_tricks.models import identity
 from cria_tricks.recipe import from_toml
+from cria_tricks.settings import Data
 
 OUT = Path("runs/eval")
 """The folder of the results if no adapter is given."""
@@ -70,16 +73,24 @@ def evaluate(
     settings = settings or Settings()
     console = console or Aside()
     folder = _adapter_folder(adapter, base, reference or trivial, settings)
-    source = sources.find_named("--data ", data, "eval", contract=_contract(folder, settings))
+    contract = settings.contract
+    if contract is None:  # as in the training
+        contract = folder is not None and (folder / RECIPE).is_file() and from_toml(folder / RECIPE).data.contract
+    source = sources.find_named("--data ", data, "eval", contract=contract)
     rows = read_rows(source.rows[:limit])
-    if reference or trivial:
-        _refuse_unscorable(source.rows[:limit], "--reference" if reference else "--trivial")
+    for option in ["--reference"] * reference + ["--trivial"] * trivial:
+        for chat in source.rows[:limit]:
+            if not keeps_contract(chat):
+                raise BadInput(
+                    f"{option}: {chat.where}: the row does not end with an answer of the contract kwanzaa.answer.v1 "
+                    f"(a JSON object with answer.text), so it cannot be scored; leave {option} out"
+                )
     place = _made_folder(out, folder)
     about: dict[str, Any] = {"data": source.description, "rows": len(rows), "rows_in_data": len(source.rows)}
     with atomic_files.only_writer(place):
         systems: dict[str, list[Scored]] = {}
         if folder:
-            answered, more = answers_of_systems(folder, base, source, len(rows), place, settings, console)
+            answered, more = _answered(folder, base, source, len(rows), place, settings, console)
             systems = {name: _scored(rows, written) for name, written in answered.items()}
             about |= {"adapter": str(folder), **more}
             if not rows[0].contract:
@@ -129,24 +140,70 @@ def _made_folder(out: str | Path | None, adapter: Path | None) -> Path:
     return place
 
 
-def _contract(folder: Path | None, settings: Settings) -> bool:
-    """Tell whether every row gets the system prompt with the contract: as asked for, or as in the training."""
-    if settings.contract is not None:
-        return settings.contract
-    return folder is not None and (folder / RECIPE).is_file() and from_toml(folder / RECIPE).data.contract
-
-
-def _refuse_unscorable(chats: Sequence[Chat], option: str) -> None:
-    """Refuse to score answers without a model where the data's own answers do not keep the contract."""
-    for chat in chats:
-        if not keeps_contract(chat):
-            raise BadInput(
-                f"{option}: {chat.where}: the row does not end with an answer of the contract kwanzaa.answer.v1 "
-                f"(a JSON object with answer.text), so it cannot be scored; leave {option} out"
-            )
-
-
 def _scored(rows: Sequence[QARow], written: Mapping[int, Written]) -> list[Scored]:
     """Parse the answers of one system: as JSON if the rows keep the contract, else as plain text."""
     reader = read_reply if rows[0].contract else plain_reply
     return [Scored(row, reader(written[number].text), written[number]) for number, row in enumerate(rows)]
+
+
+def _answered(
+    folder: Path, base: bool, source: DataSource, rows: int, place: Path, settings: Settings, console: Console
+) -> tuple[dict[str, dict[int, Written]], dict[str, Any]]:
+    """Answer the rows with the adapter, and with its base if asked for; return the answers, and what made them."""
+    # Imported here: torch and transformers take seconds, and wrong arguments should be refused before that.
+    from cria_tricks.adapter.opening import open_folder
+    from cria_tricks.kwanzaa.generate import Rows, answer_rows, fingerprint, hash_of
+    from cria_tricks.load.adapters import without_adapter
+    from cria_tricks.load.answering import prompt_ids
+
+    console.print(f"loading {folder}, writing to {place}")
+    warnings: list[str] = []
+    model, tokenizer = open_folder(
+        folder, base=settings.base, other_base=settings.other_base, packed=settings.packed, say=warnings.append
+    )
+    for warning in warnings:
+        console.print(warning)
+    trained_with = from_toml(folder / RECIPE).data if (folder / RECIPE).is_file() else Data()
+    prompts = prompt_ids(source.rows, tokenizer)
+    with_what = _made_with(folder, model, settings)
+    if any(chat.text for chat in source.rows):
+        with_what["text_length"] = trained_with.max_length
+    length = with_what.get("text_length", sys.maxsize)
+    asked = Rows(source.rows[:rows], prompts[:rows], length, bool(trained_with.eos))
+    found = {}
+    for system in ("adapter", "base") if base else ("adapter",):
+        about = {
+            "system": system,
+            # The base has no files of its own here: with_what describes its files for both systems.
+            "adapter": fingerprint(folder) if system == "adapter" else "",
+            **with_what,
+            "prompts": hash_of(prompts),
+            "references": hash_of([chat.answer for chat in source.rows]),
+        }
+        answers = Answers(place / f"answers-{system}.jsonl", about)
+        if not set(range(rows)) <= answers.rows.keys():
+            with contextlib.nullcontext(model) if system == "adapter" else without_adapter(model) as answering:
+                answer_rows(answering, tokenizer, asked, answers, settings, console)
+        found[system] = answers.rows
+    # Below is what does not decide the answers, so it is not in the header of the saved ones.
+    if warnings:
+        with_what["warnings"] = warnings
+    return found, with_what | {"batch_size": settings.batch_size, "versions": versions()}
+
+
+def _made_with(folder: Path, model: Any, settings: Settings) -> dict[str, Any]:
+    """Describe what makes the answers, so that answers of another base, dtype or device are not mixed with these."""
+    from cria_tricks.adapter.opening import base_of, quantization_of  # slow to import, as above
+
+    _, below = base_of(folder, settings.base)
+    files = identity.of(below) if below else {}  # a whole model has no base
+    rounded = quantization_of(folder)
+    return {
+        "base": below.name if below and settings.base else named_base(folder),
+        "base_files": {**files.get("weights", {}), **files.get("config", {})},
+        "quantization": rounded.quantization + " with double quantization" * rounded.double_quantization,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "max_new_tokens": settings.max_new_tokens,
+        **({"packed": True} if settings.packed else {}),
+    }

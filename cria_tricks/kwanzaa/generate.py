@@ -3,7 +3,8 @@
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.rows import Chat
 from cria_tricks.data.samples import answer_line, question
 from cria_tricks.data.tokens import tokenize, trained
-from cria_tricks.kwanzaa.answers import Answers, Written
-from cria_tricks.kwanzaa.reply import read_reply
+from cria_tricks.kwanzaa.answers import Answers, Settings, Written
+from cria_tricks.kwanzaa.contract import read_reply
 from cria_tricks.load.answering import answer_batch
 from cria_tricks.load.losses import full_loss_sum
 from cria_tricks.models import pretrained
@@ -34,15 +35,10 @@ SHOWN = 160
 
 
 def fingerprint(folder: Path) -> str:
-    """Hash the files of an adapter's folder that decide its answers: not the card, the provenance and the manifest.
-
-    Files in folders below it are not hashed.
-    """
-    hashes = {}
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and path.name not in ("README.md", PROVENANCE, atomic_files.MANIFEST):
-            hashes[path.name] = atomic_files.entry(path)["sha256"]
-    return hash_of(hashes)
+    """Hash the files of an adapter's folder that decide its answers: not the card, the provenance and the manifest."""
+    others = ("README.md", PROVENANCE, atomic_files.MANIFEST)
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in others]
+    return hash_of({path.name: atomic_files.entry(path)["sha256"] for path in files})
 
 
 def hash_of(data: Any) -> str:
@@ -50,20 +46,24 @@ def hash_of(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
-def answer_rows(
-    model: Any,
-    tokenizer: Any,
-    chats: Sequence[Chat],
-    prompts: Sequence[list[int]],
-    answers: Answers,
-    *,
-    batch_size: int,
-    max_new_tokens: int,
-    text_length: int,
-    add_eos: bool = False,
-    console: Console,
-    system: str,
-) -> None:
+@dataclass(frozen=True)
+class Rows:
+    """The rows that a model is asked.
+
+    Attributes:
+        chats: the rows.
+        prompts: the token ids of their prompts, from :func:`cria_tricks.load.answering.prompt_ids`.
+        text_length: length of the rows into which a text is cut for its loss (tokens).
+        add_eos: as for :func:`cria_tricks.data.tokens.tokenize`.
+    """
+
+    chats: Sequence[Chat]
+    prompts: Sequence[list[int]]
+    text_length: int = sys.maxsize
+    add_eos: bool = False
+
+
+def answer_rows(model: Any, tokenizer: Any, rows: Rows, answers: Answers, settings: Settings, console: Console) -> None:
     """Answer all rows that are not answered yet, and measure the loss of their references.
 
     Rows with prompts of similar length form a batch, so that it has little padding. The shortest prompts come
@@ -73,68 +73,60 @@ def answer_rows(
     Args:
         model: a causal language model in eval mode.
         tokenizer: the model's tokenizer.
-        chats: the rows.
-        prompts: the token ids of their prompts, from :func:`cria_tricks.load.answering.prompt_ids`.
+        rows: what is asked.
         answers: where each batch is saved when it is done.
-        batch_size: number of rows that are answered together.
-        max_new_tokens: length limit of an answer (tokens).
-        text_length: length of the rows into which a text is cut for its loss (tokens).
-        add_eos: as for :func:`cria_tricks.data.tokens.tokenize`.
+        settings: how many rows are answered together, and the length limit of an answer.
         console: where progress is shown.
-        system: the name of the system in the progress display.
 
     Raises:
         Diverged: if a loss is not finite or not below :data:`BROKEN`. The batches before it are saved.
         OutOfMemory: naming a way out. The batches before are saved.
     """
-    missing = set(range(len(chats))) - answers.rows.keys()
-    order = sorted(missing, key=lambda row: (len(prompts[row]), row))
-    done = len(chats) - len(order)
+    total = len(rows.chats)
+    order = sorted(set(range(total)) - answers.rows.keys(), key=lambda row: (len(rows.prompts[row]), row))
+    done = total - len(order)
+    system = answers.path.stem.removeprefix("answers-")
     bar = new_bar(console)
     try:
         with bar:
-            task = bar.add_task(system, total=len(chats), completed=done, note="answers")
-            for begin in range(0, len(order), batch_size):
-                batch = order[begin : begin + batch_size]
-                written = _answered(model, tokenizer, {row: prompts[row] for row in batch}, max_new_tokens)
+            task = bar.add_task(system, total=total, completed=done, note="answers")
+            for begin in range(0, len(order), settings.batch_size):
+                batch = order[begin : begin + settings.batch_size]
+                written = _answered(model, tokenizer, rows, batch, settings.max_new_tokens)
                 # One row at a time: a loss needs the logits of all tokens, while an answer needs only the last token's.
-                losses = {
-                    row: reference_loss(model, tokenizer, chats[row], text_length, add_eos=add_eos) for row in batch
-                }
-                answers.add({row: Written(*written[row], *losses[row]) for row in batch})
+                losses = [
+                    reference_loss(model, tokenizer, rows.chats[row], rows.text_length, add_eos=rows.add_eos)
+                    for row in batch
+                ]
+                answers.add({row: Written(*written[row], *loss) for row, loss in zip(batch, losses, strict=True)})
                 bar.advance(task, len(batch))
                 if not console.is_terminal:
-                    console.print(f"{system} {done + begin + len(batch):>4}/{len(chats)} rows")
-                _show_one(console, chats[batch[0]], written[batch[0]][0])
+                    console.print(f"{system} {done + begin + len(batch):>4}/{total} rows")
+                _show_one(console, rows.chats[batch[0]], written[batch[0]][0])
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise OutOfMemory(
-            f"out of memory with {batch_size} rows at a time; {len(answers.rows)} answers are in {answers.path}, and "
-            "the same command with a smaller --batch-size goes on after them"
+            f"out of memory with {settings.batch_size} rows at a time; {len(answers.rows)} answers are in "
+            f"{answers.path}, and the same command with a smaller --batch-size goes on after them"
         ) from None
 
 
 def _show_one(console: Console, chat: Chat, answer: str) -> None:
     """Print a question and its answer in one line each, so that the reader sees answers as they come."""
-    if not answer or not chat.messages:
-        return
-    console.print(f"  ? {question(chat)}", markup=False, highlight=False)
-    console.print(f"  > {answer_line(read_reply(answer).text, SHOWN)}", markup=False, highlight=False)
+    if answer and chat.messages:
+        console.print(f"  ? {question(chat)}", markup=False, highlight=False)
+        console.print(f"  > {answer_line(read_reply(answer).text, SHOWN)}", markup=False, highlight=False)
 
 
 def _answered(
-    model: Any, tokenizer: Any, prompts: Mapping[int, list[int]], max_new_tokens: int
+    model: Any, tokenizer: Any, rows: Rows, batch: Sequence[int], longest: int
 ) -> dict[int, tuple[str, int, bool]]:
-    """Answer a batch of prompts by row number; a row without a prompt gets an empty answer.
-
-    Returns:
-        For each row the text, the length (tokens), and whether the model ended the answer.
-    """
-    answers = dict.fromkeys(prompts, ("", 0, True))  # True, because nothing was cut off
-    asked = [row for row in prompts if prompts[row]]
+    """Answer a batch of rows by number: text, length (tokens), and whether the model ended the answer."""
+    answers = dict.fromkeys(batch, ("", 0, True))  # of a row without a prompt: nothing was cut off
+    asked = [row for row in batch if rows.prompts[row]]
     if asked:
-        found = answer_batch(model, tokenizer, [prompts[row] for row in asked], max_new_tokens)
+        found = answer_batch(model, tokenizer, [rows.prompts[row] for row in asked], longest)
         answers |= zip(asked, found, strict=True)
     return answers
 

@@ -1,11 +1,12 @@
 """Split rows into the retrieved documents, the question, and the data's own answer."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cria_tricks.data.rows import Chat, marked_question
-from cria_tricks.kwanzaa.reply import Reply, plain_reply, read_reply
+from cria_tricks.kwanzaa.contract import Reply, plain_reply, read_reply
 
 _DOCUMENT = re.compile(r"^\[(\d+)\] +(\S.*)$", re.MULTILINE)
 _URL = re.compile(r"^URL: *(\S+)$", re.MULTILINE)
@@ -26,6 +27,14 @@ class Document:
     title: str
     text: str
     url: str
+
+    def is_named_by(self, entry: Mapping[str, Any]) -> bool:
+        """Tell whether an entry of an answer's list, such as a source, names this document by its URL or title."""
+        if self.url and entry.get("canonical_url") == self.url:
+            return True
+        label = entry.get("citation_label")
+        # The label may be a shortened title: one that ends before a colon. "A" stands for the title "A: B".
+        return isinstance(label, str) and label != "" and f"{self.title}:".startswith(f"{label.strip()}:")
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,7 @@ def read_rows(chats: Sequence[Chat]) -> list[QARow]:
 def keeps_contract(chat: Chat) -> bool:
     """Tell whether a row is a chat that ends with an answer of the contract: a JSON object with ``answer.text``.
 
-    Other violations of the contract do not matter here; :func:`cria_tricks.kwanzaa.reply.read_reply` lists them.
+    Other violations of the contract do not matter here; :func:`cria_tricks.kwanzaa.contract.read_reply` lists them.
     """
     if not chat.messages or chat.messages[-1]["role"] != "assistant":
         return False

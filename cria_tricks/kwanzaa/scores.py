@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from cria_tricks.data.rows import Chat
 from cria_tricks.kwanzaa import statements
-from cria_tricks.kwanzaa.prompt import Document, QARow
-from cria_tricks.kwanzaa.reply import Reply
+from cria_tricks.kwanzaa.contract import Reply, read_reply
+from cria_tricks.kwanzaa.prompt import QARow, read_rows
 
 _REFUSES = (
     # I cannot, I'm not able, I do not know, I lack ...
@@ -29,6 +30,8 @@ _REFUSES = (
 )
 _REFUSAL = re.compile("|".join(_REFUSES), re.IGNORECASE | re.DOTALL)
 _PLACEHOLDER = re.compile(r"\[(?:This|Generated) answer\b")
+EMPTY = "empty answer"
+"""The kind of a row whose answer is a JSON object with an ``answer`` that holds no text."""
 _OPENING = 2
 """A refusal must say that it is one within this many statements from the beginning: one polite sentence may come first.
 Later, "I cannot" only limits an answer."""
@@ -83,7 +86,7 @@ def citation_accuracy(row: QARow, reply: Reply) -> Score:
         return Score(0.0, {"labels": 0, "right": 0, "needed": 0, "covered": 0, "wrong": [], "uncited": []})
     documents = row.prompt.documents
     if reply.fields is not None:  # plain prose has no list of sources
-        documents = tuple(document for document in documents if _among(document, reply.sources))
+        documents = tuple(one for one in documents if any(map(one.is_named_by, reply.sources)))
     known = {document.number for document in documents}
     cited = statements.labels(reply.text)
     need = _need_a_label(row, reply)
@@ -201,6 +204,24 @@ def kind(row: QARow) -> str:
     return "answer"
 
 
+def kind_and_answer(chat: Chat) -> tuple[str, str]:
+    """Return the kind of a row of any data, and the text of its answer without the JSON around it.
+
+    Returns:
+        The kind is that of :func:`kind`, or :data:`EMPTY`, for a row that keeps the answer contract; for all other rows
+        ``chat``, ``completion`` or ``text``.
+    """
+    if not chat.messages or chat.messages[-1]["role"] != "assistant":
+        return chat.kind, chat.answer
+    reply = read_reply(chat.answer)
+    if reply.fields is None or "answer" not in reply.fields:
+        return chat.kind, chat.answer
+    if not reply.text:
+        return EMPTY, ""
+    [row] = read_rows([chat])
+    return kind(row), reply.text
+
+
 def is_placeholder(reply: Reply) -> bool:
     """Tell whether a reply announces an answer in brackets and gives none, as in "[This answer would ...]"."""
     return _PLACEHOLDER.match(reply.text) is not None
@@ -213,16 +234,4 @@ def refuses(reply: Reply) -> bool:
             return True
         if part.subject and part.labels:  # a cited fact: the reply answers, and may go on with what is not known
             return False
-    return False
-
-
-def _among(document: Document, sources: list[dict[str, Any]]) -> bool:
-    """Tell whether an answer lists a document among its sources, by URL or by title."""
-    for source in sources:
-        if document.url and source.get("canonical_url") == document.url:
-            return True
-        label = source.get("citation_label")
-        # The label may be a shortened title: one that ends before a colon. "A" stands for the title "A: B".
-        if isinstance(label, str) and label and f"{document.title}:".startswith(f"{label.strip()}:"):
-            return True
     return False

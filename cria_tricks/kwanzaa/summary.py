@@ -1,22 +1,58 @@
-"""Summarise scored answers as plain data: means with their intervals, paired differences, and counts."""
+"""Summarise scored answers as plain data, and as one table: means with their intervals, paired differences, counts.
 
+The intervals are those of scipy's bias-corrected and accelerated (BCa) bootstrap over the rows.
+"""
+
+import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from cria_tricks.common.markdown_table import cell, markdown_table
 from cria_tricks.kwanzaa.answers import Written
-from cria_tricks.kwanzaa.bootstrap import Statistic, mean, ratio, with_interval
+from cria_tricks.kwanzaa.contract import VIOLATIONS, Reply
 from cria_tricks.kwanzaa.prompt import QARow
-from cria_tricks.kwanzaa.reply import VIOLATIONS, Reply
 from cria_tricks.kwanzaa.scores import SCORERS, Score, is_placeholder, kind
 from cria_tricks.kwanzaa.statements import labels
 
-Columns = list[list[float]]
-"""Some numbers for each row."""
-Figures = dict[str, tuple[Statistic, Columns]]
-"""What is computed of a system's answers, by name: each a statistic, and the columns of numbers that it takes."""
+NAMES = {
+    "format": "format compliance",
+    "citations": "citation accuracy (F1)",
+    "grounding": "grounding",
+    "refusal": "refusal accuracy",
+    "loss": "loss per token of the reference, nats",
+    "perplexity": "perplexity of the reference, exp(loss)",
+}
+"""The scores and losses in their order in the table: the key in ``eval.json``, and its name in the table."""
+_COUNTS = {
+    "placeholders": "placeholders in the place of an answer",
+    "same_documents": "share that cites the same documents as the data's own answer",
+    "refused_rightly": "should refuse, refuses",
+    "answered_wrongly": "should refuse, answers",
+    "refused_wrongly": "should answer, refuses",
+    "answered_rightly": "should answer, answers",
+    "no_text": "neither: no text",
+    "cut_off": "answers cut off at the longest allowed",
+}
+"""The same for counts."""
+UNSCORED = (
+    "The four scores (format, citations, grounding, refusal) need rows whose answers keep the contract "
+    "kwanzaa.answer.v1, so they are left out."
+)
+_EXPLAINED = """\
+Mean over the rows; in brackets its 95 % interval, by 10,000 bootstrap draws of the rows (BCa). The docstrings in
+`cria_tricks/kwanzaa/scores.py` define the scores. Loss and perplexity are over whole rows, and the lower the better.
+The kind of a row is that of the data's own answer: a placeholder announces an answer in brackets and gives none.
+`eval.json` has the answers to each row, with the reasons of their scores."""
+DRAWS = 10_000
+"""The number of bootstrap samples."""
+
+Statistic = Callable[..., Any]
+"""Takes columns, arrays whose last axis is the rows, and returns a figure of each along that axis."""
+Figure = tuple[Statistic, list[list[float]]]
+"""What is computed of a system's answers: a statistic, and the columns that it takes, a number for each row."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +77,52 @@ class Scored:
         return {name: scorer(self.row, self.reply) for name, scorer in SCORERS.items()}
 
 
+def mean(values: Any, axis: int = -1) -> Any:
+    """Compute the mean of a column."""
+    return values.mean(axis)
+
+
+def ratio(over: Any, under: Any, axis: int = -1) -> Any:
+    """Compute the sum of one column over the sum of another, such as a loss per token over all rows."""
+    return over.sum(axis) / under.sum(axis)
+
+
+def _perplexity(loss: Any, trained: Any, axis: int = -1) -> Any:
+    import numpy as np  # here, so that wrong arguments are refused before it is loaded
+
+    return np.exp(ratio(loss, trained, axis))
+
+
+def with_interval(statistic: Statistic, columns: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Compute a figure and its interval of 95 %.
+
+    The rows are drawn with replacement, again and again. A draw takes the same rows of all columns, so the interval of
+    a difference of two systems is that of a paired comparison. With one row, or if no draw changes the figure, the
+    interval is the figure itself.
+
+    Args:
+        statistic: the figure, such as :func:`mean`.
+        columns: its arguments, a number for each row.
+
+    Returns:
+        ``value``, ``low`` and ``high``.
+    """
+    # Imported here: scipy takes a second, and wrong rows should be refused before that.
+    import numpy as np
+    from scipy import stats
+
+    arrays = [np.asarray(column, dtype=np.float64) for column in columns]
+    value = float(statistic(*arrays))
+    if len(arrays[0]) < 2:
+        return {"value": value, "low": value, "high": value}
+    with warnings.catch_warnings(action="ignore"):  # it warns of what is looked at below
+        drawn = stats.bootstrap(arrays, statistic, paired=True, vectorized=True, n_resamples=DRAWS, rng=0)  # BCa
+    low, high = drawn.confidence_interval
+    if not np.isfinite([low, high]).all():  # no draw changes the figure, or the rows are too few for the correction
+        low, high = np.percentile(drawn.bootstrap_distribution, [2.5, 97.5])
+    return {"value": value, "low": float(low), "high": float(high)}
+
+
 def summarise(systems: Mapping[str, Sequence[Scored]], about: Mapping[str, Any]) -> dict[str, Any]:
     """Summarise the scored answers of all systems.
 
@@ -58,7 +140,7 @@ def summarise(systems: Mapping[str, Sequence[Scored]], about: Mapping[str, Any])
     differences = {}
     if {"adapter", "base"} <= figures.keys():
         for name, adapter in figures["adapter"].items():
-            differences[name] = difference(adapter, figures["base"][name])
+            differences[name] = _difference(adapter, figures["base"][name])
     rows = range(len(next(iter(systems.values()))))
     return {
         **about,
@@ -69,11 +151,10 @@ def summarise(systems: Mapping[str, Sequence[Scored]], about: Mapping[str, Any])
     }
 
 
-def _figures(scored: Sequence[Scored]) -> Figures:
-    figures: Figures = {}
-    for scorer in scored[0].scores:
-        figures[scorer] = (mean, [_values(scored, scorer)])
-    written = _written(scored)
+def _figures(scored: Sequence[Scored]) -> dict[str, Figure]:
+    """List what is computed of a system's answers, by name."""
+    figures: dict[str, Figure] = {name: (mean, [_values(scored, name)]) for name in scored[0].scores}
+    written = [each.written for each in scored if each.written]
     if written:  # per token, so that a long row counts more than a short one
         per_token = [[each.loss for each in written], [float(each.trained) for each in written]]
         figures["loss"] = (ratio, per_token)
@@ -81,44 +162,39 @@ def _figures(scored: Sequence[Scored]) -> Figures:
     return figures
 
 
-def _perplexity(loss: Any, trained: Any, axis: int = -1) -> Any:
-    import numpy as np  # here, so that wrong arguments are refused before it is loaded
-
-    return np.exp(ratio(loss, trained, axis))
-
-
 def _values(scored: Sequence[Scored], scorer: str) -> list[float]:
     return [each.scores[scorer].value for each in scored]
 
 
-def _written(scored: Sequence[Scored]) -> list[Written]:
-    """List what a model wrote; empty for answers that need no model."""
-    return [each.written for each in scored if each.written]
+def _difference(one: Figure, other: Figure) -> dict[str, float]:
+    """Subtract a figure of one system from that of another over the same rows, with the paired interval."""
+    statistic, columns = one
+
+    def apart(*both: Any, axis: int = -1) -> Any:
+        return statistic(*both[: len(columns)], axis=axis) - statistic(*both[len(columns) :], axis=axis)
+
+    return with_interval(apart, [*columns, *other[1]])
 
 
-def _system(scored: Sequence[Scored], figures: Figures) -> dict[str, Any]:
+def _system(scored: Sequence[Scored], figures: Mapping[str, Figure]) -> dict[str, Any]:
     """Summarise one system: its scores, loss and perplexity with their intervals, and its counts."""
     found: dict[str, Any] = {name: with_interval(*figure) for name, figure in figures.items()}
     if scored[0].row.contract:
         found |= _counts(scored)
-    answered = [each for each in _written(scored) if each.tokens]  # a text is not answered
+    answered = [each.written for each in scored if each.written and each.written.tokens]  # a text is not answered
     found["cut_off"] = sum(not each.ended for each in answered) if answered else None
     return found
 
 
 def _counts(scored: Sequence[Scored]) -> dict[str, Any]:
     """Count what the scorers found, for rows that keep the contract."""
-    violations = {}
-    for violation in VIOLATIONS:
-        count = sum(violation in each.scores["format"].why["violations"] for each in scored)
-        if count:
-            violations[violation] = count / len(scored)
-    reasons = [each.scores["refusal"].why for each in scored]
-    cases = Counter((reason["should"], reason["did"]) for reason in reasons)
+    broken = Counter(violation for each in scored for violation in each.scores["format"].why["violations"])
+    cases = Counter((each.scores["refusal"].why["should"], each.scores["refusal"].why["did"]) for each in scored)
+    as_the_reference = [set(labels(each.reply.text)) == set(labels(each.row.reference.text)) for each in scored]
     return {
         "placeholders": sum(is_placeholder(each.reply) for each in scored),
-        "same_documents": sum(map(_cites_as_the_reference, scored)) / len(scored),
-        "violations": violations,
+        "same_documents": sum(as_the_reference) / len(scored),
+        "violations": {name: broken[name] / len(scored) for name in VIOLATIONS if broken[name]},
         "confusion": {
             "refused_rightly": cases[True, True],
             "answered_wrongly": cases[True, False],
@@ -129,46 +205,25 @@ def _counts(scored: Sequence[Scored]) -> dict[str, Any]:
     }
 
 
-def _cites_as_the_reference(scored: Scored) -> bool:
-    """Tell whether an answer cites the same documents as the data's own answer, no more and no fewer."""
-    return set(labels(scored.reply.text)) == set(labels(scored.row.reference.text))
-
-
 def _kinds(systems: Mapping[str, Sequence[Scored]]) -> dict[str, Any]:
     """Summarise the scores by kind of row: ``rows``, their number, and ``systems``, the scores of each system.
 
     Returns:
         An entry for each kind that the rows have; empty for rows without the contract.
     """
-    rows = [scored.row for scored in next(iter(systems.values()))]
-    if not rows[0].contract:
-        return {}
     places: dict[str, list[int]] = {}
-    for place, row in enumerate(rows):
-        places.setdefault(kind(row), []).append(place)
+    for place, scored in enumerate(next(iter(systems.values()))):
+        if not scored.row.contract:
+            return {}
+        places.setdefault(kind(scored.row), []).append(place)
     found = {}
     for name, some in places.items():
         means = {}
-        for system, scored in systems.items():
-            mine = [scored[place] for place in some]
+        for system, answers in systems.items():
+            mine = [answers[place] for place in some]
             means[system] = {scorer: with_interval(mean, [_values(mine, scorer)]) for scorer in SCORERS}
         found[name] = {"rows": len(some), "systems": means}
     return found
-
-
-def difference(one: tuple[Statistic, Columns], other: tuple[Statistic, Columns]) -> dict[str, float]:
-    """Subtract a figure of one system from that of another over the same rows, with the paired interval.
-
-    Args:
-        one: the statistic and its columns of the system to subtract from.
-        other: the same of the system that is subtracted.
-    """
-    statistic, columns = one
-
-    def apart(*both: Any, axis: int = -1) -> Any:
-        return statistic(*both[: len(columns)], axis=axis) - statistic(*both[len(columns) :], axis=axis)
-
-    return with_interval(apart, [*columns, *other[1]])
 
 
 def _answers(scored: Mapping[str, Scored]) -> dict[str, Any]:
@@ -185,3 +240,79 @@ def _answers(scored: Mapping[str, Scored]) -> dict[str, Any]:
         "reference": row.reference.text,
         "systems": systems,
     }
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """Write ``eval.md``: what was evaluated, and the table.
+
+    Args:
+        found: the evaluation, from :func:`summarise`.
+    """
+    lines = ["# Evaluation", "", f"{found['rows']} of {found['rows_in_data']} rows of {found['data']}."]
+    if "adapter" in found:
+        keys = ("base", "quantization", "dtype", "device", "max_new_tokens")
+        with_what = ", ".join(f"{key} {found[key]}" for key in keys if found.get(key))
+        lines.append(f"Adapter: {found['adapter']}; {with_what}.")
+    if found.get("text_length"):
+        lines.append(f"A text is not answered; for its loss it is cut into rows of {found['text_length']:,} tokens.")
+    if not found["kinds"]:
+        lines.append(UNSCORED)
+    return "\n".join([*lines, "", _EXPLAINED, "", *table_lines(found), ""])
+
+
+def table_lines(found: Mapping[str, Any]) -> list[str]:
+    """Write the table of an evaluation as Markdown."""
+    head, *rows = [list(map(cell, row)) for row in table(found)]
+    return markdown_table(head, rows)
+
+
+def table(found: Mapping[str, Any]) -> list[list[str]]:
+    """Lay out the scores with their intervals, over all rows and by kind of row, then the counts over all rows.
+
+    Args:
+        found: the evaluation, from :func:`summarise`.
+
+    Returns:
+        The lines, each a list of cells: the rows, what is told of them, a cell for each system, and their difference.
+        The first line is the head.
+    """
+    systems = found["systems"]
+    differences = found["differences"]
+    every = f"all, {found['rows']}"
+    head = ["rows", "score", *systems]
+    if differences:
+        head.append("adapter minus base")
+    lines = [head]
+    for key, name in NAMES.items():
+        values = [system.get(key) for system in systems.values()]
+        if any(values):
+            lines.append([every, name, *map(_value, values)])
+            if differences:
+                lines[-1].append(_value(differences[key], "+"))
+    for kind_of, about in found["kinds"].items() if len(found["kinds"]) > 1 else ():
+        for key, name in NAMES.items():
+            values = [system[key] for system in about["systems"].values() if key in system]
+            if values:
+                lines.append([f"{kind_of}, {about['rows']}", name, *map(_value, values)])
+    counts = [{**system, **system.get("confusion", {})} for system in systems.values()]
+    for key, name in _COUNTS.items():
+        if key in counts[0]:
+            lines.append([every, name, *(_count(each[key]) for each in counts)])
+    for violation in VIOLATIONS:
+        shares = [system.get("violations", {}).get(violation, 0.0) for system in systems.values()]
+        if any(shares):
+            lines.append([every, f"share that breaks the contract: {violation}", *map(_count, shares)])
+    return [line + [""] * (len(head) - len(line)) for line in lines]
+
+
+def _value(found: Mapping[str, float] | None, sign: str = "") -> str:
+    """Write a value with its interval; with ``sign="+"``, as for a difference, positive numbers get a plus."""
+    if found is None:
+        return ""
+    return f"{found['value']:{sign}.3f} [{found['low']:{sign}.3f}, {found['high']:{sign}.3f}]"
+
+
+def _count(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if isinstance(value, float) else f"{value:,}"

@@ -4,8 +4,8 @@ import json
 import re
 from typing import Any
 
+from cria_tricks.kwanzaa.contract import Reply, read_reply
 from cria_tricks.kwanzaa.prompt import Document, QARow
-from cria_tricks.kwanzaa.reply import Reply, read_reply
 
 _CONTENT = re.compile(r"^Content: *(.+)$", re.MULTILINE)
 REFUSAL = "I cannot answer this: no documents were found."

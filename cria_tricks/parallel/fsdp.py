@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from cria_tricks.bill.calls import Call
-from cria_tricks.bill.fsdp_bytes import sizes
+from cria_tricks.bill.fsdp import sizes
 from cria_tricks.hardware import T4
 from cria_tricks.models.shape import Shape
 from cria_tricks.parallel.rules import refuse, several, share_window

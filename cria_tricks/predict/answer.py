@@ -88,23 +88,6 @@ class RunTime(_Frozen):
     minutes_high: float
 
 
-class AnswerTimes(_Frozen):
-    """The time of generated answers, at most [s]: the high end of the range, for answers as long as they may be.
-
-    ``evaluation_seconds`` is of one evaluation in training (``eval.samples``), 0 without samples. ``evaluations`` is
-    their number, ``None`` if it is not known. ``eval_seconds`` is of ``cria eval --with-base`` over ``eval_rows`` rows:
-    all evaluation rows, or if these were not read, as many as it answers together; with the options in
-    ``PlanAnswer.answering``. A time is ``None`` if it is not known, or the model does not fit with any.
-    """
-
-    evaluation_seconds: float | None
-    evaluations: int | None
-    eval_rows: int
-    eval_rows_read: bool
-    eval_new_tokens: int
-    eval_seconds: float | None
-
-
 class ResultMemory(_Frozen):
     """What a command that opens the trained result, to answer, needs on the card [bytes].
 
@@ -200,7 +183,6 @@ class PlanAnswer(_Frozen):
         alone: what each switch saves without the others.
         removed: what would be lost by switching off each switch.
         ladder: the switches added one after the other.
-        answers: the time of answers during training and in ``cria eval``; ``None`` if the card's rates are not known.
         answering: the memory of ``cria eval`` and of ``cria chat`` with the result.
         front: the switch sets that no other set beats in both bytes and time; ``None`` if not asked for.
         longest: the length of the longest row that fits [tokens]; ``None`` if not asked for.
@@ -243,7 +225,6 @@ class PlanAnswer(_Frozen):
     alone: list[Comparison]
     removed: list[Comparison]
     ladder: list[LadderStep]
-    answers: AnswerTimes | None = None
     answering: list[ResultMemory] = []
     front: list[LadderStep] | None = None
     longest: int | None = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.evaluation import fullest_answer, loss_pass
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.fsdp_bytes import sizes
+from cria_tricks.bill.fsdp import sizes
 from cria_tricks.bill.lines import ANSWERS, EVALUATION, STATE, Line, Moment
 from cria_tricks.common.units import human
 from cria_tricks.data.lengths import Lengths
@@ -36,8 +36,6 @@ ONLY_TRAINING = {
     "compile": False,
 }
 """The switches that do not act in a pass without gradients, and their values when they are off."""
-BUCKETS = ("ddp", "zero1", "zero2")
-"""The strategies whose gradients stay in memory between two steps, because DDP has made them views of its buckets."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +104,11 @@ def doubts(found: Bill, recipe: Recipe, rows: Evaluated) -> list[str]:
 
 
 def _standing(found: Bill) -> tuple[Line, ...]:
-    """Return what is alive during an evaluation anyway: weights, optimizer states, and what the strategy keeps."""
-    stays = [name for name in STATE if name != "gradients" or found.strategy in BUCKETS]
+    """Return what is alive during an evaluation anyway: weights, optimizer states, and what the strategy keeps.
+
+    DDP's gradients stay in memory between two steps, because they are views of its buckets.
+    """
+    stays = [name for name in STATE if name != "gradients" or found.strategy == "ddp"]
     lines = [line for line in found.moments[-1].lines if line.name in stays or line.name.startswith("pipeline")]
     if found.strategy == "fsdp":
         lines.append(_gathered(found.facts, found.processes))

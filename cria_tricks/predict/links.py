@@ -15,23 +15,18 @@ add up (:meth:`Link.over`), because NCCL lays a ring through each of them. This 
 PCIe several ports help little (NCCL's author: nccl issue 412).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 from cria_tricks.bill import moved_bytes, step_time
-from cria_tricks.bill.calls import Call, ring_share
+from cria_tricks.bill.calls import Call
 from cria_tricks.bill.step_time import HEAD
-from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.cards import Card
 from cria_tricks.models.shape import Shape
 from cria_tricks.predict.per_process import local, stages_of, stream_pieces
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import folds
-
-StrategyTraffic = Callable[[Recipe, Shape, int], list[Call]]
-"""The ``traffic`` function of a strategy: takes a recipe, a shape and N, returns the collectives of one process."""
 
 
 @dataclass(frozen=True)
@@ -100,85 +95,12 @@ LINKS: dict[str, Link] = {
                         "NVIDIA H100 datasheet, 900 GB/s both ways; NCCL's author on rings: nccl-tests issue 212"),
     "hdr": Link("InfiniBand HDR", 25e9, 24 / 25, _NET, _START,
                 "200 Gbit/s; NCCL's author: nccl-tests issue 119"),
-    "ndr": Link("InfiniBand NDR", 50e9, 47 / 50, _NET, _START,
-                "400 Gbit/s; an NCCL developer, 46 to 48: nccl-tests issue 290"),
     "10gbe": Link("10 Gbit Ethernet", 1.25e9, _TCP, _NET, _START,
                   "10 Gbit/s; TCP's payload at best, frames of 1,500 bytes"),
-    "25gbe": Link("25 Gbit Ethernet", 3.125e9, _TCP, _NET, _START,
-                  "25 Gbit/s; TCP's payload at best, frames of 1,500 bytes"),
-    "100gbe": Link("100 Gbit Ethernet", 12.5e9, _TCP, _NET, _START,
-                   "100 Gbit/s; TCP's payload at best, frames of 1,500 bytes; one connection reaches less"),
 }  # fmt: skip
 """Links by name. NCCL has one hop latency for all networks. A hop over TCP takes longer, so the figures for Ethernet
 are the best case. Those for PCIe presume that cards copy to each other directly (peer-to-peer). In a virtual machine
 this may be slow, or NCCL copies through the host's memory (NCCL's user guide, troubleshooting)."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """The measured time of one collective of one size.
-
-    Attributes:
-        kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
-        bytes: the size of the whole tensor [bytes]: the input of a reduction, the output of an all-gather.
-        processes: the number of processes that took part.
-        seconds: the time of one call [s].
-    """
-
-    kind: str
-    bytes: int
-    processes: int
-    seconds: float
-
-    @property
-    def sent(self) -> float:
-        """How much each process sends over a ring [bytes]."""
-        return self.bytes * ring_share(self.kind, self.processes)
-
-    @property
-    def rates(self) -> dict[str, float]:
-        """The rates of nccl-tests [bytes/s]: of the whole tensor (``algbw``), of what a process sends (``busbw``)."""
-        return {"algorithm_rate": self.bytes / self.seconds, "bus_rate": self.sent / self.seconds}
-
-
-class FittedLine(NamedTuple):
-    """A straight line fitted to timings: the time of a small call [s], and the rate of a large one [bytes/s]."""
-
-    latency: float
-    rate: float
-
-    def seconds(self, sent: float) -> float:
-        """Estimate the time of a call in which a process sends so many bytes [s]."""
-        return self.latency + sent / self.rate
-
-
-def fit_line(timings: Iterable[Timing]) -> FittedLine:
-    """Fit a line to timings of a collective, by least squares of the relative errors.
-
-    The errors are relative because the times span three orders of magnitude: with absolute errors the largest size
-    alone would decide.
-    """
-    timings = list(timings)
-    one_size = len({timing.sent for timing in timings}) == 1  # through which many lines go
-    # t = latency + slope * sent, divided by t: least squares of latency * x + slope * y = 1, x = 1 / t, y = sent / t.
-    x = [1 / timing.seconds for timing in timings]
-    y = [timing.sent / timing.seconds for timing in timings]
-    xx = _dot(x, x)
-    yy = _dot(y, y)
-    xy = _dot(x, y)
-    # Cramer's rule for the two normal equations. These are the numerators; both are divided by the determinant below,
-    # which is never negative, so the signs of latency and slope are right already.
-    latency = sum(x) * yy - sum(y) * xy
-    slope = sum(y) * xx - sum(x) * xy
-    determinant = xx * yy - xy * xy
-    if one_size or latency < 0 or slope <= 0:
-        # No call was small, or the noise was larger than the differences: fit a line through zero, without a latency.
-        return FittedLine(0.0, yy / sum(y))
-    return FittedLine(latency / determinant, determinant / slope)
-
-
-def _dot(a: list[float], b: list[float]) -> float:
-    return sum(one * other for one, other in zip(a, b, strict=True))
 
 
 @dataclass(frozen=True)
@@ -263,89 +185,3 @@ def _through_the_stages(recipe: Recipe, shape: Shape, card: Card, processes: int
         optimizers.append(seconds.pop("optimizer"))  # it runs once, after all micro-batches
         micro_batches.append(sum(seconds.values()) / k)
     return sum(micro_batches) + max(micro_batches) * (k - 1) + max(optimizers)
-
-
-@dataclass(frozen=True)
-class ScalingPoint:
-    """A number of processes, and the speed that they reach.
-
-    Attributes:
-        processes: the number of processes, N.
-        step: the time of a step, for one of the processes.
-        speedup: tokens per second, divided by those of a single process [ratio].
-    """
-
-    processes: int
-    step: StepTime
-    speedup: float
-
-    @property
-    def efficiency(self) -> float:
-        """The speedup divided by N: 1 would be N times the speed of one process [ratio]."""
-        return self.speedup / self.processes
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """The speed with 1, 2, 4, ... processes, and the number from which doubling no longer helps.
-
-    Attributes:
-        points: one entry for each number of processes.
-        stops: the number of processes from which another doubling is not worth it; ``None`` if every doubling was.
-        why: the reason.
-    """
-
-    points: tuple[ScalingPoint, ...]
-    stops: int | None
-    why: str
-
-
-def when_it_stops(
-    recipe: Recipe, shape: Shape, card: Card, link: Link, strategy: str, traffic: StrategyTraffic, *,
-    growing: bool = False, overlap: float = 0.0, gain: float = 1.5, most: int = 256,
-) -> Scaling:  # fmt: skip
-    """Double the number of processes as long as it helps.
-
-    Args:
-        recipe: the run on one card.
-        shape: the shape of the model.
-        card: the card of each process.
-        link: the link between them.
-        strategy: ``ddp``, ``fsdp``, ``tensor`` or ``context``.
-        traffic: the strategy's function from a recipe, a shape and N to its collectives.
-        growing: whether the number of micro-batches grows with N, so that a step sees N times the rows. If not, the
-            micro-batches of the recipe are divided among the processes, a step sees the same rows for every N, and the
-            doubling ends when there are fewer micro-batches than processes.
-        overlap: see :func:`step_seconds`.
-        gain: the factor in tokens per second that a doubling must reach to be worth it [ratio].
-        most: the largest number of processes that is tried.
-    """
-    window = recipe.tricks.gradient_accumulation
-    alone = step_seconds(compute_seconds(recipe, shape, card, strategy, 1), [], link, overlap)
-    points = [ScalingPoint(1, alone, 1.0)]
-
-    def stopped(why: str) -> Scaling:
-        return Scaling(tuple(points), points[-1].processes, why)
-
-    n = 2
-    while n <= most:
-        wanted = recipe
-        work = 1  # the rows of a step, divided by those of a step on one process
-        if growing:
-            wanted = with_settings(recipe, [f"tricks.gradient_accumulation={window * n}"])
-            work = n
-        elif n > window and strategy not in ("tensor", "context"):
-            # All other strategies give whole micro-batches to a process, and these are used up.
-            return stopped(f"the {window} micro-batches of a step are all given out")
-        try:
-            compute = compute_seconds(wanted, shape, card, strategy, n)
-        except BadInput:
-            return stopped(f"{n} does not divide the model's heads and widths")
-        step = step_seconds(compute, traffic(wanted, shape, n), link, overlap)
-        speedup = work * alone.seconds / step.seconds
-        ratio = speedup / points[-1].speedup
-        points.append(ScalingPoint(n, step, speedup))
-        if ratio < gain:
-            return Scaling(tuple(points), n // 2, f"{n} are {ratio:.2f} times as fast as {n // 2}")
-        n *= 2
-    return Scaling(tuple(points), None, "each doubling helped")

@@ -4,10 +4,8 @@ We estimate what one process computes with the formulas for a single process (``
 moments of its step:
 
 - **ddp**: the whole model. The gradients live in DDP's all-reduce buckets, through the whole step.
-- **zero1**, **zero2**: as ddp, but with 1 / N of the optimizer states, and in zero2 also 1 / N of the gradients
-  (Rajbhandari et al. 2020, arXiv:1910.02054, sec. 5.1 and 5.2). These two are estimated only; no recipe can ask for
-  them.
-- **fsdp** (ZeRO-3, sec. 5.3): 1 / N of every tensor, and some tensors unsharded for a while; see ``fsdp_moments.py``.
+- **fsdp** (ZeRO-3, Rajbhandari et al. 2020, arXiv:1910.02054, sec. 5.3): 1 / N of every tensor, and some tensors
+  unsharded for a while; see ``bill/fsdp.py``.
 - **tensor**, **ddp_tensor**: blocks with 1 / M of the heads and of the MLP's width, for groups of M processes (with
   tensor, M = N). So the same formulas give the sizes of the matrices, of LoRA's A and B, and of the activations that a
   block saves. Every tensor of the model's width D stays whole; with ``parallel.sequence=true`` norms, block inputs and
@@ -29,8 +27,8 @@ from dataclasses import dataclass, replace
 from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.fsdp_bytes import divided_up
-from cria_tricks.bill.lines import STATE, Line, Moment, smaller
+from cria_tricks.bill.fsdp import divided_up, sharded_moments
+from cria_tricks.bill.lines import Line, Moment
 from cria_tricks.bill.moments import moments
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
@@ -40,12 +38,11 @@ from cria_tricks.parallel.ring_bytes import through_the_ring, whole_rows
 from cria_tricks.parallel.tensor import partial_weights
 from cria_tricks.parallel.zigzag import own_tokens
 from cria_tricks.predict.evaluation import Evaluated, with_evaluation
-from cria_tricks.predict.fsdp_moments import sharded_moments
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.folds import facts
 from cria_tricks.tricks.gradient_checkpointing import in_stage
 
-STRATEGIES = ("none", "ddp", "zero1", "zero2", "fsdp", "tensor", "ddp_tensor", "context", "pipeline", "model")
+STRATEGIES = ("none", "ddp", "fsdp", "tensor", "ddp_tensor", "context", "pipeline", "model")
 """The strategies that can be estimated."""
 
 
@@ -106,7 +103,7 @@ def _alike(
     own, part = local(recipe, shape, strategy, processes)
     memory = facts(own, part, device, tokens, trained_tokens)
     memory = replace(memory, stream_pieces=stream_pieces(recipe, strategy, processes))
-    if strategy in ("ddp", "zero1", "zero2"):
+    if strategy == "ddp":
         # DDP's buckets exist from the beginning of the step, and new gradients are added to them. So they count as
         # gradients of earlier micro-batches.
         memory = replace(memory, waiting_gradient_bytes=FP32 * memory.trained_weights)
@@ -118,13 +115,7 @@ def _alike(
         summed = memory.trained_weights if strategy == "ddp_tensor" else partial_weights(recipe, shape)
         if summed:
             steps.insert(-1, _averaging(summed, steps[-1]))
-    # The last two names of STATE are the gradients and the optimizer states.
-    divided = {"zero1": STATE[4:], "zero2": STATE[3:]}.get(strategy, ())
-    shared = []
-    for moment in steps:
-        limits = {line.name: divided_up(line.bytes, processes) for line in moment.lines if line.name in divided}
-        shared.append(smaller(moment, limits))
-    return Bill(memory, tuple(shared), strategy, processes)
+    return Bill(memory, tuple(steps), strategy, processes)
 
 
 def local(recipe: Recipe, shape: Shape, strategy: str, processes: int) -> tuple[Recipe, Shape]:
@@ -139,7 +130,7 @@ def local(recipe: Recipe, shape: Shape, strategy: str, processes: int) -> tuple[
     if processes % tensor:
         raise BadInput(f"{strategy}: {processes} processes make no groups of {tensor}")
     # The data-parallel shares into which the micro-batches of a step are divided.
-    shares = processes // tensor if strategy in ("ddp", "zero1", "zero2", "fsdp", "ddp_tensor") else 1
+    shares = processes // tensor if strategy in ("ddp", "fsdp", "ddp_tensor") else 1
     window = {"gradient_accumulation": divided_up(recipe.tricks.gradient_accumulation, shares)}
     own = recipe.model_copy(update={"tricks": recipe.tricks.model_copy(update=window)})
     if strategy == "context":

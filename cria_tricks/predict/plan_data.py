@@ -9,17 +9,15 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
 from cria_tricks.data.lengths import Lengths, full
 from cria_tricks.hardware import calibration, this_device, trust
-from cria_tricks.hardware.cards import CARDS, FLAVORS, Card, Flavor
+from cria_tricks.hardware.cards import CARDS, FLAVORS, Flavor
 from cria_tricks.hardware.gpus import other_versions
 from cria_tricks.load import answering_memory
-from cria_tricks.load.answering_memory import Way
 from cria_tricks.models.configs import beyond_context
 from cria_tricks.models.shape import Shape
-from cria_tricks.predict import answer_time, evaluation, model_settings, toggles
+from cria_tricks.predict import evaluation, model_settings, toggles
 from cria_tricks.predict.host import HostBill, host_bill, loading_doubts, longest_on_host
 from cria_tricks.predict.toggles import Change, Setting, Target
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.settings import BATCH, NEW_TOKENS
 from cria_tricks.step_plan import Plan
 
 
@@ -68,7 +66,7 @@ def run_bill(
     dry: bool = False,
     rows: int | None = None,
 ) -> dict[str, Any]:
-    """Estimate the memory on the card and on the host, the time of a step, and the time of answers.
+    """Estimate the memory on the card and on the host, and the time of a step.
 
     The arguments are those of :func:`answer`, whose comparisons and prices are left out here.
     """
@@ -77,7 +75,6 @@ def run_bill(
     found["answering"] = [one.as_data() for one in of_result]
     if found["verdict"] != "does not fit":  # else there will be no result
         found["warnings"] += [sentence for one in of_result for sentence in one.in_words]
-    found["answers"] = _answers(target, recipe, lengths, rows, of_result[0].fitting)
     if rows is not None:
         found["run"] = run_minutes(target, recipe, rows, lengths)
     on_host = host_bill(target, recipe, rows or 0)
@@ -166,46 +163,6 @@ def _times(setting: Setting, plan: Plan, lengths: Lengths) -> dict[str, Any]:
     }
 
 
-def _answers(
-    target: Target, recipe: Recipe, lengths: Lengths, rows: int | None, way: Way | None
-) -> dict[str, Any] | None:
-    """Return the time of answers, during training and of ``cria eval``, at most; ``None`` if no rates are known.
-
-    ``way`` is how ``cria eval`` fits the card, if it does.
-    """
-    card = target.card
-    if card is None:
-        return None
-    together = way.rows if way else BATCH
-    asked = answer_time.Asked(
-        rows=len(lengths.prompts) or BATCH,
-        prompt=max(lengths.prompts, default=recipe.data.max_length),
-        new=way.new if way else NEW_TOKENS,
-        together=together,
-    )
-    seconds = 0.0
-    known = way is not None
-    for with_adapter in (True, False):
-        one = answer_time.of_eval(
-            recipe, target.shape, card, asked, with_adapter=with_adapter, packed=way is not None and way.packed
-        )
-        known = known and one is not None
-        seconds += one or 0.0
-    return {
-        "evaluation_seconds": answer_time.of_samples(recipe, target.shape, card, _longest_prompt(recipe, lengths)),
-        "evaluations": answer_time.evaluations(recipe, rows),
-        "eval_rows": asked.rows,
-        "eval_rows_read": bool(lengths.prompts),
-        "eval_new_tokens": asked.new,
-        "eval_seconds": seconds if known else None,
-    }
-
-
-def _longest_prompt(recipe: Recipe, lengths: Lengths) -> int:
-    """Return the tokens of the longest prompt of ``eval.samples``: of the first rows with one, or of a full row."""
-    return max(lengths.prompts[: recipe.eval.samples], default=recipe.data.max_length)
-
-
 def suggestions(target: Target, recipe: Recipe, settings: Iterable[Setting]) -> list[dict[str, Any]]:
     """Compare whole settings with a recipe, as the answer's ``suggestions``."""
     before = target.bill(recipe)
@@ -286,29 +243,25 @@ def run_minutes(target: Target, recipe: Recipe, rows: int, lengths: Lengths | No
     card = target.card
     if card is None or setting.seconds is None or not setting.memory.fits:
         return None
-    seconds = _run_seconds(recipe, target.shape, card, setting.seconds, rows, lengths)
+    seconds = _run_seconds(recipe, setting.seconds, rows, lengths)
     low, high = ends(seconds / 60, setting.spread)
     return {"minutes": seconds / 60, "minutes_low": low, "minutes_high": high}
 
 
-def _run_seconds(
-    recipe: Recipe, shape: Shape, card: Card, of_token: float, rows: int, lengths: Lengths | None
-) -> float:
-    """Estimate the time of training on so many rows, with the answers of ``eval.samples``; of one token it is given."""
+def _run_seconds(recipe: Recipe, of_token: float, rows: int, lengths: Lengths | None) -> float:
+    """Estimate the time of training on so many rows; of one token it is given."""
     # If the run's length is given in steps, packed rows count, which are full; if in epochs, the rows of the data.
     packed_steps = recipe.tricks.packing and recipe.train.max_steps
     mean: float = recipe.data.max_length
     if lengths and not packed_steps:
         mean = lengths.mean
-    prompt = _longest_prompt(recipe, lengths or full(recipe, ""))
-    answers = answer_time.of_run(recipe, shape, card, prompt, rows)
-    return of_token * run_tokens(recipe, rows, mean) + answers
+    return of_token * run_tokens(recipe, rows, mean)
 
 
 def prices(target: Target, recipe: Recipe, rows: int, lengths: Lengths | None = None) -> list[dict[str, Any]]:
     """Estimate the minutes and the price of the run, on each rented machine that has this card and room for it.
 
-    The answers of ``eval.samples`` are in the minutes, each as long as it may be.
+    Evaluations and the answers of ``eval.samples`` are not in the minutes.
 
     Args:
         target: the model and the card.
@@ -325,8 +278,7 @@ def prices(target: Target, recipe: Recipe, rows: int, lengths: Lengths | None = 
         except BadInput:  # the cards of this machine cannot share this run
             continue
         if setting.memory.fits and setting.seconds is not None:
-            card = CARDS[flavor.card]
-            seconds = _run_seconds(recipe, target.shape, card, setting.seconds, rows, lengths)
+            seconds = _run_seconds(recipe, setting.seconds, rows, lengths)
             run = RunPrice(flavor, seconds / 60, setting.spread)
             found.append({"flavor": flavor.name, "minutes": run.minutes, "cost": run.cost, **run.range})
     return found

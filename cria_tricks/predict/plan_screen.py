@@ -1,6 +1,5 @@
 """Print the answer of ``cria plan``: verdict, peak, time and price, then the memory bill, then what was asked for."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from rich.table import Table
@@ -10,7 +9,6 @@ from cria_tricks.common.console import Screen, table
 from cria_tricks.common.units import between, human, money_between, speed
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import PRICES_DATE
-from cria_tricks.predict.answer_time import at_most
 
 COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 """The verdicts, each with the colour in which it is printed."""
@@ -37,9 +35,6 @@ def show(found: dict[str, Any], screen: Screen, *, toggles: bool = False, ladder
     if found.get("fit") and (found["fit"]["runner_up"] or found["fit"]["safer"]):
         _show_fit(found["fit"], screen)
     _show_bill(found, screen)
-    answers = list(_answers(found)) if found["answers"] else []
-    if answers:
-        screen.wrapped("", *map(Text, answers))
     if found["warnings"]:
         screen.wrapped("", *(Text(f"warning: {warning}") for warning in found["warnings"]))
     if found["suggestions"] and found["verdict"] != "fits":
@@ -188,26 +183,6 @@ def _show_bill(found: dict[str, Any], screen: Screen) -> None:
         of = f"of {human(host['capacity_bytes'])} ({host['name']}), " if host["name"] else ""
         bill.add_row("on the host", human(host["needed_bytes"]), f"{of}while {host['needed_at']}")
     screen.wrapped(bill)
-
-
-def _answers(found: dict[str, Any]) -> Iterator[str]:
-    """Say what the answers of ``eval.samples`` and of ``cria eval`` take at most."""
-    answers = found["answers"]
-    if answers["evaluation_seconds"] is None:
-        yield "eval.samples: the time of the answers is not known: a side network answers without a KV cache"
-    elif answers["evaluation_seconds"] and answers["evaluations"] is None:
-        yield f"eval.samples: at each evaluation {at_most(answers['evaluation_seconds'])}"
-    elif answers["evaluation_seconds"]:
-        within = ", in the minutes to train" if found.get("prices") else ""
-        most = at_most(answers["evaluations"] * answers["evaluation_seconds"])
-        yield f"eval.samples: {most} at {answers['evaluations']} evaluations{within}"
-    if answers["eval_seconds"] is None:
-        return
-    rows = "the" if answers["eval_rows_read"] else "each"
-    rows += f" {answers['eval_rows']} evaluation rows"
-    longest = f"up to {answers['eval_new_tokens']:,} tokens each"
-    options = " ".join(["--with-base", *found["answering"][0]["options"]])
-    yield f"cria eval {options}: {at_most(answers['eval_seconds'])} for {rows}, {longest}"
 
 
 def _show(title: str, shown: Table, screen: Screen) -> None:

@@ -15,7 +15,7 @@ from cria_tricks.data.look_problems import problems
 from cria_tricks.data.rows import Chat
 from cria_tricks.data.sources import DataSource
 from cria_tricks.data.tokens import tokenize
-from cria_tricks.kwanzaa.kinds import EMPTY, kind_and_answer
+from cria_tricks.kwanzaa.scores import EMPTY, kind_and_answer
 
 QUESTIONS = "bread river seven stone paper light crown house music water".split()
 

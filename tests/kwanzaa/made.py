@@ -5,8 +5,8 @@ import json
 from typing import Any
 
 from cria_tricks.data.rows import Chat
+from cria_tricks.kwanzaa.contract import Reply, read_reply
 from cria_tricks.kwanzaa.prompt import QARow, read_rows
-from cria_tricks.kwanzaa.reply import Reply, read_reply
 
 DOCUMENTS = """Retrieved Documents:
 

@@ -12,8 +12,8 @@ from cria_tricks.data.counts import ADDED, Tally
 from cria_tricks.data.prepare import Prepare
 from cria_tricks.data.rows import read_jsonl
 from cria_tricks.kwanzaa.augment import KINDS, Augment, of, shuffle_documents
+from cria_tricks.kwanzaa.contract import VIOLATIONS
 from cria_tricks.kwanzaa.prompt import read_rows
-from cria_tricks.kwanzaa.reply import VIOLATIONS
 from cria_tricks.kwanzaa.scores import SCORERS, refuses, should_refuse
 from cria_tricks.kwanzaa.statements import labels
 from cria_tricks.recipe import Recipe, with_settings

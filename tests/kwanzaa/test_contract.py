@@ -6,8 +6,7 @@ from functools import reduce
 
 import pytest
 
-from cria_tricks.kwanzaa.contract import Answer
-from cria_tricks.kwanzaa.reply import UNREADABLE, VIOLATIONS, Reply, Violation, read_reply
+from cria_tricks.kwanzaa.contract import UNREADABLE, VIOLATIONS, Answer, Reply, Violation, read_reply
 from tests.helpers import is_frozen
 from tests.kwanzaa.made import SOURCES, answer
 

@@ -13,7 +13,7 @@ from cria_tricks.common.errors import BadInput, Diverged, OutOfMemory
 from cria_tricks.data.rows import Chat
 from cria_tricks.data.tokens import tokenize
 from cria_tricks.kwanzaa import generate
-from cria_tricks.kwanzaa.answers import Answers, Written
+from cria_tricks.kwanzaa.answers import Answers, Settings, Written
 from cria_tricks.load import answering
 from cria_tricks.load.adapters import without_adapter
 from cria_tricks.load.losses import full_loss_sum
@@ -207,14 +207,15 @@ def test_a_stop_keeps_what_was_answered_and_the_next_start_goes_on(stop, tiny_mo
 
     make = generate.answer_batch
     monkeypatch.setattr(generate, "answer_batch", answer)
-    options = {"batch_size": 1, "max_new_tokens": 3, "text_length": 8, "console": Aside(), "system": "base"}
+    rows = generate.Rows(CHATS, prompts, text_length=8)
+    settings = Settings(batch_size=1, max_new_tokens=3)
     path = tmp_path / "a.jsonl"
     with pytest.raises(stop if stop is KeyboardInterrupt else OutOfMemory) as caught:
-        generate.answer_rows(model, Letters(), CHATS, prompts, Answers(path, ABOUT), **options)
+        generate.answer_rows(model, Letters(), rows, Answers(path, ABOUT), settings, Aside())
     told = interrupts.words() if stop is KeyboardInterrupt else str(caught.value)
     assert f"2 answers are in {path}" in told
     assert Answers(path, ABOUT).rows.keys() == {0, 2}, "the shortest first"
     stop = None
-    generate.answer_rows(model, Letters(), CHATS, prompts, Answers(path, ABOUT), **options)
+    generate.answer_rows(model, Letters(), rows, Answers(path, ABOUT), settings, Aside())
     assert asked == [[prompts[0]], [prompts[2]], [prompts[1]]]
     assert Answers(path, ABOUT).rows.keys() == {0, 1, 2}

@@ -7,10 +7,8 @@ import numpy
 import pytest
 
 from cria_tricks.kwanzaa.answers import Written
-from cria_tricks.kwanzaa.bootstrap import mean, ratio, with_interval
-from cria_tricks.kwanzaa.page import markdown, scores_table
-from cria_tricks.kwanzaa.reply import read_reply
-from cria_tricks.kwanzaa.summary import Scored, summarise
+from cria_tricks.kwanzaa.contract import read_reply
+from cria_tricks.kwanzaa.summary import Scored, markdown, mean, ratio, summarise, table, with_interval
 from cria_tricks.kwanzaa.trivial import trivial_reply
 from tests.helpers import is_frozen
 from tests.kwanzaa.made import GOOD, NOTHING_FOUND, REFUSAL, reply, row
@@ -131,27 +129,27 @@ def test_every_row_is_there_with_all_answers_and_the_reasons_of_their_scores(sys
     ]
 
 
-def test_the_tables_have_a_column_for_every_system(systems):
+def test_the_table_has_a_column_for_every_system(systems):
     found = summarise(systems, ABOUT)
-    head, *rows = scores_table(found)
-    assert head == ["score", "adapter", "base", "reference", "adapter minus base"]
-    assert [row[0] for row in rows[-2:]] == [
-        "loss per token of the reference, nats",
-        "perplexity of the reference, exp(loss)",
-    ]
-    assert rows[-2][1:] == ["1.000 [1.000, 1.000]", "1.500 [1.500, 1.500]", "", "-0.500 [-0.500, -0.500]"]
+    head, *rows = table(found)
+    assert head == ["rows", "score", "adapter", "base", "reference", "adapter minus base"]
+    assert {len(row) for row in rows} == {len(head)}
+    of = {name: rest for every, name, *rest in rows if every == "all, 4"}
+    assert of["loss per token of the reference, nats"] == [
+        "1.000 [1.000, 1.000]", "1.500 [1.500, 1.500]", "", "-0.500 [-0.500, -0.500]",
+    ]  # fmt: skip
     e, more = "2.718 [2.718, 2.718]", "4.482 [4.482, 4.482]"  # exp(1) and exp(1.5)
-    assert rows[-1][1:] == [e, more, "", "-1.763 [-1.763, -1.763]"]
-    text = markdown(found)
-    assert "| should answer, refuses | 0 | 1 | 0 |" in text
-    assert "| answers cut off at the longest allowed | 0 | 4 |  |" in text
-    assert "| share that breaks the contract: empty answer | 0.00 | 0.25 | 0.00 |" in text
+    assert of["perplexity of the reference, exp(loss)"] == [e, more, "", "-1.763 [-1.763, -1.763]"]
+    assert of["should answer, refuses"] == ["0", "1", "0", ""]
+    assert of["answers cut off at the longest allowed"] == ["0", "4", "", ""]
+    assert of["share that breaks the contract: empty answer"] == ["0.00", "0.25", "0.00", ""]
+    assert "| all, 4 | should answer, refuses | 0 | 1 | 0 |  |" in markdown(found)
 
 
 def test_one_row_is_enough(systems):
     found = summarise({name: scored[:1] for name, scored in systems.items()}, {**ABOUT, "rows": 1})
     assert len(found["answers"]) == 1
-    assert "| format compliance | 1.000 [1.000, 1.000] |" in markdown(found)
+    assert "| all, 1 | format compliance | 1.000 [1.000, 1.000] |" in markdown(found)
 
 
 def test_scores_by_kind_of_row(systems):
@@ -166,10 +164,10 @@ def test_scores_by_kind_of_row(systems):
                 assert entry["low"] <= entry["value"] <= entry["high"]
     assert [found["systems"][name]["placeholders"] for name in systems] == [0, 1, 0]
     text = markdown(found)
-    assert "| refusal, 2 rows | refusal accuracy | 0.500" in text
-    assert "| answer, 2 rows | citation accuracy (F1) |" in text
+    assert "| refusal, 2 | refusal accuracy | 0.500" in text
+    assert "| answer, 2 | citation accuracy (F1) |" in text
     one_kind = {name: scored[:2] for name, scored in systems.items()}
-    assert "rows whose answer is" not in markdown(summarise(one_kind, ABOUT))
+    assert "| refusal, 2 |" not in markdown(summarise(one_kind, ABOUT))
 
 
 def test_what_was_made_cannot_be_changed():

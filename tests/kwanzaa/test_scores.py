@@ -2,8 +2,8 @@
 
 import pytest
 
+from cria_tricks.kwanzaa.contract import read_reply
 from cria_tricks.kwanzaa.prompt import read_prompt
-from cria_tricks.kwanzaa.reply import read_reply
 from cria_tricks.kwanzaa.scores import (
     Score,
     citation_accuracy,

@@ -110,7 +110,7 @@ def test_answers_of_samples_may_be_the_fullest_moment():
     assert Target(find_shape("llama-2-7b"), T4).memory(with_settings(asked, ["eval.samples=0"])).peak.name != ANSWERS
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in ("zero1", "zero2")])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_has_an_evaluation(strategy):
     wanted = with_settings(recipe("lora fp16 sdpa chunked checkpoint"), [f"parallel.strategy={strategy}"])
     processes = 4 if strategy == "ddp_tensor" else 2

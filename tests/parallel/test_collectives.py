@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import links
+from benchmarks.links import FittedLine, Timing, fit_line
 from cria_tricks.bill.calls import CountCollectives, ring_share
 from cria_tricks.parallel import ring_collectives
-from cria_tricks.predict.links import FittedLine, Timing, fit_line
 
 
 def around_the_ring(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int, int]:
@@ -50,26 +50,20 @@ def test_pieces_of_unequal_size_are_sent_no_more_often(four):
     assert sum(sent for _, _, sent, _ in found) == 4 * (4 * 1023) * ring_share("all_reduce", 4)
 
 
-def test_bandwidths_are_those_of_nccl_tests():
-    # Its documentation: algbw = S / t; busbw = algbw x 2 (n - 1) / n for an all-reduce, (n - 1) / n for the others.
-    for kind, factor in (("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75)):
-        timing = Timing(kind, 1000, 4, 0.5)
-        assert timing.rates == {"algorithm_rate": 2000, "bus_rate": 2000 * factor}
-
-
 def test_the_line_through_exact_timings_is_theirs():
     line = FittedLine(latency=3e-4, rate=2e9)
-    timings = [Timing("all_gather", size, 4, line.seconds(0.75 * size)) for size in links.SIZES]
+    timings = [Timing("all_gather", size, 4, line.latency + 0.75 * size / line.rate) for size in links.SIZES]
     assert fit_line(timings) == pytest.approx(line)
 
 
 def test_the_line_weighs_errors_by_their_share():
     line = FittedLine(latency=3e-4, rate=2e9)
-    exact = [Timing("all_reduce", size, 2, line.seconds(size)) for size in links.SIZES]
+    exact = [Timing("all_reduce", size, 2, line.latency + size / line.rate) for size in links.SIZES]
     small, large = exact[0], exact[-1]
     # A tenth off at the largest size is 3 ms, ten times a small call: it must not become the latency.
     off = [*exact[:-1], Timing("all_reduce", large.bytes, 2, 1.1 * large.seconds)]
-    assert fit_line(off).seconds(small.sent) == pytest.approx(small.seconds, rel=0.05)
+    found = fit_line(off)
+    assert found.latency + small.sent / found.rate == pytest.approx(small.seconds, rel=0.05)
 
 
 @pytest.mark.parametrize("seconds", [(1e-3, 4e-3), (2e-3, 1e-3)], ids=["below zero", "falling"])

@@ -1,4 +1,4 @@
-"""What a process holds: the state against real ones, to the byte; the peak against a counted step; ZeRO's figure."""
+"""What a process holds: the state against real ones, to the byte; the peak against a counted step."""
 
 import itertools
 from dataclasses import replace
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.per_process import (
     LORA,
@@ -21,7 +20,7 @@ from benchmarks.per_process import (
     shares,
 )  # fmt: skip
 from benchmarks.per_process import WIDTHS as WIDTHS_OF
-from cria_tricks.bill import fsdp_bytes
+from cria_tricks.bill import fsdp
 from cria_tricks.bill.lines import Line
 from cria_tricks.bill.moments import moments
 from cria_tricks.common.errors import BadInput
@@ -242,31 +241,6 @@ def test_with_short_rows_the_peak_under_fsdp_is_where_weights_arrive(two, folder
     assert found.peak_bytes == pytest.approx(counted, rel=0.02)
 
 
-def states_of_zero_1(folder: Path) -> int:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    _, _, loaded = prepare(folder, *LORA)
-    trained = [p for p in loaded.model.parameters() if p.requires_grad]
-    optimizer = ZeroRedundancyOptimizer(trained, torch.optim.AdamW, lr=1e-3)
-    for parameter in trained:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    return held(moments_of(optimizer.optim if hasattr(optimizer, "optim") else optimizer))
-
-
-def test_zero_1_divides_the_states(two, folder):
-    counted = two.run(states_of_zero_1, folder)
-    whole, divided = rows(bill("ddp", 2, *LORA)), rows(bill("zero1", 2, *LORA))
-    assert sum(counted) == whole[2], "torch's optimizer gives each process whole tensors, in equal shares if it can"
-    assert max(counted) == pytest.approx(divided[2], rel=0.02)
-    assert divided[:2] == whole[:2]
-
-
-def test_zero_2_divides_the_gradients_too():
-    whole, divided = rows(bill("ddp", 4, *LORA)), rows(bill("zero2", 4, *LORA))
-    assert divided == (whole[0], whole[1] / 4, whole[2] / 4)
-
-
 def test_it_fits_to_the_last_byte_and_not_a_byte_beyond():
     found = bill("ddp", 2, *LORA)
     for spare, fits in ((0, True), (-1, False)):
@@ -363,17 +337,17 @@ def test_what_cannot_be_divided_is_refused(strategy, processes, says):
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen2.5-0.5b", "mixtral-8x7b", "llama-2-7b", "olmo2", "qwen3"])
 def test_the_tensors_that_fsdp_shards_are_all_of_the_models(name):
     shape = shape_of(WIDTHS | {"model_type": name}, name) if name in ("olmo2", "qwen3") else find_shape(name)
-    tensors = fsdp_bytes._tensors(folds.facts(Recipe(), shape, T4)).loaded
-    assert fsdp_bytes._elements(tensors) == shape.weights
+    tensors = fsdp.loaded_tensors(folds.facts(Recipe(), shape, T4))
+    assert sum(fsdp.elements_of(alike) for alike in tensors.values()) == shape.weights
 
 
 def test_under_fsdp_a_block_with_a_copy_has_the_whole_copy():
     shape = find_shape("llama-3.2-1b")
     recipe = with_settings(Recipe(), ["tricks.peft=side_network", "side.blocks=2"])
-    sizes = fsdp_bytes.sizes(folds.facts(recipe, shape, T4), 2)
+    sizes = fsdp.sizes(folds.facts(recipe, shape, T4), 2)
     a_copy = 4 * (shape.block_linear_weights + shape.block_other_weights + shape.width**2)
     assert sizes.block.gradients == a_copy
-    frozen = fsdp_bytes.sizes(folds.facts(with_settings(Recipe(), ["tricks.peft=lora"]), shape, T4), 2)
+    frozen = fsdp.sizes(folds.facts(with_settings(Recipe(), ["tricks.peft=lora"]), shape, T4), 2)
     assert sizes.block.weights > a_copy
     assert frozen.block.weights < a_copy
 
@@ -385,7 +359,7 @@ def test_under_fsdp_a_block_with_a_copy_has_the_whole_copy():
 def test_an_untied_model_is_gathered_in_groups_and_each_trains_what_it_has(peft, trained):
     shape = find_shape("llama-2-7b")
     recipe = with_settings(Recipe(), [f"tricks.peft={peft}"])
-    sizes = fsdp_bytes.sizes(folds.facts(recipe, shape, T4), 2)
+    sizes = fsdp.sizes(folds.facts(recipe, shape, T4), 2)
     matrix = 4 * shape.embedding_weights
     assert sizes.outside["embedding"] == (matrix, 0)
     assert sizes.outside["last norm and head"].weights == matrix * (1 + (peft == "head")) + 4 * shape.width

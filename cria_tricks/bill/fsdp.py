@@ -1,6 +1,12 @@
-r"""Estimate the memory of one process under FSDP2 (torch 2.13), that is, ZeRO-3 applied group by group.
+r"""Estimate the memory of one of N processes under FSDP2 (torch 2.13), that is, ZeRO-3 applied group by group.
 
-On top of the shards (``bill/fsdp_bytes.py``) come tensors that are whole for a while:
+FSDP2 cuts every tensor along its first dimension, and each process holds one shard of whole slices. If N does not
+divide that dimension, the first shards are larger, and this file counts the largest one. LoRA's A of shape (r, D) has
+r slices, so at most r processes have a shard of it. A collective pads all shards to the largest one.
+
+The groups that are gathered at once are those of ``parallel/fsdp.py``: each block; in an untied model the embedding,
+and the last norm with the head; and the root with the rest, which in a tied model is embedding, norm and head. On top
+of the shards come tensors that are whole for a while:
 
 - The weights of the open group, whose forward or backward pass is running. FSDP2 gathers a group into one flat buffer
   and copies each weight out of it. In the forward pass the buffer lives until the next group has arrived. So an open
@@ -11,15 +17,213 @@ On top of the shards (``bill/fsdp_bytes.py``) come tensors that are whole for a 
 - The gradients of the open group, and those of the group that ran just before, which are being reduce-scattered.
 - With ``parallel.reduce=step`` nothing is reduced before the last micro-batch, so until then all gradients are whole.
 
-Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
+Sources: Rajbhandari et al. 2020, arXiv:1910.02054, sec. 5.3; torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py,
+torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.fsdp_bytes import EMBEDDING, ENDS, HEAD, PROMPT, Gathered, Sizes, sizes
-from cria_tricks.bill.lines import Line, Moment, smaller
+from cria_tricks.bill.lines import STATE, Line, Moment, smaller
 from cria_tricks.bill.moments import moments
+
+EMBEDDING = "embedding"
+HEAD = "last norm and head"
+ENDS = "embedding, last norm and head"
+PROMPT = "learnt prompt"
+
+
+class Gathered(NamedTuple):
+    """What one collective moves, summed over all processes [bytes].
+
+    Attributes:
+        weights: the weights that are gathered together.
+        gradients: the gradients that are reduced together; 0 if nothing of these weights trains.
+    """
+
+    weights: int
+    gradients: int
+
+
+class Sizes(NamedTuple):
+    """Sizes under FSDP2 [bytes].
+
+    Attributes:
+        shards: the shards that a process holds, by the names of their lines (:data:`STATE`).
+        blocks: all blocks together.
+        block: the largest block, with its adapters or its copy.
+        outside: the groups outside the blocks by name: :data:`ENDS` in a tied model; :data:`EMBEDDING`, :data:`HEAD`
+            and :data:`PROMPT` in an untied one.
+    """
+
+    shards: dict[str, int]
+    blocks: Gathered
+    block: Gathered
+    outside: dict[str, Gathered]
+
+    def of(self, name: str) -> Gathered:
+        """Return a group outside the blocks; nothing if there is none of this name."""
+        return self.outside.get(name, Gathered(0, 0))
+
+    @property
+    def root(self) -> int:
+        """The weights that are in no group of their own, and so are whole in both passes [bytes]."""
+        return self.of(ENDS).weights + self.of(PROMPT).weights
+
+    @property
+    def of_ends(self) -> int:
+        """The gradients that come last: of embedding and head if they are tied, else of the embedding [bytes]."""
+        return self.of(ENDS).gradients + self.of(EMBEDDING).gradients
+
+
+class Tensors(NamedTuple):
+    """Several tensors of the same shape.
+
+    Attributes:
+        many: how many there are.
+        slices: the size of their first dimension, along which FSDP2 cuts them.
+        elements: elements of one tensor.
+    """
+
+    many: int
+    slices: int
+    elements: int
+
+
+def divided_up(total: int, parts: int) -> int:
+    """Return ``total / parts``, rounded up: the size of the largest part."""
+    return -(-total // parts)
+
+
+def sizes(memory: StepFacts, processes: int) -> Sizes:
+    """Compute the sizes of the shards, and of what is gathered and reduced at once.
+
+    Args:
+        memory: the facts of the step.
+        processes: the number of processes, N.
+    """
+    loaded = loaded_tensors(memory)
+    added = _added_tensors(memory)
+    matrices, itemsize = _as_stored(memory, loaded["matrices"])
+    other = memory.other_weight_itemsize
+    # Added tensors belong to the blocks (LoRA, a side network), to the head (its trained copy), or to none (a prompt).
+    in_blocks: list[Tensors] = []
+    in_head: list[Tensors] = []
+    elsewhere: list[Tensors] = []
+    if memory.adapted or memory.learns_beside:
+        in_blocks = added
+    elif memory.trains_head and not memory.trains_all:
+        in_head = added
+    else:
+        elsewhere = added
+
+    def shard(tensors: Iterable[Tensors], bytes_each: float) -> int:
+        """Return the bytes of the largest shard of each tensor, together."""
+        cut = (one.many * divided_up(one.slices, processes) * (one.elements // one.slices) for one in tensors)
+        return round(bytes_each * sum(cut))
+
+    def gathered(whole: list[Tensors], beside: list[Tensors]) -> Gathered:
+        """Return what a collective moves of loaded tensors, and of those that were added beside them."""
+        trained = [*whole, *beside] if memory.trains_all else beside
+        return Gathered(processes * (shard(whole, other) + shard(beside, FP32)), processes * shard(trained, FP32))
+
+    # The matrices have another item size than the rest, so their weights are added apart.
+    small = gathered(loaded["small"], in_blocks)
+    learning = shard(loaded["matrices"], FP32) * memory.trains_all
+    blocks = Gathered(small.weights + processes * shard(matrices, itemsize), small.gradients + processes * learning)
+    outside = {ENDS: gathered([*loaded[EMBEDDING], *loaded[HEAD]], [*in_head, *elsewhere])}
+    if not memory.shape.tied:
+        outside = {
+            EMBEDDING: gathered(loaded[EMBEDDING], []),
+            HEAD: gathered(loaded[HEAD], in_head),
+            PROMPT: gathered([], elsewhere),
+        }
+    others = [*loaded["small"], *loaded[EMBEDDING], *loaded[HEAD]]
+    trained = [*loaded["matrices"], *others, *added] if memory.trains_all else added
+    # FSDP2 shards parameters only. The scales of 4-bit weights are no parameters, so each process holds all of them.
+    scales = memory.block_weight_bytes - round(itemsize * elements_of(matrices))
+    in_order_of_state = (
+        shard(matrices, itemsize) + scales,
+        shard(others, other),
+        shard(added, FP32),
+        shard(trained, FP32),  # gradients
+        shard(trained, 2 * FP32),  # the two states of AdamW
+    )
+    shards = dict(zip(STATE, in_order_of_state, strict=True))
+    return Sizes(shards, blocks, _largest_block(memory, blocks, processes * shard(in_blocks, FP32)), outside)
+
+
+def _largest_block(memory: StepFacts, blocks: Gathered, added: int) -> Gathered:
+    """Return the share of one block; ``added`` are the bytes of what was added to all blocks."""
+    layers = memory.shape.layers
+    # A side network's copies are only in the last blocks. The largest block counts, so one with a copy.
+    with_added = memory.learning_blocks if memory.learns_beside else layers
+    with_gradients = layers if memory.trains_all else with_added
+    weights = (blocks.weights - added) // layers + added // (with_added or layers)
+    return Gathered(weights, blocks.gradients // (with_gradients or layers))
+
+
+def loaded_tensors(memory: StepFacts) -> dict[str, list[Tensors]]:
+    """List the loaded model's tensors: "matrices" of the blocks (they can be quantised), "small" ones, both ends."""
+    shape = memory.shape
+    width = shape.width
+    inner = shape.inner
+    layers = shape.layers
+    experts = shape.experts
+    matrices = [Tensors(layers, d_out, d_in * d_out) for d_in, d_out in shape.packable.values()]
+    small = [Tensors(layers * shape.norms, width, width)]
+    small += [Tensors(layers, shape.linears[name][1], shape.linears[name][1]) for name in shape.biased]
+    if shape.qk_norm and shape.norms_whole_queries:  # one norm as wide as all query heads, and one for the keys
+        small += [Tensors(layers, wide, wide) for wide in (shape.query_width, shape.kv_width)]
+    elif shape.qk_norm:  # two norms as wide as one head
+        small.append(Tensors(2 * layers, shape.head_width, shape.head_width))
+    if experts > 1:
+        # The router; the gate and up projections of all experts in one tensor; their down projections in another.
+        small += [
+            Tensors(layers, experts, experts * elements) for elements in (width, 2 * width * inner, width * inner)
+        ]
+    embedding = [Tensors(1, shape.vocabulary, shape.embedding_weights)]
+    last = [Tensors(1, width, width)]
+    if not shape.tied:  # then the head is a second matrix of the same shape
+        last += embedding
+    return {"matrices": matrices, "small": small, EMBEDDING: embedding, HEAD: last}
+
+
+def _added_tensors(memory: StepFacts) -> list[Tensors]:
+    """List the tensors that were added to the loaded model."""
+    if not memory.adapted:
+        # The facts do not tell the shapes of these tensors, so they count as divisible element by element.
+        return [Tensors(count, elements, elements) for count, elements in memory.added]
+    added = []
+    for name in memory.adapted:
+        d_in, d_out = memory.shape.linears[name]
+        count = memory.shape.layers * memory.shape.copies(name)
+        added.append(Tensors(count, memory.rank, memory.rank * d_in))  # A
+        added.append(Tensors(count, d_out, memory.rank * d_out))  # B
+        if memory.dora:
+            added.append(Tensors(count, d_out, d_out))  # the magnitudes
+    return added
+
+
+def _as_stored(memory: StepFacts, matrices: list[Tensors]) -> tuple[list[Tensors], float]:
+    """Return the blocks' matrices as they are stored, and the bytes of one stored element."""
+    if memory.elements_per_byte == 1:
+        return matrices, memory.block_weight_bytes / elements_of(matrices)
+    # A 4-bit matrix is stored as one column of bytes, with two elements in each byte.
+    packed = []
+    for one in matrices:
+        bytes_of_one = divided_up(one.elements, memory.elements_per_byte)
+        packed.append(Tensors(one.many, bytes_of_one, bytes_of_one))
+    return packed, 1
+
+
+def elements_of(tensors: Iterable[Tensors]) -> int:
+    """Return the elements of all these tensors."""
+    return sum(one.many * one.elements for one in tensors)
+
 
 _FIXED_LINES = 6
 """How many lines of the first moment of ``bill/moments.py`` are alive in the whole forward pass: the first ones.
@@ -87,7 +291,7 @@ class _Pass:
             in_runs |= {highest, lowest}
             found += self._of_run(steps[highest], steps[lowest], above, blocks)
         block = self.sizes.block
-        in_forward = "last norm" in steps  # the chunked loss makes its gradients in the forward pass
+        chunked = "last norm" in steps  # then the loss makes its gradients in the forward pass
         for name, moment in steps.items():
             if name in in_runs:
                 continue
@@ -99,26 +303,14 @@ class _Pass:
                 gradients = self.sizes.shards["gradients"] if self.reduces else self._before(moment)
                 found.append(self._with(moment, 2 * block.weights, gradients, 2 * block.gradients * self.reduces))
             else:
-                weights = self._around_the_head(name, name == "log-softmax" or (name == "loss" and in_forward))
+                weights = self._around_the_head(name, chunked)
                 found.append(self._with(moment, weights, self._before(moment)))
         return found
 
-    def _outside(self, name: str) -> Gathered:
-        return self.sizes.outside.get(name, Gathered(0, 0))
-
     @property
-    def _ends(self) -> Gathered:
-        """The group whose gradients come last: that of embedding and head if they are tied, else the embedding."""
-        return self._outside(ENDS if self.memory.shape.tied else EMBEDDING)
-
-    @property
-    def _root(self) -> int:
-        """What is in no group of its own, and so is whole in both passes [bytes]."""
-        return self._outside(ENDS if self.memory.shape.tied else PROMPT).weights
-
     def _waiting_head(self) -> int:
-        """Return the gradient of a tied head, which waits for that of the embedding [bytes]."""
-        return self._ends.gradients * self.memory.shape.tied
+        """The gradient of a tied head, which waits for that of the embedding [bytes]."""
+        return self.sizes.of_ends * self.memory.shape.tied
 
     def _before(self, moment: Moment) -> int:
         """Return the gradients of earlier micro-batches, whole or as shards [bytes]."""
@@ -126,14 +318,14 @@ class _Pass:
             return self.sizes.shards["gradients"]
         return sum(line.bytes for line in moment.lines if line.name == "gradients")
 
-    def _around_the_head(self, name: str, in_forward: bool) -> int:
+    def _around_the_head(self, name: str, chunked: bool) -> int:
         """Return what is whole of head and blocks when the forward pass ends and the backward pass begins [bytes]."""
-        head = self._outside(HEAD).weights
+        head = self.sizes.of(HEAD).weights
         if self.memory.shape.tied:
             # The last block's buffer: freed when the forward pass ends, fetched again when the backward pass begins.
             return self.sizes.block.weights
-        if in_forward:
-            return 2 * head  # weights and buffer
+        if name == "log-softmax" or (name == "loss" and chunked):
+            return 2 * head  # weights and buffer, in the forward pass
         if name == "loss":
             return head
         return head + self.sizes.block.weights  # the last block is fetched ahead
@@ -180,7 +372,7 @@ class _Pass:
             above: how many blocks are above this one, and done.
         """
         block = self.sizes.block
-        head = self._outside(HEAD).gradients
+        head = self.sizes.of(HEAD).gradients
         is_first = above == self.memory.shape.layers - 1
         weights = block.weights * (2 - is_first)  # nothing is fetched ahead in the first block
         whole = sum(line.bytes for line in moment.lines if line.name == "gradients")
@@ -190,14 +382,14 @@ class _Pass:
         shards = (above * block.gradients + head) // self.processes
         if self.memory.accumulates:
             left = self.memory.learning_blocks - above  # whole gradients from before, which this pass reduces later
-            unreduced = left * block.gradients + self._ends.gradients
-            return self._with(replace(moment, name=name), weights, shards, unreduced + reducing + self._waiting_head())
+            unreduced = left * block.gradients + self.sizes.of_ends
+            return self._with(replace(moment, name=name), weights, shards, unreduced + reducing + self._waiting_head)
         # Of the open block's gradients those count that exist at its deepest point.
-        of_embedding = self._ends.gradients * self.memory.trains_all
+        of_embedding = self.sizes.of_ends * self.memory.trains_all
         own = min(max(whole - of_embedding - of * block.gradients, 0), block.gradients)
         if self.shards_before:
             shards = self.sizes.shards["gradients"]
-        return self._with(replace(moment, name=name), weights, shards, own + reducing + self._waiting_head())
+        return self._with(replace(moment, name=name), weights, shards, own + reducing + self._waiting_head)
 
     def _at_the_embedding(self, moment: Moment) -> Moment:
         """Return the moment at which the embedding gets its gradient, and that of the first block is being reduced."""
@@ -206,25 +398,25 @@ class _Pass:
             return self._with(moment, 0, whole)
         shards = self.sizes.shards["gradients"]
         if not self.shards_before:
-            shards -= self._ends.gradients // self.processes
-        return self._with(moment, 0, shards, self.sizes.block.gradients + self._ends.gradients)
+            shards -= self.sizes.of_ends // self.processes
+        return self._with(moment, 0, shards, self.sizes.block.gradients + self.sizes.of_ends)
 
     def _arrivals(self, steps: dict[str, Moment]) -> list[Moment]:
         """Return the moments of the forward pass at which weights arrive, beside the buffer of the group before."""
         block = self.sizes.block.weights
-        embedding = self._outside(EMBEDDING).weights
-        head = self._outside(HEAD).weights
+        head = self.sizes.of(HEAD).weights
+        # Below all blocks; an embedding of its own has no more weights than the head, which arrives later.
+        first = self.sizes.of(EMBEDDING).weights or self.sizes.root
         before = next(iter(steps.values()))
         gradients = self._before(before)
         others = _saved(steps["last block"]) if "last block" in steps else 0
         # Weights and buffer of the group that arrives, and the buffer of the group before: FSDP2 frees that only when
         # all weights have been copied out of the new one.
         found = [
-            self._beside("first block arrives", before, 0, (embedding or self._root) + 2 * block, gradients),
+            self._beside("first block arrives", before, 0, first + 2 * block, gradients),
             self._beside("last block arrives", before, others, 3 * block, gradients),
         ]
         if not self.memory.shape.tied:
-            found.append(self._beside("embedding arrives", before, 0, 2 * embedding, gradients))
             found.append(self._beside("head arrives", before, _saved(before), block + 2 * head, gradients))
         return found
 
@@ -233,18 +425,18 @@ class _Pass:
         if not self.reduces:
             return []
         before = next(iter(steps.values()))
-        head = self._outside(HEAD).gradients
+        head = self.sizes.of(HEAD).gradients
         block = self.sizes.block
         shards = self.sizes.shards["gradients"]
         at_head = self._before(before) + head * (1 + (not self.memory.accumulates))
         at_end = shards
         if not self.shards_before:
-            at_end -= self._ends.gradients // self.processes
+            at_end -= self.sizes.of_ends // self.processes
         found = []
         if head:
             found.append(self._beside("head is reduced", before, _saved(before), block.weights, at_head))
-        if self._ends.gradients:
-            at_end += 2 * self._ends.gradients
+        if self.sizes.of_ends:
+            at_end += 2 * self.sizes.of_ends
             found.append(self._beside("embedding is reduced", before, 0, 0, at_end))
         return found
 
@@ -267,11 +459,12 @@ class _Pass:
             gradients: the line "gradients" [bytes].
             whole: gradients that are not reduced yet, besides that line [bytes].
         """
+        open_group = weights + self.sizes.root
         state = {name: size for name, size in self.sizes.shards.items() if name != "gradients"}
         lines = [line for line in smaller(moment, state).lines if line.name != "gradients"]
         lines += [
             Line("gradients", gradients, "fp32, as shards, or whole until they are reduced"),
-            Line("weights: unsharded", weights + self._root, "of the open group, its buffer, and what stays whole"),
+            Line("weights: unsharded", open_group, "of the open group, its buffer, and what stays whole"),
             Line("gradients: unsharded", whole, "before and during the reduce-scatter"),
         ]
         return Moment(moment.name, tuple(lines))
