@@ -189,7 +189,7 @@ def export(
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="The format; there is gguf.")] = "gguf",
     kinds: Annotated[
         list[str] | None,
-        typer.Option("--type", metavar="TYPE", help="f16, q8_0 or q4_0; may be repeated; all three when left out."),
+        typer.Option("--type", metavar="TYPE", help="f16 or q8_0; may be repeated; both when left out."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write; gguf beside the model when left out.")] = None,
     base: Base = None,
@@ -213,26 +213,19 @@ def export(
 
 
 def _print_exported(found: dict[str, Any]) -> None:
-    numbers = ("size", "error/limit", "logit off by", "KL, nats", "top token")
-    shown = table("type", *numbers, "answer parts", numbers=numbers)
+    numbers = ("size", "logit off by", "KL, nats", "top token")
+    shown = table("type", *numbers, numbers=numbers)
     for file in found["files"]:
-        answer = "never"
-        if file["parts_at"] is not None:
-            answer = f"at token {file['parts_at'] + 1}"
         shown.add_row(
             file["type"],
             human(file["bytes"]),
-            f"{file['error_of_limit']:.2f}",
             f"{file['largest_difference']:.2g}",
             f"{file['kl']:.2g}",
             f"{file['same_argmax']:.1%}",
-            answer,
         )
     screen.wrapped("[bold]each file, read again, against the model[/]", "", shown, "")
-    tokens = found["files"][0]["tokens"]
-    screen.print(f"the tokenizer: {tokens} tokens of two texts, all equal", highlight=False, markup=False)
     screen.print(f"written: {found['folder']}", highlight=False, markup=False)
-    if not found["modelfile"]["template"]:
+    if not found["template"]:
         screen.print("note: the Modelfile has no TEMPLATE; write one by hand", highlight=False, markup=False)
     screen.print(f"next: cd {found['folder']} && ollama create mine -f Modelfile", highlight=False, markup=False)
 

