@@ -282,7 +282,7 @@ def test_what_goes_beside_a_merged_model(tmp_path):
     ours, plain = tmp_path / "ours", tmp_path / "plain"
     for folder in (ours, plain, tmp_path / "a", tmp_path / "b"):
         folder.mkdir()
-    recipe, data = Recipe(tricks=Tricks(peft="lora", quantization="nf4")), {"train": {"kinds": {"text": 2}}}
+    recipe, data = Recipe(tricks=Tricks(peft="lora", quantization="nf4")), {"train_kinds": {"text": 2}}
     (ours / "recipe.toml").write_text(recipe.to_toml())
     (ours / "provenance.json").write_text(json.dumps({"recipe": {"name": "mine"}, "data": data}))
     (plain / "adapter_config.json").write_text('{"use_dora": true}')

@@ -33,26 +33,22 @@ def chat(
 ) -> None:
     """Talk to a trained adapter in the format that it was trained in; an empty line, Ctrl-D or Ctrl-C ends it."""
     from cria_tricks.adapter import folder as artifact
-    from cria_tricks.adapter.prompts import trained_system
 
     artifact.adapter(adapter, base, other_base=other_base)
     if with_base and artifact.is_whole(adapter):
         raise artifact.no_base_below(adapter, "--with-base")
-    if system is None and not raw:
-        system = trained_system(adapter)
     with importing():
         from transformers import TextStreamer
 
-        from cria_tricks.adapter.chat import Conversation, open_for_chat
+        from cria_tricks.adapter.chat import open_for_chat
 
     with waiting.doing(f"loading {adapter}"):
-        model, tokenizer, form = open_for_chat(
-            adapter, raw, system, base=base, other_base=other_base, packed=packed, say=aside.print
+        talk = open_for_chat(
+            adapter, raw, system, max_new_tokens, base=base, other_base=other_base, packed=packed, say=aside.print
         )
-    if form.note:
-        aside.print(f"note: {form.note}")
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    talk = Conversation(model, tokenizer, form, system, max_new_tokens, streamer)
+    if talk.form.note:
+        aside.print(f"note: {talk.form.note}")
+    talk.streamer = TextStreamer(talk.tokenizer, skip_prompt=True, skip_special_tokens=True)
     while True:
         text = prompt or _ask()
         if not text:
@@ -270,7 +266,7 @@ def _print_published(found: dict[str, Any], done: dict[str, Any]) -> None:
     say(*(f"{file['sha256']}  {file['bytes']:>{widest},}  {file['path']}" for file in found["files"]), "")
     say(*(f"note: {note}" for note in found["notes"]))
     say(f"{len(found['files'])} files, {human(found['bytes'])}. Nothing was sent, and the hub was not asked.")
-    say("To publish it: the same command with --yes. The same by hand:", *(f"  {line}" for line in found["commands"]))
+    say("To publish it: the same command with --yes.")
 
 
 def _ask() -> str:
