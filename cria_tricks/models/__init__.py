@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -201,7 +202,8 @@ def _converted(version: str) -> str:
 
 def is_hub_id(name: str) -> bool:
     """Tell whether a name looks like OWNER/NAME."""
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
+    # A colon or a backslash is in a path of Windows, and in no name on the hub.
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not re.search(r"[:\\\s]|/$", name)
 
 
 def refuse_unknown(name: str) -> None:
