@@ -70,7 +70,11 @@ def model_card(made: Mapping[str, Any], base: str, note: str, recipe: Recipe) ->
     others = f"Plain {library} loads the folder, too." if library != "cria_tricks" else ""
     if library == "peft" and rounded:
         others += f" Load the base in {rounded}, as in training: over the base as it was published the loss is higher."
-    again = f"`recipe.toml` is what was asked for. {_again(made)} `provenance.json` holds the whole report."
+    again = "`cria train recipe.toml` repeats the run where its data is at hand"
+    if made["processes"] > 1:
+        again += f", in {made['processes']} processes"
+    if made["lengthened"]:
+        again = f"`recipe.toml` does not repeat the run: {'; '.join(map(what_ran.lengthened, made['lengthened']))}"
     return _card(
         base,
         library,
@@ -81,7 +85,7 @@ def model_card(made: Mapping[str, Any], base: str, note: str, recipe: Recipe) ->
         table=_table(_run(made)),
         limits="The losses are all that the run measured of quality. It did not measure whether answers are true or "
         f"safe.{NOT_SCORED}",
-        others=_paragraphs(others, again),
+        others=_paragraphs(others, f"{again}. `provenance.json` holds the report."),
     )
 
 
@@ -225,13 +229,11 @@ def _kept(made: Mapping[str, Any]) -> str:
 
 
 def _estimated(made: Mapping[str, Any]) -> str:
-    estimated = made["estimated_peak_bytes"]
-    if not estimated:
+    if not made["estimated_peak_bytes"]:
         return "not estimated: a kind of model that cannot be"
-    found = made["estimate"]
-    if not found or not found["ratio"]:
-        return human(estimated)
-    return f"{human(estimated)}, {found['ratio']:.3f} of the measured"
+    said = human(made["estimated_peak_bytes"])
+    ratio = (made["estimate"] or {}).get("ratio")
+    return f"{said}, {ratio:.3f} of the measured" if ratio else said
 
 
 def _commit(package: Mapping[str, Any]) -> str:
@@ -245,17 +247,6 @@ def _switched(tricks: Mapping[str, Any]) -> str:
     defaults = Recipe().tricks.model_dump(mode="json")
     switched = [f"{key}={json.dumps(value)}" for key, value in tricks.items() if value != defaults[key]]
     return ", ".join(switched) or "none"
-
-
-def _again(made: Mapping[str, Any]) -> str:
-    """Say whether the recipe repeats the run; a run that was lengthened later cannot be repeated in one go."""
-    if made["lengthened"]:
-        why = ", and ".join(map(what_ran.lengthened, made["lengthened"]))
-        return f"`cria train recipe.toml` does not repeat the run, because {why}."
-    several = ""
-    if made["processes"] > 1:
-        several = f", started in {made['processes']} processes,"
-    return f"`cria train recipe.toml`{several} repeats the run where the data that it names is at hand."
 
 
 def _loss(value: float | None) -> str:
