@@ -8,7 +8,16 @@ from typing import ClassVar
 import pytest
 from safetensors.torch import load_file
 
-from cria_tricks.adapter.folder import may_be_read, refuse_damaged, save, trained_over, verify, write_provenance
+from cria_tricks.adapter.folder import (
+    adapter,
+    base_of_training,
+    may_be_read,
+    refuse_damaged,
+    save,
+    trained_over,
+    verify,
+    write_provenance,
+)
 from cria_tricks.common.atomic_files import MANIFEST
 from cria_tricks.common.errors import BadInput
 from cria_tricks.load.adapter_files import load_side_network, save_weights
@@ -42,6 +51,33 @@ def test_a_provenance_that_names_no_base_is_refused(folder, content):
     (folder / "provenance.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(BadInput, match=r"provenance.json: does not say what it was trained over: "):
         trained_over(folder)
+
+
+@pytest.mark.parametrize(
+    ("base", "said"),
+    [
+        (None, "adapter_config.json: names no base model; name it with --base"),
+        ("", "adapter_config.json: names no base model; name it with --base"),
+        ("  ", "adapter_config.json: names no base model; name it with --base"),
+        (
+            "/gone/base",
+            "its base is /gone/base, which is no folder of a model here and no name on the hub; name the base",
+        ),
+        ("gone", "its base is gone, which is no folder of a model here and no name on the hub; name the base with"),
+        ("C:\\Users\\me\\base", r"its base is C:\\Users\\me\\base, which is no folder of a model here .* with --base"),
+        (
+            "D:/base",
+            "its base is D:/base, which is no folder of a model here and no name on the hub; name the base with",
+        ),
+    ],
+)
+def test_a_base_that_cannot_be_found_is_to_be_named_with_base(base, said, tmp_path):
+    """As plain peft writes the folder, perhaps on another machine."""
+    (tmp_path / "adapter_model.safetensors").write_text("{}")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    for look in (adapter, base_of_training):
+        with pytest.raises(BadInput, match=said):
+            look(tmp_path)
 
 
 def test_an_added_file_is_only_noted(folder):

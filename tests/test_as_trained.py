@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from cria_tricks import models, recipes
-from cria_tricks.adapter.card_code import HERE
 from cria_tricks.adapter.merge import CPU, merge
 from cria_tricks.adapter.opening import open_folder, quantization_of
 from cria_tricks.common.errors import BadInput
@@ -156,15 +155,17 @@ def test_the_merged_model_is_the_trained_one(trained):
     assert loss_of(whole, tokenizer, folder) == pytest.approx(report["eval_loss_after"], abs=5e-3)
 
 
-def test_the_card_loads_it_so_with_plain_peft(trained):
+def test_plain_peft_loads_it_over_the_base_that_the_card_names(trained):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
     folder, report = trained("double")
-    text = (folder / "README.md").read_text()
-    assert 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)' in text
-    code = text.split("```python\n")[1].split("```")[0]
-    code = code.replace('"random:tiny"', repr(models.find("random:tiny").path)).replace(f'"{HERE}"', repr(str(folder)))
-    found: dict = {}
-    exec(code, found)
-    assert loss_of(found["model"].eval(), found["tokenizer"], folder) == pytest.approx(
+    assert "Load the base in 4-bit NF4 with double quantization, as in training" in (folder / "README.md").read_text()
+    packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    base = AutoModelForCausalLM.from_pretrained(models.find("random:tiny").path, quantization_config=packed)
+    model = PeftModel.from_pretrained(base, str(folder)).eval()
+    _, tokenizer = open_folder(folder, CPU, torch.float32)
+    assert loss_of(model, tokenizer, folder) == pytest.approx(
         report["eval_loss_after"], abs=0.02
     )  # its products are in fp16 or fp32, as bitsandbytes chooses
 

@@ -135,7 +135,6 @@ SAYS = "it says in words what a recipe asked for"
 TOGGLES_ARE_READ = {
     "predict/model_settings.py": (3, "what a recipe needs for another model is said before a plan is made"),
     "adapter/opening.py": (2, "it rounds a base as it was rounded when the adapter learnt"),
-    "adapter/card_code.py": (6, SAYS),
     "adapter/model_card.py": (1, SAYS),
     "data/lengths.py": (2, "packed rows are full; data/ lies below the plan's tricks and is read without a plan"),
     "data/rules.py": (1, "it refuses a recipe"),

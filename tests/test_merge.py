@@ -18,7 +18,9 @@ from cria_tricks.adapter.opening import open_folder
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data import sources
 from cria_tricks.hardware import Device
+from cria_tricks.load import host_memory
 from cria_tricks.load.model import load_tokenizer
+from cria_tricks.models import pretrained
 from cria_tricks.recipe import Recipe
 from cria_tricks.settings import Lora, Tricks
 from tests.helpers import prepare
@@ -255,6 +257,26 @@ def test_a_head_of_its_own_is_not_saved_as_tied():
         assert asked == [{"safe_merge": True}]
 
 
+def test_a_model_that_the_memory_cannot_hold_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
+    folder = adapter(tmp_path, *LORAS["lora"])
+    weights = sum(tensor.numel() for tensor in load_file(models.find(TINY).path + "/model.safetensors").values())
+    memory = SimpleNamespace(available=4 * weights - 2)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    monkeypatch.setattr("psutil.swap_memory", lambda: SimpleNamespace(free=1))
+    monkeypatch.setattr(pretrained, "causal_lm", lambda *given, **more: pytest.fail("loaded"))
+    with pytest.raises(
+        BadInput, match=r"billion weights, which take .* of memory, and .* are free; close other programs"
+    ):
+        merge(folder)
+    memory.available += 1
+    monkeypatch.setattr(host_memory, "CONTAINER", tmp_path / "none")
+    host_memory.refuse_too_large(Path(models.find(TINY).path), 4, "a merge")
+    (tmp_path / "limit").write_text("1000\n")
+    monkeypatch.setattr(host_memory, "CONTAINER", tmp_path / "limit")
+    with pytest.raises(BadInput, match="a merge: "):
+        host_memory.refuse_too_large(Path(models.find(TINY).path), 4, "a merge")
+
+
 @pytest.mark.parametrize("error", [ValueError("a\nb"), RuntimeError("a"), NotImplementedError("a"), MemoryError("a")])
 def test_what_peft_cannot_merge_is_one_line(error):
     def raises(**options):
@@ -282,7 +304,7 @@ def test_what_goes_beside_a_merged_model(tmp_path):
     ours, plain = tmp_path / "ours", tmp_path / "plain"
     for folder in (ours, plain, tmp_path / "a", tmp_path / "b"):
         folder.mkdir()
-    recipe, data = Recipe(tricks=Tricks(peft="lora", quantization="nf4")), {"train": {"kinds": {"text": 2}}}
+    recipe, data = Recipe(tricks=Tricks(peft="lora", quantization="nf4")), {"train_kinds": {"text": 2}}
     (ours / "recipe.toml").write_text(recipe.to_toml())
     (ours / "provenance.json").write_text(json.dumps({"recipe": {"name": "mine"}, "data": data}))
     (plain / "adapter_config.json").write_text('{"use_dora": true}')

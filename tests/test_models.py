@@ -78,7 +78,7 @@ def test_a_half_made_folder_never_gets_its_name(tmp_path, monkeypatch):
     ("name", "is_one"),
     [
         ("owner/name", True), ("name", False), ("a/b/c", False), ("./name", False), ("/name", False), ("~/name", False),
-        ("owner/", False), ("../name", False), ("o.w/n.a", True),
+        ("owner/", False), ("../name", False), ("o.w/n.a", True), ("D:/models", False), ("a\\b/c", False),
     ],
 )  # fmt: skip
 def test_what_looks_like_a_name_of_the_hub(name, is_one):

@@ -12,6 +12,7 @@ from cria_tricks import models
 from cria_tricks.adapter.chat import answer
 from cria_tricks.adapter.merge import merge
 from cria_tricks.adapter.opening import open_folder
+from cria_tricks.common.errors import BadInput
 from cria_tricks.load.model import load_tokenizer
 from cria_tricks.models import pretrained
 
@@ -69,6 +70,19 @@ def test_it_answers_and_is_merged_as_in_peft(written):
     with torch.no_grad():
         assert (whole(ids).logits - expected).abs().max() <= 2 * found["bound"]
     assert len(AutoTokenizer.from_pretrained(found["merged"])) == len(tokenizer)
+
+
+def test_words_that_were_not_saved_with_the_adapter_are_one_line(tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(models.find(TINY).path)
+    base.resize_token_embeddings(base.get_input_embeddings().num_embeddings + NEW)
+    made = peft.get_peft_model(base, peft.LoraConfig(target_modules=["embed_tokens"], task_type="CAUSAL_LM"))
+    made.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    load_tokenizer(models.find(TINY)).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(
+        BadInput, match=r"embed_tokens.* has the shape .* lacks added tokens that were not saved"
+    ) as caught:
+        open_folder(tmp_path / "adapter", base=TINY)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_adapter_that_was_never_trained_is_warned_of(tmp_path):

@@ -48,7 +48,7 @@ def test_an_empty_prompt_is_refused(tokenizer):
 
 
 def folder_of(folder: Path, kinds: object) -> Path:
-    (folder / "provenance.json").write_text(json.dumps({"data": {"train": {"kinds": kinds}}}))
+    (folder / "provenance.json").write_text(json.dumps({"data": {"train_kinds": kinds}}))
     return folder
 
 
@@ -75,9 +75,7 @@ def test_the_format_is_the_one_that_was_trained(kinds, template, said, tmp_path)
     assert (raw.template, raw.note) == (False, "")
 
 
-@pytest.mark.parametrize(
-    "content", [None, "{", "[]", '{"data": 3}', '{"data": {"train": {"kinds": {"chat": "x"}}}}', "3"]
-)
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"data": 3}', '{"data": {"train_kinds": {"chat": "x"}}}', "3"])
 def test_without_a_word_on_it_the_tokenizer_decides(content, tokenizer, tmp_path):
     if content:
         (tmp_path / "provenance.json").write_text(content)
@@ -101,8 +99,8 @@ def adapter(trained, tmp_path):
     def made(**kinds: int) -> Path:
         folder = Path(shutil.copytree(trained / "adapter", tmp_path / "run" / "adapter"))
         about = json.loads((folder / "provenance.json").read_text())
-        assert about["data"]["train"]["kinds"] == {"chat": 3}
-        about["data"]["train"]["kinds"] = kinds
+        assert about["data"]["train_kinds"] == {"chat": 3}
+        about["data"]["train_kinds"] = kinds
         (folder / "provenance.json").write_text(json.dumps(about))
         (folder / "manifest.json").unlink()
         atomic_files._write_manifest(folder)

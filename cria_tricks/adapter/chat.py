@@ -19,24 +19,25 @@ from cria_tricks.models import ends, pretrained
 
 
 def open_for_chat(
-    folder: str | Path, raw: bool = False, system: str | None = None, **loading: Any
-) -> tuple[Any, Any, Format]:
-    """Load an adapter, and find the prompt format that it was trained on.
+    folder: str | Path, raw: bool = False, system: str | None = None, max_new_tokens: int = 512, **loading: Any
+) -> "Conversation":
+    """Load an adapter, and begin a conversation in the prompt format that it was trained on.
 
     Args:
         folder: as for :func:`open_folder`.
         raw: whether to give the model every prompt unchanged, even if it was trained on chats.
-        system: the system message of the conversation, if there is one.
+        system: the system message; when left out, that of the training rows if all had the same.
+        max_new_tokens: length limit of an answer (tokens).
         **loading: further arguments of :func:`open_folder`.
-
-    Returns:
-        Model, tokenizer and format.
 
     Raises:
         BadInput: as :func:`open_folder`; also for a system message if the format has no place for one.
     """
+    folder = usable_path("adapter", folder)
+    if system is None and not raw:
+        system = prompts.trained_system(folder)
     # If the folder tells the format, refuse a useless system message now: loading the model takes long.
-    form = prompts.of_folder(usable_path("adapter", folder), raw)
+    form = prompts.of_folder(folder, raw)
     if form:
         prompts.refuse_system(form, system)
     model, tokenizer = open_folder(folder, **loading)
@@ -44,7 +45,7 @@ def open_for_chat(
     prompts.refuse_system(form, system)
     if form.template:
         prompts.try_template(tokenizer, system)
-    return model, tokenizer, form
+    return Conversation(model, tokenizer, form, system, max_new_tokens)
 
 
 def answer(
@@ -91,23 +92,21 @@ def answer(
 class Conversation:
     """The turns of a user with an adapter, and with its base if that is asked, too: each sees its own answers only.
 
-    Args:
+    Attributes:
         model: the adapter over its base, in eval mode.
         tokenizer: the model's tokenizer.
         form: how prompts are written.
-        system: the system message; ``None`` if there is none.
         max_new_tokens: length limit of an answer (tokens).
-        streamer: receives the text while it is generated.
+        streamer: receives the text while it is generated, e.g. ``transformers.TextStreamer``; ``None`` for nothing.
+        turns: the messages so far, with ``"adapter"`` and with ``"base"``.
     """
 
-    def __init__(
-        self, model: Any, tokenizer: Any, form: Format, system: str | None, max_new_tokens: int, streamer: Any = None
-    ):
+    def __init__(self, model: Any, tokenizer: Any, form: Format, system: str | None, max_new_tokens: int):
         self.model = model
         self.tokenizer = tokenizer
         self.form = form
         self.max_new_tokens = max_new_tokens
-        self.streamer = streamer
+        self.streamer: Any = None
         begin = [{"role": "system", "content": system}] if system else []
         self.turns = {name: list(begin) for name in ("adapter", "base")}
 

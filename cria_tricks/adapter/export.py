@@ -1,44 +1,80 @@
-"""Export a model as GGUF files for Ollama and llama.cpp, and prove each file before it gets its name."""
+"""Export a model as GGUF files for Ollama and llama.cpp, and prove each file before it gets its name.
+
+Llama and Qwen2 with a byte-level BPE tokenizer are written; llama.cpp has a script for others. It differs from
+transformers in three ways:
+
+- It rotates neighbouring numbers of a head (0 with 1, 2 with 3), and transformers number i with number i + d/2 of a
+  head of width d. So the rows of Llama's W_q and W_k change their order; Qwen2's stay.
+- It divides the low rotary frequencies of Llama 3 by the tensor ``rope_freqs.weight``.
+- It knows each way of splitting text by a name, ``tokenizer.ggml.pre``. Under a wrong name the file loads and answers,
+  but numbers or blanks become other tokens than in training.
+
+The proof reads the file again with transformers. Each weight must be the model's, rounded to the file's type. The
+logits must be those of the model's own code over these weights, so the settings are right. Template, special tokens and
+the tokens of a prompt must be the same. What 8 bits do to the model's logits is reported.
+"""
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from tokenizers import Tokenizer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from cria_tricks.adapter import gguf_layout, gguf_proof, gguf_tokens, modelfile, prompts
-from cria_tricks.adapter.folder import PROVENANCE, RESULTS
-from cria_tricks.adapter.merge import ADAPTER_WEIGHTS, merge
+from cria_tricks.adapter import modelfile, prompts
+from cria_tricks.adapter.merge import merge
 from cria_tricks.adapter.opening import base_of
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, usable_path
-from cria_tricks.common.names import hint, nearest
-from cria_tricks.data import sources
+from cria_tricks.load import host_memory
 from cria_tricks.load.model import quiet_libraries
-from cria_tricks.models import Weights, ends, pretrained
+from cria_tricks.models import ends, pretrained
 
-FORMATS = ("gguf",)
-"""What a model can be exported to."""
-REPORT = "export.json"
-"""The file with the results of the proof."""
-FOR_OLLAMA = ("q8_0", "f16", "q4_0")
-"""Which file the Modelfile names: the first of these that was written."""
+KINDS = {
+    "f16": (Kind.F16, gguf.LlamaFileType.MOSTLY_F16),
+    "q8_0": (Kind.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+}
+"""The types of file: how matrices are stored, and what the file calls it."""
+ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
+WRITTEN: dict[str, dict[str, tuple[Any, ...]]] = {
+    "llama": {
+        "rope_type": ("default", "llama3"),
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+    },
+    "qwen2": {"rope_type": ("default",), "hidden_act": ("silu",), "use_sliding_window": (False,)},
+}
+"""The settings that can be written, by model type. llama.cpp knows no others of these kinds, or ignores them."""
+NOISE = 1e-4
+"""How much two fp32 runs with equal weights may differ, as a share of the largest logit; 2^-24 is one rounding."""
+HARD = "In 1966  he counted:\n 1,234.5 + 67 = 1301.5\n\n\tIt's Kwanzaa's ñandú 東京 🙂 -- they'LL say  7  times… \r\n"
+"""A text whose blanks, numbers, accents and apostrophes the ways of splitting text cut in different places."""
 
 
-@dataclass(frozen=True)
-class _Source:
-    """What is exported: the folder of a whole model, with what all its files have in common."""
+def _split(numbers: str) -> dict[str, Any]:
+    letters = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+    rest = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    return {"type": "Split", "pattern": {"Regex": letters + numbers + rest}, "behavior": "Isolated", "invert": False}
 
-    folder: Path
-    title: str
-    config: Any
-    tokenizer: Any
-    chats: bool
-    pieces: modelfile.Pieces | None
-    stops: list[int]
+
+_WORDS = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_BYTES = {**_WORDS, "use_regex": False}
+PRE: dict[str, list[dict[str, Any]]] = {
+    "gpt-2": [_WORDS],
+    "smollm": [{"type": "Digits", "individual_digits": True}, _WORDS],
+    "llama-bpe": [_split(r"\p{N}{1,3}"), _BYTES],
+    "qwen2": [_split(r"\p{N}"), _BYTES],
+}
+"""llama.cpp's name of a way of splitting text -> the steps in tokenizer.json that it stands for."""
+WHOLE_WORDS_FIRST = ("llama-bpe",)
+"""Names under which llama.cpp takes a word that is in the vocabulary whole, without its merges (``ignore_merges``)."""
 
 
 def export(
@@ -53,150 +89,159 @@ def export(
 ) -> dict[str, Any]:
     """Write GGUF files of a model and a Modelfile, and compare every file with the model.
 
-    An adapter is merged first, into ``merged`` beside it, unless that folder is there and was merged from this adapter.
-
     Args:
-        folder: of an adapter, a merged or a fully fine-tuned model.
+        folder: of a whole model; or of an adapter, which is merged first, into ``merged`` beside it.
         to: the format, ``gguf``.
-        kinds: the types of file, of ``f16``, ``q8_0`` and ``q4_0``; all three when left out.
+        kinds: the types of file, of ``f16`` and ``q8_0``; both when left out.
         out: the folder to write; ``gguf`` beside the model when left out.
         base: folder or name of an adapter's base model, if it is no longer where the adapter's config says.
         other_base: whether to allow a base other than the one that the adapter was trained over.
         say: called with one sentence for each step, and with each warning.
 
     Returns:
-        ``folder`` (what was written), ``model`` (what it was written from), ``prompt``, the model's ``answer``,
-        ``stops``, ``versions``, ``modelfile`` (the file that it names, and whether it has the chat template), and
-        ``files``: for each its ``file``, ``type``, ``bytes`` and the results of
-        :func:`cria_tricks.adapter.gguf_proof.prove`.
+        ``folder``, ``model`` (what was exported), ``stops``, ``versions``, ``template`` (whether the Modelfile has
+        one), and ``files``: for each ``file``, ``type``, ``bytes``, the number of ``tensors`` and ``tokens`` that were
+        compared, and how its rounding changes the logits of a prompt: ``largest_difference``, ``kl`` (mean over
+        positions, nats) and ``same_argmax`` (share of positions).
 
     Raises:
-        BadInput: if the folder is damaged, its model cannot be written as GGUF, or a proof fails. In these
-            cases nothing is written.
+        BadInput: if the folder is damaged, its model cannot be written as GGUF, memory is too small, or a proof fails.
     """
     folder = usable_path("adapter", folder)
-    wanted = _kinds(to, kinds)
+    wanted = list(dict.fromkeys(kind.lower() for kind in kinds or KINDS))
+    unknown = [kind for kind in wanted if kind not in KINDS]
+    if to != "gguf":
+        raise BadInput(f"--to {to}: there is gguf")
+    if unknown:
+        raise BadInput(f"--type {unknown[0]}: there are f16 and q8_0; ollama create --quantize makes others of f16")
     target = usable_path("--out", out or folder.absolute().parent / "gguf")
     if target.exists():
         raise BadInput(f"--out {target}: is there already; name a new folder")
     quiet_libraries()
     whole = _whole(folder, base, other_base, say)
-    source = _source(whole)
-    say(f"loading {whole}, and answering a prompt")
-    ids = prompts.write(source.tokenizer, _prompt(source.chats))["input_ids"][0].tolist()
-    original = gguf_proof.original(whole, source.tokenizer, ids, source.stops)
-    found = _about(source, target)
-    found["answer"] = source.tokenizer.decode(original.answer, skip_special_tokens=True)
+    tokenizer = pretrained.tokenizer(whole, str(whole))
+    if not _pre(tokenizer) or isinstance(tokenizer.chat_template, dict):
+        raise _unwritten(whole, f"has a tokenizer that is no byte-level BPE like {', '.join(PRE)} with one template")
+    chats = (prompts.of_folder(whole, raw=False) or prompts.of_tokenizer(tokenizer)).template
+    stops = [token for token in ends.stops(tokenizer, ends.named_in(whole)) if tokenizer.convert_ids_to_tokens(token)]
+    if not stops:
+        raise BadInput(f"{whole}: its tokenizer has no end token, so no answer would end; set eos_token in its config")
+    say(f"loading {whole}")
+    model = pretrained.causal_lm(whole, str(whole), dtype=torch.float32).eval()
+    pretrained.refuse_unknown_tokens(model, max(tokenizer.get_vocab().values()), str(whole))
+    template = modelfile.template(tokenizer, _adds_bos(tokenizer)) if chats else modelfile.PLAIN
+    found: dict[str, Any] = {
+        "folder": str(target),
+        "model": str(whole),
+        "stops": tokenizer.convert_ids_to_tokens(stops),
+        "versions": {name: version(name) for name in ("gguf", "transformers", "torch")},
+        "template": bool(template),
+        "files": [],
+    }
     with atomic_files.new_folder(target) as aside:
         for kind in wanted:
-            found["files"].append(_one_file(aside, kind, source, original, say))
-        _write_modelfile(aside, source, wanted, found)
-        (aside / REPORT).write_text(json.dumps(found, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            file = aside / f"model-{kind}.gguf"
+            say(f"writing {file.name}, and comparing it with {whole}")
+            _write(file, kind, model, tokenizer, "/".join(whole.absolute().parts[-2:]))
+            proof = _prove(file, kind, model, tokenizer, chats)
+            found["files"].append({"file": file.name, "type": kind, "bytes": file.stat().st_size, **proof})
+        for_ollama = "model-q8_0.gguf" if "q8_0" in wanted else "model-f16.gguf"
+        text = modelfile.write(for_ollama, template, found["stops"], prompts.trained_system(whole))
+        (aside / "Modelfile").write_text(text, encoding="utf-8")
+        (aside / "export.json").write_text(json.dumps(found, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     return found
 
 
-def _kinds(to: str, kinds: Sequence[str] | None) -> list[str]:
-    """Check the format and the types, and return each type once."""
-    if to not in FORMATS:
-        raise BadInput(f"--to {to}: {hint(nearest(to, FORMATS), 'there is gguf')}")
-    for kind in kinds or ():
-        if kind.lower() not in gguf_layout.KINDS:
-            there_are = f"there are {', '.join(gguf_layout.KINDS)}"
-            raise BadInput(f"--type {kind}: {hint(nearest(kind, gguf_layout.KINDS, cutoff=0.7), there_are)}")
-    if not kinds:
-        return list(gguf_layout.KINDS)
-    return list(dict.fromkeys(kind.lower() for kind in kinds))
-
-
 def _whole(folder: Path, base: str | Path | None, other_base: bool, say: Callable[[str], None]) -> Path:
-    """Return the folder of the whole model; an adapter's is made by merging, or found beside it."""
-    config, below = base_of(folder, base)
-    if config is None or below is None:
+    """Return the folder of the whole model: an adapter is merged, after a base that cannot be written was refused."""
+    _, below = base_of(folder, base)
+    place = Path(below.path) if below else folder
+    config = pretrained.config(place, str(place))
+    why = ""
+    if config.model_type not in WRITTEN:
+        why = f"is of the kind {config.model_type}"
+    elif below is None and getattr(config, "quantization_config", None):
+        why = "is quantised already"
+    else:
+        settings = {**config.to_dict(), **config.rope_parameters}
+        for name, values in WRITTEN[config.model_type].items():
+            if settings.get(name, values[0]) not in values:
+                why = f"has {name}={settings[name]}"
+    if why:
+        raise _unwritten(place, why)
+    host_memory.refuse_too_large(place, 8, f"cria export {folder}")  # the model's weights and the file's, both in fp32
+    if below is None:
         return folder
-    # Merging takes minutes, so a model that cannot be written is refused before.
-    gguf_layout.refuse(pretrained.config(below.path, below.name), below.name)
     merged = folder.absolute().parent / "merged"
     if merged.exists():
-        _refuse_foreign(merged, folder, below)
-        base_of(merged)  # it checks that the folder is whole and safe
-        say(f"{merged} was merged from this adapter already")
-        return merged
+        raise BadInput(f"{merged}: is there already; export it if it was merged from this adapter, or take it away")
     say(f"merging {folder} into {below.name}")
     merge(folder, base=base, other_base=other_base, say=say)
     return merged
 
 
-def _refuse_foreign(merged: Path, folder: Path, below: Weights) -> None:
-    """Refuse a merged folder that was not made from this adapter and this base."""
+def _unwritten(model: Path, why: str) -> BadInput:
+    """Return the error for a model that is not written here."""
+    return BadInput(
+        f"{model}: {why}, which is not written as GGUF here; take llama.cpp's convert_hf_to_gguf.py (after cria merge)"
+    )
+
+
+def _pre(tokenizer: Any) -> str:
+    """Find llama.cpp's name for the way in which a tokenizer splits text; empty if it has none in :data:`PRE`."""
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    bpe = parts["model"]
+    first = parts["pre_tokenizer"] or {}
+    steps = first.get("pretokenizers", [first])
+    for step in steps:
+        if "trim_offsets" in step:
+            step["trim_offsets"] = True  # it changes positions in the text, and no token
+    found = next((pre for pre, known in PRE.items() if steps == known), "")
+    # Qwen2's tokenizer also composes accents. llama.cpp does not; only text with separate accents differs.
+    plain = not parts["normalizer"] or (found == "qwen2" and parts["normalizer"]["type"] == "NFC")
+    words_first = bool(bpe.get("ignore_merges")) == (found in WHOLE_WORDS_FIRST)
+    if bpe["type"] == "BPE" and not bpe.get("byte_fallback") and plain and words_first:
+        return found
+    return ""
+
+
+def _adds_bos(tokenizer: Any) -> bool:
+    """Tell whether the tokenizer puts the BOS token before a text."""
+    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+
+
+def _write(file: Path, kind: str, model: Any, tokenizer: Any, title: str) -> None:
+    """Write a model and its tokenizer into one file, of a type in :data:`KINDS`."""
+    config = model.config
+    architecture = ARCHITECTURES[config.model_type]
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
     try:
-        made = json.loads((merged / PROVENANCE).read_text(encoding="utf-8"))["merge"]
-        weights = atomic_files.entry(folder / ADAPTER_WEIGHTS)["sha256"]
-        same = made["adapter_sha256"] == weights and made["base"] == below.name
-    except (OSError, ValueError, KeyError, TypeError):
-        same = False
-    if not same:
-        raise BadInput(
-            f"{merged}: is there, and does not say that it was merged from {folder}; take it away, or name it "
-            "instead of the adapter"
-        )
-
-
-def _source(whole: Path) -> _Source:
-    """Read what all files have in common, and refuse what cannot be written."""
-    config = pretrained.config(whole, str(whole))
-    gguf_layout.refuse(config, str(whole))
-    tokenizer = pretrained.tokenizer(whole, str(whole))
-    gguf_tokens.refuse(tokenizer, config.vocab_size, str(whole))
-    form = prompts.of_folder(whole, raw=False) or prompts.of_tokenizer(tokenizer)
-    pieces = modelfile.pieces(tokenizer, gguf_tokens.adds_bos(tokenizer)) if form.template else None
-    title = whole.absolute().name
-    if title in RESULTS:
-        title = whole.absolute().parent.name
-    stops = [token for token in ends.stops(tokenizer, ends.named_in(whole)) if tokenizer.convert_ids_to_tokens(token)]
-    if not stops:
-        raise BadInput(f"{whole}: its tokenizer has no end token, so no answer would end; set eos_token in its config")
-    return _Source(whole, title, config, tokenizer, form.template, pieces, stops)
-
-
-def _prompt(chats: bool) -> Any:
-    """Return the prompt of the proof: the first held-out row of our own data, as a chat if it was trained on chats."""
-    messages = sources.find("nguzo_saba", "eval").rows[0].messages
-    asked = [dict(message) for message in messages if message["role"] != "assistant"]
-    if not chats:
-        return "\n".join(message["content"] for message in asked)
-    return asked
-
-
-def _about(source: _Source, target: Path) -> dict[str, Any]:
-    """Begin the report: what was exported, with what, and from which versions."""
-    return {
-        "folder": str(target),
-        "model": str(source.folder),
-        "prompt": "nguzo_saba, first held-out row",
-        "stops": source.tokenizer.convert_ids_to_tokens(source.stops),
-        "versions": {name: version(name) for name in ("gguf", "transformers", "torch")},
-        "files": [],
-    }
-
-
-def _one_file(
-    aside: Path, kind: str, source: _Source, original: gguf_proof.Original, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """Write one file, and prove it."""
-    file = aside / f"model-{kind}.gguf"
-    say(f"writing {file.name}")
-    _write(file, kind, source)
-    say(f"comparing {file.name} with {source.folder}")
-    proof = gguf_proof.prove(file, kind, original)
-    return {"file": file.name, "type": kind, "bytes": file.stat().st_size, **proof}
-
-
-def _write(file: Path, kind: str, source: _Source) -> None:
-    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[gguf_layout.ARCHITECTURES[source.config.model_type]])
-    try:
-        gguf_layout.describe(writer, source.config, kind, source.title)
-        gguf_tokens.write(writer, source.tokenizer, source.config.vocab_size, ends.of_template(source.tokenizer))
-        gguf_layout.write_tensors(writer, source.folder, source.config, kind)
+        writer.add_type("model")
+        writer.add_name(title)
+        writer.add_block_count(config.num_hidden_layers)
+        writer.add_context_length(config.max_position_embeddings)
+        writer.add_embedding_length(config.hidden_size)
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count(config.num_attention_heads)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(width)
+        writer.add_value_length(width)
+        writer.add_rope_dimension_count(width)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_vocab_size(config.vocab_size)
+        writer.add_file_type(KINDS[kind][1])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        _add_tokenizer(writer, tokenizer, config.vocab_size)
+        if config.rope_parameters["rope_type"] == "llama3":
+            writer.add_tensor("rope_freqs.weight", _rope_factors(config, width).numpy())
+        names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+        for name, weight in model.named_parameters():  # a tied head is not named again
+            rows = _permuted(weight.detach(), name, config).contiguous()
+            packing = _packing(rows, kind)
+            target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            writer.add_tensor(target, gguf.quants.quantize(rows.numpy(), packing), raw_dtype=packing)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -204,9 +249,112 @@ def _write(file: Path, kind: str, source: _Source) -> None:
         writer.close()
 
 
-def _write_modelfile(aside: Path, source: _Source, wanted: Sequence[str], found: dict[str, Any]) -> None:
-    kind = next(kind for kind in FOR_OLLAMA if kind in wanted)
-    system = prompts.trained_system(source.folder)
-    text = modelfile.write(f"model-{kind}.gguf", source.pieces, found["stops"], source.chats, system)
-    (aside / "Modelfile").write_text(text, encoding="utf-8")
-    found["modelfile"] = {"file": f"model-{kind}.gguf", "template": source.pieces is not None or not source.chats}
+def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, rows: int) -> None:
+    """Add all tokens in the order of ids with their kinds, the merges, the special tokens, and the chat template."""
+    tokens = [f"[PAD{number}]" for number in range(rows)]  # llama.cpp wants a name for each row of the embedding
+    kinds = [gguf.TokenType.UNUSED] * rows
+    for token, number in tokenizer.get_vocab().items():
+        tokens[number] = token
+        kinds[number] = gguf.TokenType.NORMAL
+    for number, added in tokenizer.added_tokens_decoder.items():
+        kinds[number] = gguf.TokenType.CONTROL if added.special else gguf.TokenType.USER_DEFINED
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_pre(tokenizer))
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    for key, value in _special(tokenizer).items():
+        if isinstance(value, int):
+            writer.add_uint32(key, value)
+    writer.add_add_bos_token(_adds_bos(tokenizer))
+    writer.add_add_eos_token(tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id)
+    writer.add_add_space_prefix(False)
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _special(tokenizer: Any) -> dict[str, int | None]:
+    """Return the special tokens' ids by their names in the file."""
+    return {
+        gguf.Keys.Tokenizer.BOS_ID: tokenizer.bos_token_id,
+        gguf.Keys.Tokenizer.EOS_ID: tokenizer.eos_token_id,
+        gguf.Keys.Tokenizer.EOT_ID: ends.of_template(tokenizer),
+        gguf.Keys.Tokenizer.UNK_ID: tokenizer.unk_token_id,
+        gguf.Keys.Tokenizer.PAD_ID: tokenizer.pad_token_id,
+    }
+
+
+def _packing(weight: torch.Tensor, kind: str) -> Kind:
+    """Choose how a tensor is stored: norms and biases in fp32; rows that are no multiple of 32 in 16 bits."""
+    if weight.dim() == 1:
+        return Kind.F32
+    return Kind.F16 if weight.shape[-1] % 32 else KINDS[kind][0]
+
+
+def _permuted(weight: torch.Tensor, name: str, config: Any) -> torch.Tensor:
+    """Reorder the rows of Llama's W_q and W_k, shape (heads * d, C), in each head to 0, d/2, 1, d/2 + 1, and so on."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+    if config.model_type != "llama" or heads is None:
+        return weight
+    return weight.reshape(heads, 2, -1, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+
+
+def _rope_factors(config: Any, width: int) -> torch.Tensor:
+    """Compute by what Llama 3 divides each rotary frequency, shape (d/2,)."""
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    return plain / scaled
+
+
+@torch.no_grad()
+def _prove(file: Path, kind: str, model: Any, tokenizer: Any, chats: bool) -> dict[str, Any]:
+    """Compare a GGUF file with the model that it was written from, and say what rounding did to the logits."""
+    reader = gguf.GGUFReader(file)
+    read, its_tokenizer = pretrained.gguf(file, file.name)
+    prompt = prompts.write(tokenizer, [{"role": "user", "content": HARD}] if chats else HARD)["input_ids"]
+    _refuse_other_tokens(file, reader, its_tokenizer, tokenizer, tokenizer.decode(prompt[0]))
+    for tensor in reader.tensors:
+        if tensor.name == "rope_freqs.weight":  # transformers does not read it
+            read.model.rotary_emb.inv_freq /= torch.tensor(tensor.data)
+    its_weights = read.state_dict()
+    stored = {name: its_weights[name] for name, _ in model.named_parameters()}  # a tied head is not named again
+    for name, weight in model.named_parameters():
+        packing = _packing(weight, kind)
+        rounded = gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), packing), packing)
+        if not np.array_equal(stored[name].numpy(), rounded):
+            raise BadInput(f"{file.name}: {name} read again is not the model's, rounded to {packing.name}")
+    found = read(prompt, use_cache=False).logits[0]
+    wanted = torch.func.functional_call(model, stored, (prompt,), {"use_cache": False}).logits[0]
+    difference = (found - wanted).abs().max().item()
+    if not difference <= NOISE * wanted.abs().max().item():  # "not <=", so that NaN is refused, too
+        raise BadInput(
+            f"{file.name}: with equal weights its logits differ by up to {difference:.3g} from the model's, so its "
+            "settings are wrong (positions, norms or heads)"
+        )
+    unrounded = model(prompt, use_cache=False).logits[0]
+    log_p = unrounded.log_softmax(-1)
+    return {
+        "tensors": len(reader.tensors),
+        "tokens": prompt.shape[1],
+        "largest_difference": (found - unrounded).abs().max().item(),
+        "kl": max(0.0, (log_p.exp() * (log_p - found.log_softmax(-1))).sum(-1).mean().item()),
+        "same_argmax": (found.argmax(-1) == unrounded.argmax(-1)).float().mean().item(),
+    }
+
+
+def _refuse_other_tokens(file: Path, reader: Any, read: Any, tokenizer: Any, text: str) -> None:
+    """Compare the chat template, the special tokens, and the tokens of a text."""
+    # From the file itself: transformers 5.16 takes other special tokens than it names, and knows only some names of
+    # ways to split text.
+    fields = {key: field.contents() for key, field in reader.fields.items() if key.startswith("tokenizer.")}
+    for key, value in {"tokenizer.chat_template": tokenizer.chat_template, **_special(tokenizer)}.items():
+        if fields.get(key) != value:
+            raise BadInput(f"{file.name}: {key} in it is not the model's")
+    parts = json.loads(read.backend_tokenizer.to_str())
+    pre = fields["tokenizer.ggml.pre"]
+    parts["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": PRE[pre]}
+    parts["model"]["ignore_merges"] = pre in WHOLE_WORDS_FIRST
+    ids = Tokenizer.from_str(json.dumps(parts)).encode(text, add_special_tokens=False).ids
+    if ids != tokenizer(text, add_special_tokens=False)["input_ids"]:
+        raise BadInput(f"{file.name}: its tokenizer cuts a prompt into other tokens than the model's")

@@ -90,22 +90,6 @@ def trained_over(folder: Path) -> dict[str, Any]:
         raise BadInput(f"{folder / PROVENANCE}: does not say what it was trained over: {first_line(error)}") from None
 
 
-def refuse_moved_base(folder: Path, base: str) -> None:
-    """Refuse an adapter that was trained over a local folder which is gone.
-
-    Without this check the folder's name would be looked up on the hub, where it may belong to a different model.
-
-    Args:
-        folder: the adapter's folder.
-        base: the base's name in the adapter's config.
-
-    Raises:
-        BadInput: if the base was a local folder and is not there.
-    """
-    if trained_over(folder).get("kind") == "folder" and not Path(base).is_dir():
-        raise BadInput(f"{folder}: was trained over the folder {base}, which is not there; name it with --base")
-
-
 def refuse_another(folder: Path, *more: str) -> None:
     """Refuse a folder that holds neither an adapter nor a model.
 
@@ -153,15 +137,37 @@ def is_whole(folder: Path) -> bool:
 
 
 def named_base(folder: Path) -> str:
-    """Read the base model's name from an adapter's config; empty for a whole model or an unreadable config."""
+    """Read the base model's name from an adapter's config; empty for a whole model or a config that names none."""
     config = adapter_config(folder)
     if config is None:
         return ""
     try:
-        found = json.loads(config.read_text(encoding="utf-8"))
-        return str(found.get("base_model_name_or_path") or "")
+        return str(json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path") or "").strip()
     except (OSError, ValueError, AttributeError, RecursionError):
         return ""
+
+
+def base_of_training(folder: Path) -> str:
+    """Return the name of the base that an adapter was trained over.
+
+    The name of a folder that is gone is never looked up on the hub, where it may belong to a different model.
+
+    Raises:
+        BadInput: if the config names no base, or one that is neither here nor a name on the hub.
+    """
+    base = named_base(folder)
+    if not base:
+        raise BadInput(f"{adapter_config(folder)}: names no base model; name it with --base")
+    if trained_over(folder).get("kind") == "folder" and not Path(base).is_dir():
+        raise BadInput(f"{folder}: was trained over the folder {base}, which is not there; name it with --base")
+    try:
+        models.refuse_unknown(base)
+    except BadInput:
+        raise BadInput(
+            f"{folder}: its base is {base}, which is no folder of a model here and no name on the hub; name the "
+            "base with --base"
+        ) from None
+    return base
 
 
 @dataclass(frozen=True)
@@ -228,15 +234,12 @@ def may_be_read(name: str) -> bool:
     return not (name.startswith(".") or _UNREAD.fullmatch(Path(name).name))
 
 
-def adapter(
-    folder: str | Path, base: str | Path | None = None, look_at_base: bool = True, other_base: bool = False
-) -> Path:
+def adapter(folder: str | Path, base: str | Path | None = None, other_base: bool = False) -> Path:
     """Check the folder of an adapter or of a whole model, before torch and other slow libraries are imported.
 
     Args:
         folder: the folder as the user named it.
         base: folder or name of the base model, if it is no longer where the adapter's config says.
-        look_at_base: whether to check that the base is here or on the hub.
         other_base: whether the user allows a base other than the one of training; an error for a whole model.
 
     Returns:
@@ -247,18 +250,11 @@ def adapter(
     """
     path = usable_path("adapter", folder)
     refuse_another(path)
-    named = named_base(path)
-    # A whole model, and an adapter whose config names no base or cannot be read, are checked when they are opened
-    # (base_of in adapter/opening.py).
-    if named:
-        refuse_damaged(path)
-        if look_at_base and not base:
-            refuse_moved_base(path, named)
-        if look_at_base:
-            models.refuse_out_of_reach(str(base or named))
-        return path
-    if is_whole(path):
+    if is_whole(path):  # its files are checked when it is opened
         refuse_base_of_whole(path, base, other_base)
+        return path
+    refuse_damaged(path)
+    models.refuse_out_of_reach(str(base or base_of_training(path)))
     return path
 
 

@@ -102,7 +102,7 @@ def merge(
         check = _compare(unmerged, _logits(_reloaded(aside), rows)) | {
             "bound": _largest(rounded, unmerged),
             "adapter_effect": _largest(plain, unmerged),
-            "adapter_sha256": atomic_files.entry(folder / ADAPTER_WEIGHTS)["sha256"],  # cria export looks for it
+            "adapter_sha256": atomic_files.entry(folder / ADAPTER_WEIGHTS)["sha256"],
         }
         if others:
             check["other_base"] = "; ".join(others)

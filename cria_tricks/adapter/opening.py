@@ -12,11 +12,11 @@ from cria_tricks import models
 from cria_tricks.adapter.folder import (
     RECIPE,
     adapter_config,
+    base_of_training,
     is_whole,
     refuse_another,
     refuse_base_of_whole,
     refuse_damaged,
-    refuse_moved_base,
     trained_over,
 )
 from cria_tricks.common import packages
@@ -24,6 +24,7 @@ from cria_tricks.common.atomic_files import MANIFEST
 from cria_tricks.common.errors import BadInput, first_line, usable_path
 from cria_tricks.common.units import DTYPE
 from cria_tricks.hardware import Device, this_device
+from cria_tricks.load import host_memory
 from cria_tricks.load.adapter_files import SIDE_NETWORK, load_side_network
 from cria_tricks.load.adapters import add_side_network
 from cria_tricks.load.model import forbid_cpu_repacking, quiet_libraries
@@ -107,6 +108,8 @@ def _loaded(
 ) -> Any:
     """Load the base with the weights that the adapter saw in training, and add the adapter; or load a whole model."""
     weights = below or models.Weights(name=str(folder), path=str(folder), tokenizer=None)
+    if device.kind == "cpu" and not packed:
+        host_memory.refuse_too_large(Path(weights.path), dtype.itemsize, f"{folder}")
     rounding = _rounding(folder, device, dtype)
     options = {**flash_decoding.for_chat(device), **rounding}
     model = pretrained.causal_lm(weights.path, weights.name, dtype=dtype, **options)
@@ -190,25 +193,16 @@ def base_of(folder: Path, base: str | Path | None = None) -> tuple[Path | None, 
             found or downloaded.
     """
     refuse_another(folder, MANIFEST)
+    refuse_damaged(folder)
     config = adapter_config(folder)
-    whole = (folder / "config.json").is_file()
-    if config or whole or (folder / MANIFEST).is_file():
-        refuse_damaged(folder)
-    if not config and not whole:
+    if config is None and not (folder / "config.json").is_file():
         raise BadInput(f"{folder}: holds neither adapter_config.json nor config.json; name the folder of an adapter")
     if config is None:
         refuse_base_of_whole(folder, base)
         return None, None
     if base:
         return config, models.fetch(models.find(str(base)))
-    try:
-        name = json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"]
-        refuse_moved_base(folder, name)
-        return config, models.fetch(models.find(name), trained_over(folder).get("revision") or "")
-    except BadInput:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise BadInput(f"{config}: names no base model that can be found; name it with --base") from None
+    return config, models.fetch(models.find(base_of_training(folder)), trained_over(folder).get("revision") or "")
 
 
 def other_than_trained_over(folder: Path, base: models.Weights, allowed: bool) -> list[str]:

@@ -38,7 +38,7 @@ def trained_kinds(folder: Path) -> dict[str, int]:
     missing one here, because every function that loads the folder refuses it anyway.
     """
     try:
-        kinds = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))["data"]["train"]["kinds"]
+        kinds = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))["data"]["train_kinds"]
         return {kind: int(kinds[kind]) for kind in what_ran.KINDS if kinds.get(kind)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}

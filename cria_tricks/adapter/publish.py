@@ -2,20 +2,18 @@
 
 :func:`prepare` checks the folder and describes what would be sent. :func:`push` sends it; ``cria publish`` calls
 :func:`push` only with ``--yes``. The access token comes from ``hf auth login`` or from HF_TOKEN, and is never an
-argument. This module reads it for two checks: that somebody is logged in, and that no file contains the token.
+argument. The hub's library is imported inside functions, because its import is slow.
 """
 
-import json
 import re
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from cria_tricks.adapter import folder as artifact
-from cria_tricks.common import atomic_files, interrupts
+from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, first_line, usable_path
-from cria_tricks.models import identity, is_hub_id, network
+from cria_tricks.models import is_hub_id, network
 
 TAG = "v0.1.0"
 """The version tag if the user gives none."""
@@ -33,23 +31,25 @@ def prepare(adapter: str | Path, repo: str, tag: str = TAG, private: bool = Fals
         private: whether a new repository is private.
 
     Returns:
-        - ``folder``: the adapter's folder;
-        - ``repo``, ``tag``, ``private``: the arguments;
-        - ``files``: what would be sent, each with ``path`` in the folder, size (``bytes``) and ``sha256``: the files
-          that the manifest lists, and the manifest itself;
-        - ``bytes``: the sum of their sizes;
-        - ``card``: the text of the model card, README.md;
-        - ``notes``: warnings about what the user should check before sending;
-        - ``commands``: shell commands that publish the same files without this program; ``hf`` splits a folder of
-          many files into several commits.
+        ``folder``, ``repo``, ``tag``, ``private``; ``files`` (what would be sent: the files that the manifest lists,
+        and the manifest itself, each with ``path``, ``bytes`` and ``sha256``); ``bytes``, their sum; ``card``, the
+        text of the model card; and ``notes``, what the user should look at before sending.
 
     Raises:
-        BadInput: if the folder is damaged, a file contains a token, or the repository or the tag is not
-            named as described.
+        BadInput: if the folder is damaged, a file contains a token, or the hub would refuse the repository's name.
     """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
     folder = usable_path("adapter", adapter)
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", repo, re.ASCII):
-        raise BadInput(f"{repo}: is no name of a repository on the hub; write OWNER/NAME")
+    try:
+        validate_repo_id(repo)
+        if repo.count("/") != 1:
+            raise HFValidationError("it needs the name of its owner, too")
+    except HFValidationError as error:
+        raise BadInput(
+            f"{repo!r}: is no name of a repository on the hub: {first_line(error)}; write OWNER/NAME"
+        ) from None
     if not re.fullmatch(r"v\d+\.\d+\.\d+", tag, re.ASCII):
         raise BadInput(f"--tag {tag}: is no version; write it as {TAG}")
     artifact.verify(folder)
@@ -57,12 +57,6 @@ def prepare(adapter: str | Path, repo: str, tag: str = TAG, private: bool = Fals
     _refuse_tokens(folder, list(listed))
     files = [{"path": name, **entry} for name, entry in listed.items()]
     files.append({"path": atomic_files.MANIFEST, **atomic_files.entry(folder / atomic_files.MANIFEST)})
-    create = f"hf repos create {repo} --exist-ok"
-    if private:
-        create += " --private"
-    upload = ["hf", "upload", repo, str(folder), "."]
-    for file in files:  # or hf would also send what the manifest does not list
-        upload += ["--include", file["path"]]
     return {
         "folder": str(folder),
         "repo": repo,
@@ -72,11 +66,6 @@ def prepare(adapter: str | Path, repo: str, tag: str = TAG, private: bool = Fals
         "bytes": sum(file["bytes"] for file in files),
         "card": (folder / "README.md").read_text(encoding="utf-8"),
         "notes": _notes(folder),
-        "commands": [
-            create,
-            shlex.join(upload),
-            f"hf repos tag create {repo} {tag}",
-        ],
     }
 
 
@@ -98,9 +87,7 @@ def push(prepared: dict[str, Any], say: Callable[[str], None] = lambda sentence:
             hub, a repository that must be private is public, the repository holds other files that a loader might read
             together with these, or the hub refuses.
     """
-    # Imported only inside functions, because the import is slow and wrong names can be refused without it.
     import huggingface_hub
-    from huggingface_hub import CommitOperationAdd, HfApi
 
     folder = Path(prepared["folder"])
     repo = prepared["repo"]
@@ -113,35 +100,27 @@ def push(prepared: dict[str, Any], say: Callable[[str], None] = lambda sentence:
         raise BadInput(f"{folder}: {reason}, so nobody else could load it; train over a model of the hub")
     if not huggingface_hub.get_token():
         raise BadInput("publish: nobody is logged in to the hub; run hf auth login, or set HF_TOKEN")
-    api = HfApi()
+    api = huggingface_hub.HfApi()
     names = [file["path"] for file in prepared["files"]]
     try:
         _refuse_what_is_there(api, prepared)
-        warning = _another_base_there(api, folder)
-        if warning:
-            say(f"warning: {warning}")
         api.create_repo(repo, private=prepared["private"], exist_ok=True)
         say(f"sending {len(names)} files to {repo}")
-        # If Ctrl-C stops the program from here on, it prints this sentence.
-        interrupts.now_saved(f"nothing is tagged in {repo}; the same command goes on")
-        sent = api.create_commit(
-            repo,
-            [CommitOperationAdd(name, folder / name) for name in names],
-            commit_message=f"{tag}, by cria publish",
-        )
+        message = f"{tag}, by cria publish"
+        sent = api.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=names, commit_message=message)
         api.create_tag(repo, tag=tag, revision=sent.oid)
     except BadInput:
         raise
     except Exception as error:  # from httpx, from the hub's library, or from the thread of an upload
-        raise BadInput(f"publish: {repo}: {_in_one_line(error)}") from None
-    interrupts.now_saved(f"{repo} is published as {tag}")
+        # Of an error in an upload's thread only the cause is informative.
+        cause = error.__cause__ if type(error) is RuntimeError else None
+        raise BadInput(f"publish: {repo}: {network.why(cause or error)}; nothing was tagged") from None
     say(f"tagged {tag}")
     return {"url": f"{api.endpoint}/{repo}/tree/{tag}", "commit": sent.oid}
 
 
 def _refuse_what_is_there(api: Any, prepared: dict[str, Any]) -> None:
     """Refuse a repository that has this tag already, is public despite ``--private``, or holds other readable files."""
-    # Imported here because it starts slowly, as in push.
     from huggingface_hub.errors import RepositoryNotFoundError
 
     repo = prepared["repo"]
@@ -167,7 +146,6 @@ def _refuse_what_is_there(api: Any, prepared: dict[str, Any]) -> None:
 
 def _refuse_tokens(folder: Path, names: list[str]) -> None:
     """Refuse files that contain an access token: the user's own, or anything that looks like one."""
-    # Imported here because it starts slowly, as in push.
     from huggingface_hub import get_token
 
     own = (get_token() or "").encode()
@@ -181,61 +159,26 @@ def _refuse_tokens(folder: Path, names: list[str]) -> None:
 
 
 def _notes(folder: Path) -> list[str]:
-    """Return warnings about what the user should check before sending."""
+    """Return what the user should look at before sending."""
     notes = [f"{name} is not in the manifest and is not sent" for name in atomic_files.unlisted(folder)]
     reason = _unusable_base(folder)
     if reason:
         notes.append(f"{reason}: nobody else could load it, and --yes refuses it")
     recipe = folder / artifact.RECIPE
-    if not recipe.is_file():
-        return notes
-    # Quoted strings that begin like a path: ~, /, ./, ../ or C:\
-    paths = re.findall(r'"((?:~|\.{0,2}/|[A-Za-z]:\\)[^"]*)"', recipe.read_text(encoding="utf-8"))
-    return notes + [f"{artifact.RECIPE} shows a path of this machine: {path}" for path in dict.fromkeys(paths)]
+    if recipe.is_file():
+        # Quoted strings that begin like a path: ~, /, ./, ../ or C:\
+        paths = re.findall(r'"((?:~|\.{0,2}/|[A-Za-z]:\\)[^"]*)"', recipe.read_text(encoding="utf-8"))
+        notes += [f"{artifact.RECIPE} shows a path of this machine: {path}" for path in dict.fromkeys(paths)]
+    return notes
 
 
 def _unusable_base(folder: Path) -> str:
-    """Say why other people could not download the adapter's base.
-
-    Returns:
-        The reason; empty if they can, and for a whole model, which needs no base.
-    """
-    config = artifact.adapter_config(folder)
-    if config is None:
+    """Say why other people could not download the adapter's base; empty if they can, and for a whole model."""
+    if artifact.is_whole(folder):
         return ""
-    base = str(json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path"))
+    base = artifact.named_base(folder)
     # A local folder may be called OWNER/NAME, too. A model of that name on the hub would be a different one.
     is_folder = artifact.trained_over(folder).get("kind") == "folder" or Path(base).is_dir()
     if is_hub_id(base) and not is_folder:
         return ""
     return f"its base is {base}, which is not on the hub"
-
-
-def _another_base_there(api: Any, folder: Path) -> str:
-    """Say how the base on the hub differs from the base of training, or that it could not be compared.
-
-    This is only a warning, because the model card names the commit that is right.
-
-    Returns:
-        One sentence; empty if the two are the same, or the base is not from the hub.
-    """
-    base = artifact.trained_over(folder)
-    if base.get("kind") != "hub" or not base.get("weights"):
-        return ""
-    try:
-        files = {file.rfilename: file.lfs for file in api.model_info(base["name"], files_metadata=True).siblings}
-    except Exception as error:  # gone or gated, or this request failed; the adapter can still be sent
-        return f"{base['name']} cannot be compared with the base that this was trained over: {first_line(error)}"
-    there = {name: files[name].sha256 for name in base["weights"] if files.get(name)}
-    differ = identity.other(base, {"weights": there}, "weights")
-    if not differ:
-        return ""
-    return f"{base['name']} has changed on the hub since this was trained over it: {differ}"
-
-
-def _in_one_line(error: Exception) -> str:
-    """Say in one line what went wrong with the hub, and what to do about it."""
-    cause = error.__cause__
-    if type(error) is RuntimeError and cause:  # from an upload's thread: only the cause is informative
-        return f"{network.why(cause)}; nothing was tagged"
-    return f"{network.why(error)}; nothing was tagged"

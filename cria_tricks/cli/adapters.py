@@ -31,25 +31,21 @@ def chat(
 ) -> None:
     """Talk to a trained adapter in the format that it was trained in; an empty line, Ctrl-D or Ctrl-C ends it."""
     from cria_tricks.adapter import folder as artifact
-    from cria_tricks.adapter.prompts import trained_system
 
     artifact.adapter(adapter, base, other_base=other_base)
     if with_base and artifact.is_whole(adapter):
         raise artifact.no_base_below(adapter, "--with-base")
-    if system is None and not raw:
-        system = trained_system(adapter)
     from transformers import TextStreamer
 
-    from cria_tricks.adapter.chat import Conversation, open_for_chat
+    from cria_tricks.adapter.chat import open_for_chat
 
     with doing(aside, f"loading {adapter}"):
-        model, tokenizer, form = open_for_chat(
-            adapter, raw, system, base=base, other_base=other_base, packed=packed, say=aside.print
+        talk = open_for_chat(
+            adapter, raw, system, max_new_tokens, base=base, other_base=other_base, packed=packed, say=aside.print
         )
-    if form.note:
-        aside.print(f"note: {form.note}")
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    talk = Conversation(model, tokenizer, form, system, max_new_tokens, streamer)
+    if talk.form.note:
+        aside.print(f"note: {talk.form.note}")
+    talk.streamer = TextStreamer(talk.tokenizer, skip_prompt=True, skip_special_tokens=True)
     while True:
         text = prompt or _ask()
         if not text:
@@ -183,7 +179,7 @@ def export(
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="The format; there is gguf.")] = "gguf",
     kinds: Annotated[
         list[str] | None,
-        typer.Option("--type", metavar="TYPE", help="f16, q8_0 or q4_0; may be repeated; all three when left out."),
+        typer.Option("--type", metavar="TYPE", help="f16 or q8_0; may be repeated; both when left out."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write; gguf beside the model when left out.")] = None,
     base: Base = None,
@@ -206,26 +202,19 @@ def export(
 
 
 def _print_exported(found: dict[str, Any]) -> None:
-    numbers = ("size", "error/limit", "logit off by", "KL, nats", "top token")
-    shown = table("type", *numbers, "answer parts", numbers=numbers)
+    numbers = ("size", "logit off by", "KL, nats", "top token")
+    shown = table("type", *numbers, numbers=numbers)
     for file in found["files"]:
-        answer = "never"
-        if file["parts_at"] is not None:
-            answer = f"at token {file['parts_at'] + 1}"
         shown.add_row(
             file["type"],
             human(file["bytes"]),
-            f"{file['error_of_limit']:.2f}",
             f"{file['largest_difference']:.2g}",
             f"{file['kl']:.2g}",
             f"{file['same_argmax']:.1%}",
-            answer,
         )
     screen.wrapped("[bold]each file, read again, against the model[/]", "", shown, "")
-    tokens = found["files"][0]["tokens"]
-    screen.print(f"the tokenizer: {tokens} tokens of two texts, all equal", highlight=False, markup=False)
     screen.print(f"written: {found['folder']}", highlight=False, markup=False)
-    if not found["modelfile"]["template"]:
+    if not found["template"]:
         screen.print("note: the Modelfile has no TEMPLATE; write one by hand", highlight=False, markup=False)
     screen.print(f"next: cd {found['folder']} && ollama create mine -f Modelfile", highlight=False, markup=False)
 
@@ -270,7 +259,7 @@ def _print_published(found: dict[str, Any], done: dict[str, Any]) -> None:
     say(*(f"{file['sha256']}  {file['bytes']:>{widest},}  {file['path']}" for file in found["files"]), "")
     say(*(f"note: {note}" for note in found["notes"]))
     say(f"{len(found['files'])} files, {human(found['bytes'])}. Nothing was sent, and the hub was not asked.")
-    say("To publish it: the same command with --yes. The same by hand:", *(f"  {line}" for line in found["commands"]))
+    say("To publish it: the same command with --yes.")
 
 
 def _ask() -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cria_tricks.adapter import folder as artifact
-from cria_tricks.adapter.model_card import NOT_SCORED
+from cria_tricks.adapter.model_card import NOT_SCORED, USE
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, usable_path
 from cria_tricks.kwanzaa.scores import SCORERS
@@ -15,8 +15,6 @@ from cria_tricks.kwanzaa.summary import NAMES, table_lines
 
 BEGIN, END = "<!-- scores -->", "<!-- end of scores -->"
 """The lines around the scores in a card; what stands between them is replaced."""
-BEFORE = "## On a GPU"
-"""The section of the card that follows the scores."""
 
 
 def write_scores(adapter: str | Path, evaluations: Sequence[str | Path] = ()) -> str:
@@ -94,8 +92,8 @@ def scored_card(card: str, evaluations: Sequence[Mapping[str, Any]]) -> str:
                 results.append(result)
     begin, _, scored = card.replace(NOT_SCORED, "").partition(BEGIN)
     rest = scored.partition(END)[2].lstrip("\n")
-    if not scored:  # the scores belong before the section on the GPU, or at the end
-        begin, title, rest = begin.partition(BEFORE)
+    if not scored:  # the scores belong before the section on use, or at the end
+        begin, title, rest = begin.partition(USE)
         rest = title + rest
     text = "\n\n".join([begin.rstrip(), "\n".join([*section, END]), rest])
     made = ModelCard(text, ignore_metadata_errors=True)

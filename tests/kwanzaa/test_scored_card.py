@@ -22,7 +22,7 @@ tags:
 
 Losses.{NOT_SCORED}
 
-## On a GPU
+## Use
 
 Nothing.
 """
@@ -64,7 +64,7 @@ def test_a_card_gets_its_scores_once_however_often_they_are_written(found):
     once = scored_card(CARD, [found])
     assert scored_card(once, [found]) == once
     assert NOT_SCORED not in once
-    assert once.index(verdict(found)) < once.index("| score |") < once.index(END) < once.index("## On a GPU")
+    assert once.index(verdict(found)) < once.index("| score |") < once.index(END) < once.index("## Use")
     assert once.count(BEGIN) == once.count("## Scores") == 1
     assert "| refusal, 32 | format compliance | 0.900 [0.800, 0.950] | 0.100 [0.000, 0.200] |  |" in once
     about = yaml.safe_load(once.split("---")[1])
