@@ -97,10 +97,9 @@ def main() -> None:
     cases = results.read(HERE / "results")
     for name, drawing in drawings(cases).items():
         for theme in style.THEMES:
-            for start, narrow in ((name, False), (f"{name}-narrow", True)):
-                path = into / ASSETS / f"{start}-{theme}.svg"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(style.save(drawing, theme, narrow=narrow))
+            path = into / ASSETS / f"{name}-{theme}.svg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(style.save(drawing, theme))
     found = blocks(cases)
     for page in PAGES:
         path = into / page

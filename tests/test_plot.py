@@ -57,19 +57,16 @@ def test_the_figures_are_those_of_the_results(drawn):
 def test_every_figure_of_the_page_is_there():
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     for name in plot.style.SAYS:
-        for end in (f"{width}{theme}" for width in ("", "narrow-") for theme in plot.style.THEMES):
-            link = f"assets/benchmarks/{name}-{end}.svg"
+        for theme in plot.style.THEMES:
+            link = f"assets/benchmarks/{name}-{theme}.svg"
             assert (link in text) == (ROOT / "docs" / link).exists(), link
 
 
-def test_every_figure_has_a_narrow_variant_in_which_no_words_overlap():
-    for path in (ROOT / plot.ASSETS).glob("*-narrow-*.svg"):
-        assert path.stat().st_size, f"{path.name}: words overlap, see cria_tricks.bench.narrow.collisions"
+def test_the_page_shows_each_figure_with_its_words():
     page = (ROOT / "docs" / "benchmarks.md").read_text()
-    for name in plot.style.SAYS:
-        if name in page:
-            picture = plot.style.picture(f"assets/benchmarks/{name}", plot.style.SAYS[name], narrow=True)
-            assert picture in page, name
+    for name, sentence in plot.style.SAYS.items():
+        if f"{name}-light.svg" in page:
+            assert plot.style.picture(f"assets/benchmarks/{name}", sentence) in page, name
 
 
 def test_what_the_guide_says_of_the_curated_run_is_what_was_measured():

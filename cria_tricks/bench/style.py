@@ -3,16 +3,13 @@
 import io
 import math
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar
 from typing import Any
 
 import numpy
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from cria_tricks.bench import narrow as narrow_figures
 from cria_tricks.common.themes import THEMES, Theme
 
 GIB = 2**30
@@ -35,10 +32,7 @@ SAYS = {
 
 
 WIDTH = 8.2
-"""Width of a figure (inches); a narrow variant has that of :data:`cria_tricks.bench.narrow.WIDTH`."""
-
-_narrow = ContextVar("narrow", default=False)
-"""Whether a narrow variant is being drawn, for :func:`panels`."""
+"""Width of a figure (inches); a phone shows it 600 pixels wide (``course.css``), so 9-point letters have 9 pixels."""
 
 MARKERS = ("o", "s", "D", "^")
 
@@ -49,18 +43,12 @@ def marked(theme: Theme, number: int) -> dict[str, Any]:
     return {"color": theme.series[number % 4], "marker": MARKERS[(number + number // 4) % 4]}
 
 
-def is_narrow() -> bool:
-    """Say whether a narrow variant is being drawn."""
-    return _narrow.get()
-
-
-def save(drawing: Drawing, theme: str, *, narrow: bool = False) -> bytes:
+def save(drawing: Drawing, theme: str) -> bytes:
     """Draw a figure as an SVG with a transparent background.
 
     Args:
         drawing: draws the figure.
         theme: ``light`` or ``dark``, the theme of the page that shows it.
-        narrow: whether to draw the variant for phones. It is empty if words would overlap in it.
     """
     chosen = THEMES[theme]
     style = {
@@ -80,35 +68,23 @@ def save(drawing: Drawing, theme: str, *, narrow: bool = False) -> bytes:
         "legend.edgecolor": "none",
         "legend.framealpha": 0.9,
         "legend.borderpad": 0.2,
-        "text.hinting": "none",  # so that words are measured as wide as they are drawn
     }
     picture = io.BytesIO()
-    token = _narrow.set(narrow)
-    try:
-        with rc_context(style):
-            figure = drawing(chosen)
-            if narrow and narrow_figures.fit(figure):
-                return b""
-            figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    finally:
-        _narrow.reset(token)
+    with rc_context(style):
+        drawing(chosen).savefig(picture, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return picture.getvalue()
 
 
 def panels(number: int, height: float, **arguments: Any) -> tuple[Figure, list[Axes]]:
-    """Make an empty figure with panels side by side, or below each other while a narrow variant is drawn.
+    """Make an empty figure with panels side by side.
 
     Args:
         number: how many panels.
         height: height of a panel with its labels (inches).
         **arguments: for matplotlib's ``subplots``.
     """
-    size, rows, columns = (WIDTH, height), 1, number
-    if is_narrow():
-        size, rows, columns = (narrow_figures.WIDTH, height * number), number, 1
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)  # needs no screen, and none of pyplot's global state
-    axes = list(numpy.atleast_1d(figure.subplots(rows, columns, **arguments)))
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = list(numpy.atleast_1d(figure.subplots(1, number, **arguments)))
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
         one.set_axisbelow(True)
@@ -134,23 +110,14 @@ def short(value: float) -> str:
     return f"{value:g}"
 
 
-PHONE = "(max-width: 45em)"
-"""The windows that get narrow figures; ``docs/assets/course.css`` and ``course.js`` have the same width."""
-
-
-def picture(name: str, sentence: str, *, narrow: bool = False) -> str:
+def picture(name: str, sentence: str) -> str:
     """Return the HTML of a figure, with a sentence on what it shows.
 
-    The browser takes the light or the dark file, whichever the reader prefers, and on a phone the narrow one.
+    The browser takes the light or the dark file, whichever the reader prefers.
 
     Args:
         name: address of the files without ``-light.svg``.
         sentence: what the figure shows.
-        narrow: whether there are narrow variants.
     """
-    dark = "(prefers-color-scheme: dark)"
-    sources = [(dark, "dark")]
-    if narrow:
-        sources = [(f"{PHONE} and {dark}", "narrow-dark"), (PHONE, "narrow-light"), *sources]
-    found = "".join(f'<source media="{media}" srcset="{name}-{end}.svg">' for media, end in sources)
-    return f'<picture>{found}<img alt="{sentence}" src="{name}-light.svg"></picture>'
+    dark = f'<source media="(prefers-color-scheme: dark)" srcset="{name}-dark.svg">'
+    return f'<picture>{dark}<img alt="{sentence}" src="{name}-light.svg"></picture>'

@@ -18,9 +18,7 @@ from cria_tricks.predict import toggles
 GIB = 2**30
 LIGHT = "image/vnd.cria.light+svg"
 DARK = "image/vnd.cria.dark+svg"
-NARROW_LIGHT = "image/vnd.cria.narrow-light+svg"
-NARROW_DARK = "image/vnd.cria.narrow-dark+svg"
-"""The MIME types under which the site finds a figure's light and dark version, and their narrow variants for phones.
+"""The MIME types under which the site finds a figure's light and dark version.
 
 A notebook does not know them. It shows the plain SVG, which is the light version on a white background.
 """
@@ -68,23 +66,17 @@ def figure(height: float = 3.0) -> tuple[Figure, Axes]:
 
 
 def show(drawing: Drawing, says: str) -> None:
-    """Show a figure in a notebook, in both themes and at two widths; outside a notebook, show nothing.
-
-    Where words would overlap in the narrow variant, it is left out.
+    """Show a figure in a notebook, in both themes; outside a notebook, show nothing.
 
     Args:
-        drawing: a function from a theme to a figure; called once for each theme and width.
+        drawing: a function from a theme to a figure; called once for each theme.
         says: one sentence on what the figure shows, for readers who cannot see it (alt text).
     """
     # Draw both even if nothing is shown, so that running a lesson as a plain script finds a broken figure.
     light, dark = (style.save(drawing, theme).decode() for theme in ("light", "dark"))
-    narrow = [style.save(drawing, theme, narrow=True).decode() for theme in ("light", "dark")]
     # A notebook may have a dark page, so the plain SVG gets a white background.
     white = light.replace("<defs>", '<rect width="100%" height="100%" fill="#ffffff"/>\n <defs>', 1)
-    found = {"image/svg+xml": white, LIGHT: light, DARK: dark, "text/plain": says}
-    if all(narrow):
-        found |= dict(zip((NARROW_LIGHT, NARROW_DARK), narrow, strict=True))
-    shown(found)
+    shown({"image/svg+xml": white, LIGHT: light, DARK: dark, "text/plain": says})
 
 
 class Sketch:
@@ -101,8 +93,7 @@ class Sketch:
     def __init__(self, theme: Theme, width: float, height: float):
         self.theme = theme
         self.figure, self.axes = figure(height=style.WIDTH * height / width)
-        # A narrow picture is as high as the wide one, so that its words have room for more lines.
-        self.axes.set(xlim=(0, width), ylim=(height, 0), aspect="auto" if style.is_narrow() else "equal")
+        self.axes.set(xlim=(0, width), ylim=(height, 0), aspect="equal")
         self.axes.axis("off")
 
     def tensor(self, x: float, y: float, w: float, h: float, name: str, *, color: int = 0, kept: bool = True) -> None:
