@@ -3,7 +3,7 @@
 pytest --benchmark-only                                        # all, on whatever is here
 pytest --benchmark-only --profile t4                           # a CUDA card held to what a T4 can do
 pytest --benchmark-only -k nf4 --shape smollm2 --tokens 512
-pytest --benchmark-only --benchmark-json mine.json; cria report mine.json
+pytest --benchmark-only --benchmark-json mine.json; python -m tools.figures --mine mine.json --into mine
 """
 
 import contextlib
@@ -110,7 +110,7 @@ def keep(config: Any, benchmark: Any, case: Case) -> Case:
 
 
 def pytest_benchmark_update_json(config, benchmarks, output_json):
-    """All cases, those without a time included, for ``cria report``."""
+    """All cases, those without a time included, for ``tools/figures.py``."""
     output_json[results.IN_BENCHMARK_JSON] = [case.model_dump(mode="json") for case in config.stash[CASES]]
 
 

@@ -69,8 +69,8 @@ def test_the_command_measures_packs_and_says_where(quick, tmp_path, run_cria):
     with zipfile.ZipFile(out / sitting.ZIP) as packed:
         names = packed.namelist()
         assert json.loads(packed.read(measured_card.NAME)) == json.loads((out / measured_card.NAME).read_text())
-        report = packed.read("report/report.md").decode()
-    assert "report/errors-light.svg" in names
+        report = packed.read(sitting.REPORT).decode()
+    assert names == [measured_card.NAME, sitting.REPORT]
     assert "| + `peft` | tiny | 128 |" in report
     # Everything is there, so nothing is measured again.
     code, stdout, stderr = run_cria("bench", "--short", *words, "--out", out, "--json")

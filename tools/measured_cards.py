@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from cria_tricks import recipes
-from cria_tricks.bench import card_tables, measured_card
+from cria_tricks.bench import measured_card, tables
 from cria_tricks.bench.accept import accept
-from cria_tricks.bench.measured_card import CardCase, MeasuredCard
+from cria_tricks.bench.measured_card import CardCase, MeasuredCard, Predicted
 from cria_tricks.bench.of_step import device_of, work_of
 from cria_tricks.bill import step_time
-from cria_tricks.common.markdown_table import markdown_table
+from cria_tricks.common.markdown_table import table
 from cria_tricks.common.units import between, human
 from cria_tricks.hardware import reached
 from cria_tricks.hardware.cards import Card
@@ -71,7 +71,6 @@ pip install PATH/TO/THE.whl   # not public yet
 cria bench --short --minutes  # how long each part should take
 cria bench --short            # ten minutes on a T4, by our own estimate; without --short an hour
 cria bench --check cria-bench/measured_card.json
-cria report cria-bench/measured_card.json
 ```
 
 Each part first says its predicted time, where that is known. If the session ends early, the same command goes on: it
@@ -196,15 +195,54 @@ def _measured(cards: Sequence[MeasuredCard]) -> tuple[str, str]:
     return human(peaks[-1]), between(seconds[0], seconds[-1])
 
 
+def summary(cards: Iterable[MeasuredCard]) -> str:
+    """Lay out one line for each card: how far the predictions are from what was measured."""
+    columns = ("device", "date", "version", "cases", "error of the bill", "error of the dry run",
+               "times inside their range", "times, measured / predicted", "throttled by")  # fmt: skip
+    return table(columns, [_summary(card) for card in cards])
+
+
+def _summary(card: MeasuredCard) -> tuple[str, ...]:
+    timed = [(case, case.predicted[0]) for case in card.cases if case.median_seconds and case.predicted]
+    inside = sum(_inside(case, one) for case, one in timed)
+    ratios = [(case.median_seconds or 0.0) / one.seconds for case, one in timed]
+    short = "short" if card.settings.short else "full"
+    throttled = [reason for case in card.cases if case.sensors for reason in case.sensors.throttled]
+    return (
+        card.device.name,
+        card.provenance.began[:10],
+        f"{short}, {card.settings.shape}",
+        str(len(card.cases)),
+        _errors([(case.estimated_bytes, case.peak_allocated_bytes) for case in card.cases]),
+        _errors([(case.dry_run_bytes, case.peak_allocated_bytes) for case in card.cases]),
+        f"{inside} of {len(timed)}" if timed else "no rates",
+        f"{min(ratios):.2f} to {max(ratios):.2f}, median {statistics.median(ratios):.2f}" if ratios else "",
+        ", ".join(dict.fromkeys(throttled)),
+    )
+
+
+def _inside(case: CardCase, one: Predicted) -> bool:
+    return one.low <= (case.median_seconds or 0.0) <= one.high
+
+
+def _errors(pairs: Sequence[tuple[int | None, int | None]]) -> str:
+    """Write the range of errors of predicted bytes."""
+    errors = [100 * (predicted / real - 1) for predicted, real in pairs if predicted and real]
+    if not errors:
+        return ""
+    low, high = (f"{round(error, 2) + 0.0:+.2f} %" for error in (min(errors), max(errors)))  # + 0.0: no -0.0
+    return f"{low} to {high}"
+
+
 def page(cards: Sequence[MeasuredCard]) -> str:
     """The whole page."""
     columns = ("name", "card", "bytes", "a step", "measured bytes", "measured step, real rows")
     colab = notebooks.colab_address("measure_your_card")
     head = HEAD.format(least=LEAST_CASES, narrowest=NARROWEST, colab=colab)
-    parts = [head, "\n".join(markdown_table(columns, rows(cards))), "\n\n## Measured\n\n"]
-    parts += [card_tables.summary(cards) + "\n" if cards else NONE]
+    parts = [head, table(columns, rows(cards)), "\n\n## Measured\n\n"]
+    parts += [summary(cards) + "\n" if cards else NONE]
     for card in cards:
-        parts += [f"\n## {card.device.name}, {card.provenance.began[:10]}\n\n", card_tables.page(card), "\n"]
+        parts += [f"\n## {card.device.name}, {card.provenance.began[:10]}\n\n", tables.of_card(card), "\n"]
     return "".join(parts)
 
 

@@ -22,9 +22,7 @@ from nbconvert.preprocessors import Preprocessor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # MkDocs loads this file by its path
 
-from benchmarks.plot import with_blocks
 from cria_tricks import recipes
-from cria_tricks.bench import style
 from cria_tricks.bill.bill import Bill
 from cria_tricks.course import DARK, LIGHT, NO_GUESS, PREDICTION
 from cria_tricks.hardware import T4
@@ -33,6 +31,7 @@ from cria_tricks.predict import toggles
 from cria_tricks.settings import Tricks
 from tools import browser_python, heat, made_of, notebooks, techniques
 from tools.executed import LessonError, execute, key, plain
+from tools.figures import picture, with_blocks
 from tools.fit import page as fit_page
 
 ROOT = notebooks.ROOT
@@ -118,7 +117,7 @@ class ForTheSite(Preprocessor):
             if mime in data:
                 resources.setdefault("outputs", {})[f"{name}-{mode}.svg"] = data[mime].encode()
         says = html.escape(data["text/plain"])
-        return f"<figure>{style.picture(name, says)}<figcaption>{says}</figcaption></figure>"
+        return f"<figure>{picture(name, says)}<figcaption>{says}</figcaption></figure>"
 
 
 def page(lesson: Path, book: nbformat.NotebookNode) -> tuple[str, dict[str, bytes]]:

@@ -11,7 +11,6 @@ import torch
 
 from cria_tricks import models, recipes
 from cria_tricks.bench.case import Rows, estimated, free_memory, out_of_memory, stamp
-from cria_tricks.bench.own_results import settings_of
 from cria_tricks.bench.results import Case
 from cria_tricks.common.errors import BadInput, Interrupted
 from cria_tricks.data.kwanzaa_lengths import row_lengths
@@ -87,7 +86,7 @@ def measure(shape: str, tokens: int, steps: int) -> Case:
     about: dict[str, Any] = {
         "bench": "capstone",
         "name": NAME,
-        "settings": settings_of(recipe),
+        "settings": _changed(recipe),
         "model": recipe.model,
         "rows": recipe.rows_per_step,
         "tokens_per_row": tokens,
@@ -115,6 +114,13 @@ def measure(shape: str, tokens: int, steps: int) -> Case:
         peak_reserved_bytes=meter.phases["train"].get("reserved_bytes"),
         attention_kernel=run.attention_kernel,
     )
+
+
+def _changed(recipe: Recipe) -> list[str]:
+    """List the switches that a recipe changes, as ``--set`` takes them."""
+    plain = Recipe().tricks.model_dump()
+    changed = {field: value for field, value in recipe.tricks.model_dump().items() if value != plain[field]}
+    return [f"tricks.{field}={str(value).lower()}" for field, value in changed.items()]
 
 
 def _train(recipe: Recipe, plan: Plan, rows: Rows, meter: Meter) -> Run:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.bench import capstone, cases, compare, longest, measured_card, parts, provenance, sensors
+from cria_tricks.bench import capstone, cases, longest, measured_card, parts, provenance, sensors, tables
 from cria_tricks.bench.accept import UNSTEADY
 from cria_tricks.bench.case import Setup, bytes_by_dry_run, estimated, measure, prepared
 from cria_tricks.bench.measured_card import (
@@ -22,7 +22,7 @@ from cria_tricks.bench.measured_card import (
 )
 from cria_tricks.bench.of_step import predicted
 from cria_tricks.bench.results import Case
-from cria_tricks.common import interrupts
+from cria_tricks.common import atomic_files, interrupts
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import duration, human
 from cria_tricks.common.version import versions
@@ -37,9 +37,9 @@ from cria_tricks.predict import toggles
 ATTEMPTS = 2
 """How often a case is measured whose times are unsteady."""
 ZIP = "measured_card.zip"
-"""What to hand on: the file of the card, with tables and figures."""
-REPORT = "report"
-"""The folder of tables and figures."""
+"""What to hand on: the file of the card, with its tables."""
+REPORT = "report.md"
+"""The tables."""
 
 
 class Sitting:
@@ -104,15 +104,13 @@ class Sitting:
         return f"about {duration(seconds)}"
 
     def pack(self) -> Path:
-        """Write the tables and figures, and a zip of all; return the zip."""
-        folder = self.file.parent / REPORT
-        with doing("drawing the report"):
-            compare.report([self.file], folder)
+        """Write the tables, and a zip of all; return the zip."""
+        report = self.file.with_name(REPORT)
+        atomic_files.write_file(report, f"# {self.device.name}\n\n{tables.of_card(self.card)}\n")
         packed = self.file.with_name(ZIP)
         with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.write(self.file, self.file.name)
-            for path in sorted(folder.iterdir()):
-                archive.write(path, f"{REPORT}/{path.name}")
+            archive.write(report, report.name)
         return packed
 
     def _skipped(self, part: PartName) -> str:

@@ -86,9 +86,9 @@ _NAMES = {
     # bytes and seconds, measured
     "bench": "results tables",
     "bench.case": "TRAINED_SHARE",
-    "bench.figures": "capacity",
-    "bench.style": "Theme marked panels readable",
-    "bench.tables": "table",
+    "common.figures": "Theme marked panels readable",
+    "common.markdown_table": "table",
+    "course.drawing": "capacity",
     "measure.counting": "SavedBytes Traffic flops peak_bytes",
     "measure.memory": "LiveBytes",
     "measure.monitor": "Monitor read=read_monitor summarise=summarise_monitor",

@@ -1,4 +1,4 @@
-"""Define how figures look (colours of the light and the dark theme, panels, markers), and save them as SVG."""
+"""Draw figures that look alike: panels, markers and limits in the colours of both themes, saved as SVG."""
 
 import io
 import math
@@ -17,19 +17,6 @@ GIB = 2**30
 
 Drawing = Callable[[Theme], Figure]
 """A function that draws one figure in any theme."""
-
-SAYS = {
-    "ladder": "Peak bytes of Llama-3.2-1B by dry run, one switch after the other, beside what a T4 has",
-    "frontier": "Trained tokens a second against peak bytes, our switches beside TRL's flags",
-    "tricks": "Every trick against the same step without it: bytes, and seconds of a token",
-    "together": "Every switch of the capstone, alone and beside all others: bytes, and seconds of a token",
-    "errors": "The bill by hand against the measured peak, in per cent, case by case",
-    "growth_tokens": "Bytes and seconds of a step against the length of a row",
-    "growth_rows": "Bytes and seconds of a step against the rows of a micro-batch",
-    "growth_model": "Bytes and seconds of a step against the weights of the model",
-}
-"""Each figure's name -> what it shows in words, for readers who cannot see it."""
-
 
 WIDTH = 8.2
 """Width of a figure (inches); a phone shows it 600 pixels wide (``course.css``), so 9-point letters have 9 pixels."""
@@ -110,14 +97,21 @@ def short(value: float) -> str:
     return f"{value:g}"
 
 
-def picture(name: str, sentence: str) -> str:
-    """Return the HTML of a figure, with a sentence on what it shows.
+def limit(axes: Axes, theme: Theme, gib: float, words: str) -> None:
+    """Draw a limit of memory as a vertical line through horizontal bars, with a label above the first bar.
 
-    The browser takes the light or the dark file, whichever the reader prefers.
+    Numbers behind bars that would lie on the line move to its right side.
 
     Args:
-        name: address of the files without ``-light.svg``.
-        sentence: what the figure shows.
+        axes: the panel, with its bars, numbers and limits: the x axis is in GiB, the first bar is at y = 0, and the y
+            axis points down.
+        theme: the colours.
+        gib: the limit (GiB).
+        words: the label.
     """
-    dark = f'<source media="(prefers-color-scheme: dark)" srcset="{name}-dark.svg">'
-    return f'<picture>{dark}<img alt="{sentence}" src="{name}-light.svg"></picture>'
+    width = 0.13 * axes.get_xlim()[1]  # of a number: nobody knows it yet, because the figure is laid out later
+    for text in axes.texts:
+        if gib - width < text.get_position()[0] < gib:
+            text.set_x(gib)
+    axes.axvline(gib, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.text(gib, -0.75, f" {words}", color=theme.alarm, va="center")
