@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from cria_tricks.bench import results
+from cria_tricks.bench import results, tables
 from cria_tricks.bench.results import Case
 from cria_tricks.bill.bill import WORKSPACE_CONFIG
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.units import human
 
 CASES = pytest.StashKey[list[Case]]()
 
@@ -121,15 +120,4 @@ def pytest_terminal_summary(terminalreporter, config):
         return
     terminalreporter.section("bytes and tokens")
     for case in cases:
-        terminalreporter.write_line(line(case))
-
-
-def line(case: Case) -> str:
-    """A case in one line."""
-    name = f"{case.bench}.{case.name}"
-    if case.status != "ok":
-        return f"{name:38} {case.status}: {case.why}"
-    peak = human(case.peak_allocated_bytes) if case.peak_allocated_bytes is not None else "not counted"
-    estimated = f"estimated {human(case.estimated_bytes)}" if case.estimated_bytes is not None else ""
-    speed = f"{case.trained_tokens_per_second:,.0f} trained tokens/s" if case.trained_tokens else ""
-    return "  ".join([f"{name:38} {peak:>11} {estimated:>21} {speed:>26}", case.attention_kernel, *case.warnings])
+        terminalreporter.write_line(tables.line(case))

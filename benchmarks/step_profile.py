@@ -17,9 +17,8 @@ import torch
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import write
+from benchmarks.common import real_rows, write
 from benchmarks.fused import BASE, VOCABULARY, Side
-from cria_tricks.bench.capstone import real_rows
 from cria_tricks.bench.case import free_memory, stamp
 from cria_tricks.hardware import Device, this_device
 from cria_tricks.load.model import quiet_libraries

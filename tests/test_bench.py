@@ -53,7 +53,7 @@ def test_every_case_is_in_a_file_of_its_own_and_all_are_in_the_json(ran):
         ("flash_decoding", "eager"), ("flash_decoding", "off"), ("flash_decoding", "on"),
     }  # fmt: skip
     by_name = sorted(cases, key=lambda case: (case.bench, case.name))
-    assert sorted(results.read_benchmark_json(folder / "mine.json"), key=lambda c: (c.bench, c.name)) == by_name
+    assert sorted(results.read_cases(folder / "mine.json"), key=lambda c: (c.bench, c.name)) == by_name
 
 
 def test_pytest_benchmark_has_the_trainers_own_seconds(ran):

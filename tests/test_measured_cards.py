@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cria_tricks.bench.of_step import work_of
+from cria_tricks.bench.accept import work_of
 from cria_tricks.bill import step_time
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import reached

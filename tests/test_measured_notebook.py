@@ -9,7 +9,7 @@ from tests.test_sitting import OF_TIME, quick  # noqa: F401 (a fixture)
 from tools import notebooks
 
 SCRIPT = notebooks.NOTEBOOKS / "measure_your_card.py"
-FEW = ("machine", "calibrate", "ladder")
+FEW = ("calibrate", "ladder")
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def test_any_cpu_has_one_folder_and_a_card_its_own():
         ("{", "is not valid JSON"),
         ("[]", "holds no cases of ours"),
         ('{"benchmarks": []}', "holds no cases of ours"),
-        ('{"cria_tricks": [3]}', "case 1: not an object"),
+        ('{"cria_tricks": [3]}', "case 1: the file: Input should be a valid dictionary"),
         ('{"cria_tricks": [{"bench": "nf4"}]}', "case 1: name: Field required"),
     ],
 )
@@ -56,7 +56,7 @@ def test_a_file_that_is_no_run_is_told_in_one_line(tmp_path, text, says):
     path = tmp_path / "mine.json"
     path.write_text(text)
     with pytest.raises(BadInput, match=says):
-        results.read_benchmark_json(path)
+        results.read_cases(path)
 
 
 def test_a_study_is_no_case(tmp_path):

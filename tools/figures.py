@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from cria_tricks.bench import measured_card, results
+from cria_tricks.bench import results
 from cria_tricks.bench.results import Case, by_device, study
 from cria_tricks.bench.tables import PEAK, TOKEN, estimate_error, quality
 from cria_tricks.common.figures import GIB, MARKERS, Drawing, Theme, limit, marked, panels, readable, save, short
@@ -354,18 +354,6 @@ def counted_growth() -> dict[str, Any]:
     return found["cases"] if found else {}
 
 
-def cases_of(file: Path) -> Sequence[Case]:
-    """Read a reader's own cases.
-
-    Raises:
-        BadInput: if the file is none of ``cria bench`` and none of ``pytest --benchmark-json``.
-    """
-    found = results.read_json(file)
-    if measured_card.is_one(found):
-        return measured_card.from_json(found, str(file)).cases
-    return results.read_benchmark_json(file)
-
-
 def with_blocks(text: str, found: Mapping[str, str]) -> str:
     """Return a page with its tables as they should be."""
     return re.sub(
@@ -386,8 +374,8 @@ def main() -> None:
         parser.error("--mine: name a folder with --into, or your cases would be among the committed ones")
     cases = results.read(results.COMMITTED)
     for file in chosen.mine:
-        named = [case.model_copy(update={"device": f"{case.device} ({file.stem})"}) for case in cases_of(file)]
-        cases += named
+        for case in results.read_cases(file):
+            cases.append(case.model_copy(update={"device": f"{case.device} ({file.stem})"}))
     for name, drawing in drawings(cases).items():
         for theme in THEMES:
             path = chosen.into / ASSETS / f"{name}-{theme}.svg"

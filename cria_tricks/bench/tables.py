@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from cria_tricks.bench.measured_card import CardCase, MeasuredCard, PartName
+from cria_tricks.bench.measured_card import MeasuredCard, PartName
 from cria_tricks.bench.results import Case, by_device, plain_name
 from cria_tricks.common.markdown_table import cell, table
 from cria_tricks.common.units import duration, human, off_by
@@ -96,7 +96,6 @@ def _error(case: Case) -> str:
 
 
 def _predicted_time(case: Case) -> str:
-    assert isinstance(case, CardCase)
     return "; ".join(f"{_seconds(one.low)} to {_seconds(one.high)} ({one.by})" for one in case.predicted)
 
 
@@ -120,6 +119,24 @@ def _seconds(seconds: float | None) -> str:
 
 def _bytes(count: int | None) -> str:
     return human(count) if count else ""
+
+
+def line(case: Case) -> str:
+    """Write a case in one line: its peak and its seconds beside what was predicted, its speed and its kernel."""
+    name = f"{case.bench}.{case.name}"
+    if case.status != "ok":
+        return f"{name}: {case.status}: {case.why}"
+    words = [_bytes(case.peak_allocated_bytes) or "bytes not counted"]
+    if case.estimated_bytes:
+        words.append(f"predicted {_bytes(case.estimated_bytes)}")
+    if case.dry_run_bytes:
+        words.append(f"dry run {_bytes(case.dry_run_bytes)}")
+    if case.seconds:
+        ranges = [f" ({one.low:.2f} to {one.high:.2f} predicted, {one.by})" for one in case.predicted]
+        words.append(f"{case.median_seconds:.2f} s a step{''.join(ranges)}")
+    if case.trained_tokens_per_second:
+        words.append(f"{case.trained_tokens_per_second:,.0f} trained tokens/s")
+    return "; ".join([f"{name}: {', '.join(words)}", *case.warnings])
 
 
 COLUMNS: dict[str, Callable[[Any, Case | None], str]] = {
@@ -166,7 +183,7 @@ def of_card(card: MeasuredCard) -> str:
     driver = f", driver {device.driver}" if device.driver else ""
     about = card.provenance
     text = [
-        f"Measured {about.began[:10]} ({about.place}), {human(device.memory_bytes)}{driver}{clock}.\n"
+        f"Measured {about.began[:10]}, {human(device.memory_bytes)}{driver}{clock}.\n"
         + ", ".join(f"{name} {version}" for name, version in card.versions.items())
         + ".",
         _parts(card),
