@@ -54,10 +54,10 @@ clock = ReplayedClock()
 
 
 def pytest_collection_modifyitems(items):
-    """Every benchmark is timed by that clock, in a group named after its file."""
+    """Every benchmark is timed by that clock."""
     for item in items:
         if item.path.name.startswith("bench_"):
-            item.add_marker(pytest.mark.benchmark(timer=clock, group=item.path.stem.removeprefix("bench_")))
+            item.add_marker(pytest.mark.benchmark(timer=clock))
 
 
 @pytest.fixture(scope="session")
@@ -81,14 +81,15 @@ def setup(request) -> Iterator[Any]:
 
 @pytest.fixture
 def step(request, benchmark, setup) -> Callable[..., Case]:
-    """Measure a case of this file, and hand its rounds to pytest-benchmark.
+    """Measure a case of a bench, and hand its rounds to pytest-benchmark.
 
     All but ``off`` are held against ``off``, unless they say another.
     """
     from cria_tricks.bench.case import measure
 
-    def run(name: str, words: str, against: str = "off", lengths: Sequence[int] = (), **changes: Any) -> Case:
-        bench = request.path.stem.removeprefix("bench_")
+    def run(
+        bench: str, name: str, words: str, against: str = "off", lengths: Sequence[int] = (), **changes: Any
+    ) -> Case:
         against = "" if name == "off" else against
         case = measure(bench, name, words, replace(setup, **changes), against, lengths)
         return keep(request.config, benchmark, case)
@@ -99,6 +100,7 @@ def step(request, benchmark, setup) -> Callable[..., Case]:
 def keep(config: Any, benchmark: Any, case: Case) -> Case:
     """Put a case into pytest-benchmark's table and JSON, and into the results."""
     config.stash[CASES].append(case)
+    benchmark.group = case.bench
     if folder := config.getoption("results"):
         results.write(case, folder)
     benchmark.extra_info.update(case.model_dump(mode="json", exclude={"seconds", "versions", "bench", "name", "date"}))
