@@ -113,11 +113,11 @@ mutants: $(READY)
 bench: $(READY)
 	$(PIP) --editable '.[peers]'
 	$(VENV)/bin/python -m pytest --benchmark-only --results=benchmarks/results $(if $(PROFILE),--profile $(PROFILE))
-	$(VENV)/bin/python -m benchmarks.plot
+	$(VENV)/bin/python -m tools.figures
 
 # Figures and tables of docs/benchmarks.md from the committed results; measures nothing.
 figures: $(READY)
-	$(VENV)/bin/python -m benchmarks.plot
+	$(VENV)/bin/python -m tools.figures
 
 # Llama-3.2-1B's ladder, longest rows and growth on a T4, on tensors without data: 14 minutes on one core.
 bench-by-dry-run: $(READY)

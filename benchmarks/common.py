@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cria_tricks.bench.case import free_memory
+from cria_tricks.bench.case import Rows, free_memory
 from cria_tricks.bench.results import folder_of
 from cria_tricks.data.kwanzaa_lengths import row_lengths
+from cria_tricks.data.tokens import IGNORED
 from cria_tricks.hardware import this_device
 from cria_tricks.load.model import load
 from cria_tricks.measure.memory import Meter
@@ -34,6 +35,20 @@ GROWTH = {
 def real_lengths(rows: int, tokens: int) -> list[int]:
     """Lengths of the first real rows, which have at most 2,048 tokens, brought to ``tokens``."""
     return [max(2, length * tokens // 2048) for length, _ in row_lengths("train")[:rows]]
+
+
+def real_rows(vocabulary: int) -> Rows:
+    """Draw random tokens for rows of the real lengths, with the same share of them trained.
+
+    Args:
+        vocabulary: the number of different tokens.
+    """
+    draw = torch.Generator().manual_seed(0)
+    rows = []
+    for length, trained in row_lengths("train"):
+        ids = torch.randint(0, vocabulary, (length,), generator=draw).tolist()
+        rows.append({"input_ids": ids, "labels": [IGNORED] * (length - trained) + ids[length - trained :]})
+    return rows
 
 
 class Steps(NamedTuple):

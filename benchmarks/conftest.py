@@ -3,7 +3,7 @@
 pytest --benchmark-only                                        # all, on whatever is here
 pytest --benchmark-only --profile t4                           # a CUDA card held to what a T4 can do
 pytest --benchmark-only -k nf4 --shape smollm2 --tokens 512
-pytest --benchmark-only --benchmark-json mine.json; cria report mine.json
+pytest --benchmark-only --benchmark-json mine.json; python -m tools.figures --mine mine.json --into mine
 """
 
 import contextlib
@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from cria_tricks.bench import results
+from cria_tricks.bench import results, tables
 from cria_tricks.bench.results import Case
 from cria_tricks.bill.bill import WORKSPACE_CONFIG
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.units import human
 
 CASES = pytest.StashKey[list[Case]]()
 
@@ -55,10 +54,10 @@ clock = ReplayedClock()
 
 
 def pytest_collection_modifyitems(items):
-    """Every benchmark is timed by that clock, in a group named after its file."""
+    """Every benchmark is timed by that clock."""
     for item in items:
         if item.path.name.startswith("bench_"):
-            item.add_marker(pytest.mark.benchmark(timer=clock, group=item.path.stem.removeprefix("bench_")))
+            item.add_marker(pytest.mark.benchmark(timer=clock))
 
 
 @pytest.fixture(scope="session")
@@ -82,14 +81,15 @@ def setup(request) -> Iterator[Any]:
 
 @pytest.fixture
 def step(request, benchmark, setup) -> Callable[..., Case]:
-    """Measure a case of this file, and hand its rounds to pytest-benchmark.
+    """Measure a case of a bench, and hand its rounds to pytest-benchmark.
 
     All but ``off`` are held against ``off``, unless they say another.
     """
     from cria_tricks.bench.case import measure
 
-    def run(name: str, words: str, against: str = "off", lengths: Sequence[int] = (), **changes: Any) -> Case:
-        bench = request.path.stem.removeprefix("bench_")
+    def run(
+        bench: str, name: str, words: str, against: str = "off", lengths: Sequence[int] = (), **changes: Any
+    ) -> Case:
         against = "" if name == "off" else against
         case = measure(bench, name, words, replace(setup, **changes), against, lengths)
         return keep(request.config, benchmark, case)
@@ -100,6 +100,7 @@ def step(request, benchmark, setup) -> Callable[..., Case]:
 def keep(config: Any, benchmark: Any, case: Case) -> Case:
     """Put a case into pytest-benchmark's table and JSON, and into the results."""
     config.stash[CASES].append(case)
+    benchmark.group = case.bench
     if folder := config.getoption("results"):
         results.write(case, folder)
     benchmark.extra_info.update(case.model_dump(mode="json", exclude={"seconds", "versions", "bench", "name", "date"}))
@@ -110,7 +111,7 @@ def keep(config: Any, benchmark: Any, case: Case) -> Case:
 
 
 def pytest_benchmark_update_json(config, benchmarks, output_json):
-    """All cases, those without a time included, for ``cria report``."""
+    """All cases, those without a time included, for ``tools/figures.py``."""
     output_json[results.IN_BENCHMARK_JSON] = [case.model_dump(mode="json") for case in config.stash[CASES]]
 
 
@@ -121,15 +122,4 @@ def pytest_terminal_summary(terminalreporter, config):
         return
     terminalreporter.section("bytes and tokens")
     for case in cases:
-        terminalreporter.write_line(line(case))
-
-
-def line(case: Case) -> str:
-    """A case in one line."""
-    name = f"{case.bench}.{case.name}"
-    if case.status != "ok":
-        return f"{name:38} {case.status}: {case.why}"
-    peak = human(case.peak_allocated_bytes) if case.peak_allocated_bytes is not None else "not counted"
-    estimated = f"estimated {human(case.estimated_bytes)}" if case.estimated_bytes is not None else ""
-    speed = f"{case.trained_tokens_per_second:,.0f} trained tokens/s" if case.trained_tokens else ""
-    return "  ".join([f"{name:38} {peak:>11} {estimated:>21} {speed:>26}", case.attention_kernel, *case.warnings])
+        terminalreporter.write_line(tables.line(case))

@@ -20,7 +20,6 @@ from rich.console import Console
 from benchmarks.common import path_of, write
 from benchmarks.peers.job import Job, Rows
 from cria_tricks import models
-from cria_tricks.bench import speed_tables
 from cria_tricks.bench.case import settings_of, stamp
 from cria_tricks.common.units import human
 from cria_tricks.data import sources
@@ -28,6 +27,7 @@ from cria_tricks.data.tokens import tokenize
 from cria_tricks.hardware import this_device
 from cria_tricks.load.model import load_tokenizer
 from cria_tricks.recipe import Recipe, with_settings
+from tools import tables
 
 LEAN = "gradient_checkpointing=true chunked_loss=true"
 NF4 = "quantization=nf4 double_quantization=true"
@@ -129,7 +129,7 @@ def main() -> None:
         if (here := this_device().name) != (there := result.get("device", here)):
             parser.error(f"{path} was measured on {there}, this is {here}; name another folder with --results")
         run(result, path, chosen, console)
-    console.print(speed_tables.frontier(result), markup=False, highlight=False, soft_wrap=True)
+    console.print(tables.frontier(result), markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

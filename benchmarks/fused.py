@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.common import write
+from benchmarks.common import real_rows, write
 from cria_tricks import models
-from cria_tricks.bench.capstone import real_rows
 from cria_tricks.bench.case import stamp
 from cria_tricks.hardware import this_device
 from cria_tricks.load import losses

@@ -32,9 +32,8 @@ import torch
 from rich.console import Console
 from transformers import TrainerCallback
 
-from benchmarks.common import path_of, write
+from benchmarks.common import path_of, real_rows, write
 from cria_tricks import models
-from cria_tricks.bench.capstone import real_rows
 from cria_tricks.bench.case import stamp
 from cria_tricks.load.model import load, quiet_libraries
 from cria_tricks.measure.memory import Meter

@@ -21,9 +21,8 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common import write
+from benchmarks.common import real_rows, write
 from cria_tricks import models
-from cria_tricks.bench.capstone import real_rows
 from cria_tricks.bench.case import stamp
 from cria_tricks.load.model import load, quiet_libraries
 from cria_tricks.measure.memory import Meter

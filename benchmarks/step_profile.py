@@ -17,16 +17,15 @@ import torch
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import write
+from benchmarks.common import real_rows, write
 from benchmarks.fused import BASE, VOCABULARY, Side
-from cria_tricks.bench import speed_tables
-from cria_tricks.bench.capstone import real_rows
 from cria_tricks.bench.case import free_memory, stamp
 from cria_tricks.hardware import Device, this_device
 from cria_tricks.load.model import quiet_libraries
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.recipes import best_precision
 from cria_tricks.run.allocator import keep_freed_memory
+from tools import tables
 
 FUSED = ("tricks.fused_lora=true", "tricks.fused_blocks=true")
 WAYS = {
@@ -94,7 +93,7 @@ def main() -> None:
         for way, more in WAYS.items():
             result["ways"][way] = measure(with_settings(Recipe(), [*settings, *more]), rows, device)
             free_memory()
-    console.print(speed_tables.step_profile(result), markup=False, highlight=False, soft_wrap=True)
+    console.print(tables.step_profile(result), markup=False, highlight=False, soft_wrap=True)
     console.print(f"-> {write('step_profile', result, chosen.results)}", highlight=False)
 
 

@@ -1262,5 +1262,5 @@ course.check(
 #   switch alone.
 # - Lengths of rows: `data/kwanzaa_lengths.json`, in SmolLM2's tokens.
 # - Ours: `cria_tricks/bill/moments.py`, `cria_tricks/predict/allocator.py`, `cria_tricks/predict/memory_trace.py`,
-#   `cria_tricks/tricks/compile.py`, `benchmarks/bench_together.py`, `benchmarks/bench_interactions.py`,
-#   `tests/memory/test_allocator.py`, `tests/tricks/test_compile.py`.
+#   `cria_tricks/tricks/compile.py`, `benchmarks/bench_together.py`, `tests/memory/test_allocator.py`,
+#   `tests/tricks/test_compile.py`.

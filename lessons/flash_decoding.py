@@ -958,4 +958,4 @@ course.check(
 # - vLLM: `csrc/attention/paged_attention_v2.cu`. FlashInfer's documentation, `flashinfer.cascade`, and its README
 #   (Turing). NVIDIA: T4 data sheet (2,560 cores, 320 GB/s), Turing whitepaper (64 cores a multiprocessor).
 # - Ours: `cria_tricks/tricks/flash_decoding.py` and `kv_cache.py`, their tests in `tests/tricks/`,
-#   `benchmarks/bench_flash_decoding.py` and `bench_kv_cache.py`.
+#   `benchmarks/bench_inference.py`.

@@ -48,8 +48,7 @@ from pathlib import Path
 
 from IPython.display import Markdown, display
 
-from cria_tricks import course
-from cria_tricks.bench import card_tables, figures, measured_card, sitting, style
+from cria_tricks.bench import measured_card, sitting, tables
 from cria_tricks.course.commands import cria
 
 COLAB = "google.colab" in sys.modules
@@ -98,19 +97,15 @@ _ = cria(*BENCH)
 
 # %% [markdown]
 # ## 3. Look at the result
-# The figures show what each switch saves and costs, and how far the predicted bytes are from the measured ones. The
-# tables show both, case by case.
+# The tables show, case by case, what was predicted and what was measured.
 
 # %%
-card = measured_card.read(FILE)
-for name, drawing in figures.of_cases(card.cases, {}).items():
-    course.show(drawing, style.SAYS[name])
-display(Markdown(card_tables.page(card)))
+display(Markdown(tables.of_card(measured_card.read(FILE))))
 
 # %% [markdown]
 # ## 4. Keep it, and give it
-# The JSON file is the result. The zip holds this file and its report (`cria report`), which draws your card beside the
-# others that we have. In Colab your browser downloads the zip. Elsewhere, take it from the folder that is printed here.
+# The JSON file is the result. The zip holds this file and these tables. In Colab your browser downloads the zip.
+# Elsewhere, take it from the folder that is printed here.
 
 # %%
 print(f"{FILE}\n{ZIP}: {ZIP.stat().st_size / 1024:.0f} KiB")

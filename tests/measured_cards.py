@@ -5,19 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from cria_tricks.bench import measured_card, parts
+from cria_tricks.bench.accept import predicted, work_of
 from cria_tricks.bench.case import prepared, settings_of
-from cria_tricks.bench.measured_card import (
-    Calibrated,
-    CardCase,
-    MeasuredCard,
-    MeasuredDevice,
-    PartRecord,
-    Provenance,
-    Reading,
-    Sensors,
-)
-from cria_tricks.bench.of_step import predicted, work_of
+from cria_tricks.bench.measured_card import MeasuredCard, MeasuredDevice, PartRecord, Provenance
+from cria_tricks.bench.results import Case, Sensors
 from cria_tricks.bill import step_time
+from cria_tricks.hardware.calibration import Calibration
 from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.device import Device, pretend
 from cria_tricks.hardware.gpus import GPUS
@@ -43,12 +36,11 @@ def made_up(name: str = "t4", times: float = 1.0) -> MeasuredCard:
         device=_device(device),
         versions=VERSIONS,
         provenance=Provenance(
-            commit="0123456789" * 4, changed=False, code="0" * 64, place="colab", command="cria bench --short",
-            began=DAY, ended=DAY,
+            commit="0123456789" * 4, changed=False, command="cria bench --short", began=DAY, ended=DAY,
         ),
         settings=settings,
-        parts=dict.fromkeys(("machine", "calibrate", "ladder"), done),
-        calibration=Calibrated(date=DAY[:10], model="llama-3.2-1b", launch=17e-6, link_rate=6e9, rates=rates),
+        parts=dict.fromkeys(("calibrate", "ladder"), done),
+        calibration=Calibration(device.name, device.kind, 2, VERSIONS, DAY[:10], "llama-3.2-1b", 17e-6, 6e9, rates),
         cases=tuple(cases),
     )  # fmt: skip
 
@@ -61,20 +53,18 @@ def _device(device: Device) -> MeasuredDevice:
     )  # fmt: skip
 
 
-def _case(one: parts.Planned, card: Card, times: float) -> CardCase:
+def _case(one: parts.Planned, card: Card, times: float) -> Case:
     device = card.device
     recipe, _, _ = prepared(one.case.words, one.setup)
     bill = estimate(recipe, parts.find_shape(recipe.model), device)
-    reading = Reading(celsius=60, clock_mhz=900, watts=70, throttled=("power cap",))
-    case = CardCase(
+    case = Case(
         part="ladder", bench=one.bench, name=one.case.name, against=one.case.against, status="ok",
         settings=tuple(settings_of(one.case.words, device)), model=recipe.model, rows=1,
         tokens_per_row=one.setup.tokens, tokens=one.setup.tokens, trained_tokens=one.setup.tokens * 3 // 4,
         seconds=PAUSES, peak_allocated_bytes=bill.allocated_bytes + 2**20, peak_reserved_bytes=bill.reserved_bytes,
         estimated_bytes=bill.allocated_bytes, dry_run_bytes=bill.allocated_bytes, date=DAY, device=device.name,
         kind=device.kind, versions=VERSIONS,
-        sensors=Sensors(before=reading, after=reading, samples=9, median_clock_mhz=900, highest_celsius=70,
-                        throttled=("power cap",)),
+        sensors=Sensors(median_clock_mhz=900, highest_celsius=70, throttled=("power cap",)),
     )  # fmt: skip
     step = step_time.step(work_of(case, device), card).seconds * times / statistics.median(PAUSES)
     case = case.model_copy(update={"seconds": tuple(step * pause for pause in PAUSES)})

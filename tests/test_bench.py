@@ -11,7 +11,7 @@ import pytest
 import torch
 from bitsandbytes.optim import GlobalOptimManager
 
-from benchmarks import bench_packing
+from benchmarks import bench_techniques
 from benchmarks.common import real_lengths
 from cria_tricks.bench import results
 from cria_tricks.bench.case import Setup, free_memory, measure
@@ -34,7 +34,7 @@ def ran(tmp_path_factory) -> tuple[subprocess.CompletedProcess, Path]:
     """From the root, without a path."""
     folder = tmp_path_factory.mktemp("bench")
     size = ("--tokens", "32", "--rounds", "2", f"--results={folder}", f"--benchmark-json={folder}/mine.json")
-    return pytest_run("-k", "bench_flash_attention or bench_paged or bench_flash_decoding", *size), folder
+    return pytest_run("-k", "test_technique and (flash_attention or paged_optimizer) or flash_decoding", *size), folder
 
 
 def test_it_collects_the_benchmarks_and_no_test(ran):
@@ -53,14 +53,14 @@ def test_every_case_is_in_a_file_of_its_own_and_all_are_in_the_json(ran):
         ("flash_decoding", "eager"), ("flash_decoding", "off"), ("flash_decoding", "on"),
     }  # fmt: skip
     by_name = sorted(cases, key=lambda case: (case.bench, case.name))
-    assert sorted(results.read_benchmark_json(folder / "mine.json"), key=lambda c: (c.bench, c.name)) == by_name
+    assert sorted(results.read_cases(folder / "mine.json"), key=lambda c: (c.bench, c.name)) == by_name
 
 
 def test_pytest_benchmark_has_the_trainers_own_seconds(ran):
     _, folder = ran
     timed = {b["fullname"]: b for b in json.loads((folder / "mine.json").read_text())["benchmarks"]}
     case = next(case for case in results.read(folder) if (case.bench, case.name) == ("flash_attention", "on"))
-    stats = timed["benchmarks/bench_flash_attention.py::test_flash_attention[on]"]
+    stats = timed["benchmarks/bench_techniques.py::test_technique[flash_attention-on]"]
     assert stats["stats"]["data"] == pytest.approx(case.seconds, abs=1e-9)
     assert len(case.seconds) == 2
     assert stats["group"] == "flash_attention"
@@ -69,20 +69,20 @@ def test_pytest_benchmark_has_the_trainers_own_seconds(ran):
 
 
 def test_a_profile_needs_a_card(tmp_path):
-    done = pytest_run("benchmarks/bench_paged_optimizer.py", "--profile", "t4")
+    done = pytest_run("-k", "test_technique and paged_optimizer", "--profile", "t4")
     assert done.returncode == 2
     assert "hardware profile t4: there is no CUDA card here" in done.stdout + done.stderr
 
 
 def test_benchmarks_are_not_run_side_by_side():
-    done = pytest_run("benchmarks/bench_paged_optimizer.py", "-n", "2")
+    done = pytest_run("benchmarks/bench_techniques.py", "-n", "2")
     assert done.returncode == 4
     assert "benchmarks run one after the other: leave out -n" in done.stdout + done.stderr
 
 
 def test_packed_rows_are_really_fewer():
     for tokens in (256, 2048):
-        lengths = real_lengths(bench_packing.DOCUMENTS, tokens)
+        lengths = real_lengths(bench_techniques.DOCUMENTS, tokens)
         assert len(best_fit(lengths, tokens)) < len(lengths)
 
 

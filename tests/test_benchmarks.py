@@ -10,13 +10,14 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import curated, dry_run_error, quality, step_profile
 from benchmarks.common import HERE
-from cria_tricks.bench import cases, speed_tables
+from cria_tricks.bench import cases
 from cria_tricks.bench.case import settings_of
 from cria_tricks.hardware import T4, this_device
 from cria_tricks.models import Weights
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.recipes import kwanzaa_curated_small, kwanzaa_small
 from cria_tricks.resolve import resolve
+from tools import tables
 
 
 @pytest.mark.parametrize("words", ["peft=lora", "peft=lora gradient_checkpointing=true chunked_loss=true"])
@@ -100,7 +101,7 @@ def test_a_profiled_micro_batch_is_divided_among_the_groups():
     assert found["calls"]["unpacking 4-bit weights"] >= 2 * linear - 3, "again in the backward pass"
     assert found["calls"]["attention"] >= 2 * 2
     assert 0 < sum(found["seconds"].values()) <= found["wall_seconds"]
-    text = speed_tables.step_profile({"ways": {"fused, NF4": found}})
+    text = tables.step_profile({"ways": {"fused, NF4": found}})
     shares = [float(share) for share in re.findall(r"([\d.]+)% in", text)]
     assert sum(shares) == pytest.approx(100, abs=0.3)
 

@@ -316,7 +316,7 @@ GROUPS = {
     "Train": ("prepare", "train", "launch"),
     "After training": ("chat", "eval", "card", "verify", "merge", "export", "publish", "compare"),
     "Learn the techniques": ("tricks", "explain"),
-    "Check this machine": ("doctor", "report"),
+    "Check this machine": ("doctor", "bench"),
 }
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plot import with_blocks
 from cria_tricks import recipes
 from cria_tricks.common.units import between, human, money, money_between
 from cria_tricks.hardware.cards import FLAVORS, find_card
@@ -22,6 +21,7 @@ from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe, field_names, with_settings
 from cria_tricks.tricks import TRICKS
 from tools import pages
+from tools.figures import with_blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "lessons")  # those are made

@@ -6,12 +6,12 @@ Nothing here was answered by Kaggle. The lines are those that kaggle 2.2.5 print
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 
-from cria_tricks.bench import provenance
 from tests.measured_cards import made_up, written
 from tools import kaggle
 from tools.notebooks import NOTEBOOKS, REPOSITORY, TAG
@@ -35,6 +35,7 @@ KERNEL_METADATA = {
 RETIRED = ("nvidiateslap100", "tpuv38", "tpu1vmv38", "tpuv232", "tpuv2256")
 """Machines that Kaggle replaces by others, as its command line lists them."""
 COMMIT = "0123456789" * 4
+HEAD = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
 KERNEL = f"someone/{kaggle.SLUG}/3"
 PUSHED = "Kernel version 3 successfully pushed.  Please check progress at https://www.kaggle.com/code/someone/measure\n"
 NO_QUOTA = "Kernel push error: Maximum weekly GPU quota of 30.00 hours reached.\n"
@@ -46,10 +47,10 @@ def says(word: str) -> str:
     return f'{KERNEL} has status "KernelWorkerStatus.{word}"\n'
 
 
-def card(name: str = "t4", **changed: str):
+def card(name: str = "t4", **changed: str | bool):
     """A measured card that this checkout's package could have measured, as Kaggle has it."""
     found = made_up(name)
-    about = {"code": provenance.code(), "place": "kaggle", "commit": ""} | changed
+    about = {"commit": HEAD} | changed
     return found.model_copy(update={"provenance": found.provenance.model_copy(update=about)})
 
 
@@ -190,9 +191,9 @@ def test_a_refused_push_is_found_though_the_command_line_ends_well(on_kaggle):
     ("result", "why"),
     [
         (lambda: None, "has 0 files measured_card.json and must have one"),
-        (lambda: card(began="2026-11-21T12:00:00+00:00"), "provenance.ended: is before provenance.began"),
+        (lambda: card(changed=True), "provenance.changed: files of the package differed from the commit"),
         (lambda: card("a100"), "device.name: is NVIDIA A100-SXM4-40GB, because Kaggle gave another machine"),
-        (lambda: card(code="0" * 64), "provenance.code: the package that was measured is not the one of this commit"),
+        (lambda: card(commit="9" * 40), f"provenance.commit: is {'9' * 40}, and {HEAD} was pushed"),
     ],
     ids=["no file", "a spoilt file", "another card", "another commit"],
 )

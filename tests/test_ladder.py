@@ -4,7 +4,7 @@ import itertools
 import re
 from pathlib import Path
 
-from cria_tricks.bench.style import GIB
+from cria_tricks.common.figures import GIB
 from cria_tricks.common.themes import PARTS, THEMES
 from cria_tricks.course.job import CAPSTONE
 from cria_tricks.predict import toggles

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cria_tricks.bench import card_tables
-from cria_tricks.bench.of_step import work_of
+from cria_tricks.bench.accept import work_of
 from cria_tricks.bill import step_time
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import reached
@@ -53,11 +52,11 @@ def test_the_page_is_built_from_accepted_files(tmp_path):
     one = case.predicted[0]
     low, high, measured = (f"{1000 * seconds:.0f} ms" for seconds in (one.low, one.high, case.median_seconds))
     assert f"{low} to {high} (public runs) | {measured} |" in page
-    summary = card_tables.summary([card])
+    summary = measured_cards.summary([card])
     assert "1.20 to 1.20, median 1.20" in summary
     assert "11 of 11" in summary, "1.2 times the middle is inside a range of 1.5"
     # In 16 bits the range ends at the root of 1.5; the five steps in fp32, which no public run backs, have a wider one.
-    assert "5 of 11" in card_tables.summary([made_up(times=1.3)])
+    assert "5 of 11" in measured_cards.summary([made_up(times=1.3)])
 
 
 def test_a_planted_file_that_cannot_be_true_stops_the_page(tmp_path):

@@ -3,14 +3,13 @@
 import jupytext
 import pytest
 
-from cria_tricks import course
-from cria_tricks.bench import accept, measured_card, style
+from cria_tricks.bench import accept, measured_card
 from cria_tricks.course import commands
 from tests.test_sitting import OF_TIME, quick  # noqa: F401 (a fixture)
 from tools import notebooks
 
 SCRIPT = notebooks.NOTEBOOKS / "measure_your_card.py"
-FEW = ("machine", "calibrate", "ladder")
+FEW = ("calibrate", "ladder")
 
 
 @pytest.fixture
@@ -35,8 +34,7 @@ def asked(monkeypatch, run_cria):
 
 def test_every_cell_runs_and_goes_on_in_one_folder(quick, asked, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.chdir(tmp_path)
-    names, drawn = {}, []
-    monkeypatch.setattr(course, "show", lambda drawing, says: drawn.append(says))
+    names = {}
     for cell in jupytext.read(SCRIPT, fmt="py:percent").cells:
         if cell.cell_type == "code":
             exec(cell.source, names)
@@ -54,4 +52,3 @@ def test_every_cell_runs_and_goes_on_in_one_folder(quick, asked, tmp_path, monke
     assert [where for where in wrong if not any(word in where for word in OF_TIME)] == []
     assert names["ZIP"].is_file()
     assert names["FILE"].is_relative_to(tmp_path / "cria-bench")
-    assert drawn == [style.SAYS["errors"]], "the other figure needs the switches alone"

@@ -8,9 +8,9 @@ from benchmarks import frontier
 from benchmarks.bench_peers import padder
 from benchmarks.peers import trl_sft
 from benchmarks.peers.job import Job
-from cria_tricks.bench import speed_tables
 from cria_tricks.bench.case import Setup
 from cria_tricks.recipe import Recipe, with_settings
+from tools import tables
 
 TOGGLES = ["peft=lora", "attention=sdpa", "chunked_loss=true", "gradient_checkpointing=true"]
 ROWS = Setup("tiny", 48, 1).documents([48, 40, 31, 24])
@@ -61,8 +61,8 @@ def test_another_job_is_refused(job, monkeypatch):
 
 def test_ratios_are_of_runs_of_one_pair():
     ours = {"speeds": {"0": 10.0, "1": 30.0, "2": 90.0}, "peak_bytes": 50}
-    theirs = {"speeds": {"0": 10.0, "1": 10.0}, "peak_bytes": 100}
-    assert speed_tables.over(ours, theirs) == {"speed": 2.0, "slowest": 1.0, "fastest": 3.0, "bytes": 0.5}
+    theirs = {"way": "trl", "speeds": {"0": 10.0, "1": 10.0}, "peak_bytes": 100}
+    assert tables.over(ours, theirs) == {"speed": 2.0, "slowest": 1.0, "fastest": 3.0, "bytes": 0.5}
 
 
 def test_every_point_of_the_frontier_can_run_here():

@@ -1,11 +1,12 @@
-"""Results: one schema, files that hold what the code makes of them, and a reader's run beside them."""
+"""Results: one schema, files that hold what the code makes of them, and their tables."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from cria_tricks.bench import figures, growth, results, speed_tables, style, tables
+from benchmarks.bench_techniques import BENCHES
+from cria_tricks.bench import results, tables
 from cria_tricks.bench.results import Case
 from cria_tricks.common.errors import BadInput
 from cria_tricks.tricks import INFERENCE, TRICKS, trick_name
@@ -48,21 +49,15 @@ def test_any_cpu_has_one_folder_and_a_card_its_own():
         ("{", "is not valid JSON"),
         ("[]", "holds no cases of ours"),
         ('{"benchmarks": []}', "holds no cases of ours"),
-        ('{"cria_tricks": [3]}', "case 1: not an object"),
+        ('{"cria_tricks": [3]}', "case 1: the file: Input should be a valid dictionary"),
         ('{"cria_tricks": [{"bench": "nf4"}]}', "case 1: name: Field required"),
     ],
 )
-def test_a_file_that_is_no_run_is_told_in_one_line(tmp_path, text, says, run_cria):
+def test_a_file_that_is_no_run_is_told_in_one_line(tmp_path, text, says):
     path = tmp_path / "mine.json"
     path.write_text(text)
     with pytest.raises(BadInput, match=says):
-        results.read_benchmark_json(path)
-    code, stdout, stderr = run_cria("report", str(path), "--out", str(tmp_path / "out"))
-    assert code == 2
-    assert not stdout
-    assert says in stderr
-    assert len(stderr.strip().splitlines()) == 1
-    assert not (tmp_path / "out").exists()
+        results.read_cases(path)
 
 
 def test_a_study_is_no_case(tmp_path):
@@ -72,16 +67,6 @@ def test_a_study_is_no_case(tmp_path):
     assert results.read(tmp_path) == [case()]
     assert results.study("ladder", tmp_path) == {"cases": {}}
     assert results.study("frontier", tmp_path) is None
-
-
-def test_the_measured_ladder_goes_from_step_to_step():
-    text = tables.ladder_steps(
-        case(bench="together", name=name, against=before)
-        for name, before in (("ladder_b", "ladder_a"), ("ladder_a", "off"), ("off", ""), ("alone_b", "off"))
-    )
-    assert [line.split("|")[1].strip() for line in text.splitlines() if "together" in line] == [
-        "`together` off", "`together` + a", "`together` + b",
-    ]  # fmt: skip
 
 
 def test_the_table_of_learning_rates_marks_the_best_of_each_rank():
@@ -101,18 +86,6 @@ def test_a_case_without_a_baseline_comes_first_and_the_others_name_theirs():
     assert [(name, than) for name, _, than in cells] == [("`nf4` off", ""), ("`nf4` on", "off")]
 
 
-def test_a_frontier_that_was_stopped_early_can_be_drawn():
-    points = {
-        "small": {"way": "ours", "speeds": {"0": 3.0}, "peak_bytes": 100},
-        "TRL as small": {"way": "trl", "speeds": {}, "peak_bytes": 200},
-        "fast": {"way": "ours", "speeds": {"0": 6.0}, "bytes_of": "small"},
-    }
-    text = speed_tables.frontier({"points": points})
-    assert "| TRL as small |  | 200 B |  | 0.50 |" in text
-    assert "| fast | 6.0 | 100 B (as the line small) |  |  |" in text
-    assert style.save(figures.frontier({"points": points, "trl": "1.16.0"}), "light")
-
-
 def test_a_field_that_nobody_knows_is_refused(tmp_path):
     path = results.write(case(), tmp_path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"speed": 3}))
@@ -120,74 +93,17 @@ def test_a_field_that_nobody_knows_is_refused(tmp_path):
         results.read(tmp_path)
 
 
-def test_a_readers_run_stands_beside_the_committed_ones(tmp_path, run_cria):
-    mine = tmp_path / "mine.json"
-    mine.write_text(json.dumps({"benchmarks": [], "cria_tricks": [c.model_dump(mode="json") for c in (OFF, case())]}))
-    code, stdout, _ = run_cria("report", str(mine), "--out", str(tmp_path / "out"), "--json")
-    assert code == 0
-    assert [found["name"] for found in json.loads(stdout)] == ["off", "on"]
-    text = (tmp_path / "out" / "report.md").read_text()
-    assert "**NVIDIA H200 as T4 (yours)**" in text
-    assert "| `nf4` on | 1.0 MiB | off | 0.25 | +25.00 % | 1.2 MiB | 94 | 2.00 |" in text
-    for name in ("tricks", "errors"):
-        for theme in style.THEMES:
-            picture = (tmp_path / "out" / f"{name}-{theme}.svg").read_text()
-            assert picture.startswith("<?xml")
-    for device in results.by_device(COMMITTED):
-        assert device in text
-
-
-def test_a_file_in_the_way_of_the_folder_is_told(tmp_path, run_cria):
-    mine = tmp_path / "mine.json"
-    mine.write_text(json.dumps({"cria_tricks": [case().model_dump(mode="json")]}))
-    code, _, stderr = run_cria("report", str(mine), "--out", str(mine))
-    assert code == 2
-    assert "is a file; name a folder" in stderr
-
-
-def test_an_exponent_is_the_power():
-    squares = growth.Curve("", [1, 2, 4, 8], [3, 12, 48, 192])
-    assert squares.exponent == pytest.approx(2)
-
-
-def test_growth_is_read_off_names_and_labels():
-    cases = [
-        case(bench="growth", name=f"kept-tokens-{n}", against="", tokens_per_row=n, seconds=[n / 64]) for n in (64, 128)
-    ]
-    (curve,) = growth.measured(cases, "tokens", figures.STEP)
-    assert curve == ("kept, tiny, NVIDIA H200 as T4", [64, 128], [1, 2])
-    assert growth.measured(cases, "rows", figures.STEP) == []
-    (line,) = growth.counted({"kept tokens=512": {"peak_bytes": 7}, "kept rows=2": {"peak_bytes": 9}}, "tokens")
-    assert line == ("kept, llama-3.2-1b, on a T4", [512], [7])
-
-
-def test_a_removed_toggle_is_turned_round():
-    """Its case is the one without: both say what switching it on does."""
-    whole = case(bench="together", name="ladder_compile", against="", peak_allocated_bytes=100)
-    less = case(bench="together", name="removed_peft", against="ladder_compile", peak_allocated_bytes=400)
-    (pair,) = figures.capstone_pairs([whole, less])
-    assert (pair.label, pair.on, pair.off) == ("peft", whole, less)
-    assert "| `peft` | 0.25 | 1.00 |" in tables.toggles([pair])
-
-
 def test_what_was_refused_or_ran_out_has_its_row():
     text = tables.tricks([case(status="refused", why="tricks.attention: no flash-attn", seconds=[], tokens=None)])
     assert "| `nf4` on | refused: tricks.attention: no flash-attn |" in text
 
 
-@pytest.mark.parametrize("theme", style.THEMES)
-def test_a_figure_is_the_same_bytes_every_time(theme):
-    drawing = figures.of_cases([OFF, case()], {})["tricks"]
-    assert style.save(drawing, theme) == style.save(drawing, theme)
-
-
 def test_every_trick_has_its_benchmark():
-    files = {path.stem.removeprefix("bench_") for path in (ROOT / "benchmarks").glob("bench_*.py")}
-    assert {trick_name(trick) for trick in TRICKS + INFERENCE} <= files
+    assert {trick_name(trick) for trick in TRICKS + INFERENCE} <= {*BENCHES, "packing", "flash_decoding", "kv_cache"}
 
 
 @pytest.mark.skipif(not COMMITTED, reason="no case is committed")
 def test_a_committed_trick_and_its_baseline_trained_the_same_tokens():
-    for one, other in figures.against(COMMITTED):
+    for one, other in tables.against(COMMITTED):
         assert (one.trained_tokens, one.rows, one.model) == (other.trained_tokens, other.rows, other.model), one.name
         assert one.settings != other.settings or one.bench in ("flash_decoding", "peers"), one.name

@@ -106,9 +106,10 @@ def measure(model: Path, folder: Path, runs: dict[str, list[str]]) -> dict[str, 
 
 
 if __name__ == "__main__":
-    from benchmarks import common, plot
+    from benchmarks import common
+    from tools import figures
 
     with tempfile.TemporaryDirectory() as name:
         found = measure(tiny_llama(Path(name) / "model"), Path(name), every_run())
     print(f"-> {common.write('trajectories', stamp() | found)}")
-    plot.main()
+    figures.main()

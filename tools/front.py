@@ -7,8 +7,8 @@ import json
 import re
 from pathlib import Path
 
-from cria_tricks.bench.tables import table
 from cria_tricks.common.lessons import PARTS
+from cria_tricks.common.markdown_table import table
 from tools import notebooks
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.bench import provenance
 from cria_tricks.bench.accept import accept
 from cria_tricks.bench.measured_card import NAME, MeasuredCard
 from cria_tricks.common.errors import BadInput
@@ -123,7 +122,7 @@ def wait(kernel: str) -> str:
         time.sleep(PAUSE)
 
 
-def measured(folder: Path) -> MeasuredCard:
+def measured(folder: Path, commit: str) -> MeasuredCard:
     """Accept the file that came back.
 
     Raises:
@@ -138,8 +137,8 @@ def measured(folder: Path) -> MeasuredCard:
         sys.exit(str(error))
     if card.device.name != CARD:
         sys.exit(f"{files[0]}: device.name: is {card.device.name}, because Kaggle gave another machine than {MACHINE}")
-    if card.provenance.code != provenance.code():
-        sys.exit(f"{files[0]}: provenance.code: the package that was measured is not the one of this commit")
+    if card.provenance.commit != commit:
+        sys.exit(f"{files[0]}: provenance.commit: is {card.provenance.commit}, and {commit} was pushed")
     return card
 
 
@@ -160,7 +159,7 @@ def run(user: str, commit: str) -> None:
         sys.exit(f"{kernel}: ended with status {ended}; {result} has the log")
     if done.returncode:
         sys.exit(f"{kernel}: its files could not be downloaded: {_last_line(done)}")
-    card = measured(result)
+    card = measured(result, commit)
     print(f"accepted: {card.device.name}, {len(card.cases)} cases, in {result}")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import jupytext
 from nbformat import NotebookNode
 
-from cria_tricks.bench.tables import table
+from cria_tricks.common.markdown_table import table
 from tools import notebooks
 
 PER_MINUTE = 180

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from cria_tricks import recipes
-from cria_tricks.bench import card_tables, measured_card
-from cria_tricks.bench.accept import accept
-from cria_tricks.bench.measured_card import CardCase, MeasuredCard
-from cria_tricks.bench.of_step import device_of, work_of
+from cria_tricks.bench import tables
+from cria_tricks.bench.accept import accept, device_of, work_of
+from cria_tricks.bench.measured_card import MeasuredCard
+from cria_tricks.bench.results import Case, Predicted
 from cria_tricks.bill import step_time
-from cria_tricks.common.markdown_table import markdown_table
+from cria_tricks.common.markdown_table import table
 from cria_tricks.common.units import between, human
 from cria_tricks.hardware import reached
 from cria_tricks.hardware.cards import Card
@@ -38,7 +38,6 @@ from tools import notebooks
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "measured_cards.md"
-SCHEMA = ROOT / "docs" / "assets" / "measured_card.schema.json"
 LEAST_CASES = 6
 """Timed steps without which a card keeps its old range: the range of n values holds the next in (n - 1) / (n + 1)."""
 NARROWEST = 1.2
@@ -71,13 +70,11 @@ pip install PATH/TO/THE.whl   # not public yet
 cria bench --short --minutes  # how long each part should take
 cria bench --short            # ten minutes on a T4, by our own estimate; without --short an hour
 cria bench --check cria-bench/measured_card.json
-cria report cria-bench/measured_card.json
 ```
 
 Each part first says its predicted time, where that is known. If the session ends early, the same command goes on: it
 loses one case at most. The result is one JSON file, with its tables in a zip beside it. `--check` accepts the file or
-says in one line what is wrong with it, and CI does the same with every file of this page. The format is published as a
-[JSON Schema](assets/measured_card.schema.json).
+says in one line what is wrong with it, and CI does the same with every file of this page.
 
 ## Give your result
 
@@ -123,14 +120,14 @@ def efficiencies(cards: Iterable[MeasuredCard]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _counts(case: CardCase, card: Card) -> bool:
+def _counts(case: Case, card: Card) -> bool:
     """Return whether a case was timed, and has the 16-bit products whose share is fitted."""
     if case.status != "ok" or not case.median_seconds:
         return False
     return card.flops(work_of(case, card.device).precision) == card.half_flops
 
 
-def _reached(measured: Sequence[MeasuredCard], cases: Sequence[CardCase], card: Card) -> Reached:
+def _reached(measured: Sequence[MeasuredCard], cases: Sequence[Case], card: Card) -> Reached:
     """Fit one share on measured steps, as on public runs: of products, and of memory traffic."""
     calibrations = [one.calibration for one in measured if one.calibration]
     launch = statistics.geometric_mean(one.launch for one in calibrations)
@@ -148,16 +145,16 @@ def _reached(measured: Sequence[MeasuredCard], cases: Sequence[CardCase], card: 
     return replace(fitted, spread=max(NARROWEST, math.ceil(100 * spread) / 100))
 
 
-def _seconds(case: CardCase, card: Card) -> float:
+def _seconds(case: Case, card: Card) -> float:
     return step_time.step(work_of(case, card.device), card).seconds
 
 
-def _waits(case: CardCase, card: Card) -> bool:
+def _waits(case: Case, card: Card) -> bool:
     last = step_time.step(work_of(case, card.device), card).parts[-1]
     return last.name == "launches" and last.seconds > 0
 
 
-def _source(measured: Sequence[MeasuredCard], cases: Sequence[CardCase]) -> str:
+def _source(measured: Sequence[MeasuredCard], cases: Sequence[Case]) -> str:
     days = sorted(card.provenance.began[:10] for card in measured)
     files = "1 measurement" if len(measured) == 1 else f"{len(measured)} measurements"
     return f"{files} of this card ({', '.join(dict.fromkeys(days))}), {len(cases)} timed steps"
@@ -196,15 +193,54 @@ def _measured(cards: Sequence[MeasuredCard]) -> tuple[str, str]:
     return human(peaks[-1]), between(seconds[0], seconds[-1])
 
 
+def summary(cards: Iterable[MeasuredCard]) -> str:
+    """Lay out one line for each card: how far the predictions are from what was measured."""
+    columns = ("device", "date", "version", "cases", "error of the bill", "error of the dry run",
+               "times inside their range", "times, measured / predicted", "throttled by")  # fmt: skip
+    return table(columns, [_summary(card) for card in cards])
+
+
+def _summary(card: MeasuredCard) -> tuple[str, ...]:
+    timed = [(case, case.predicted[0]) for case in card.cases if case.median_seconds and case.predicted]
+    inside = sum(_inside(case, one) for case, one in timed)
+    ratios = [(case.median_seconds or 0.0) / one.seconds for case, one in timed]
+    short = "short" if card.settings.short else "full"
+    throttled = [reason for case in card.cases if case.sensors for reason in case.sensors.throttled]
+    return (
+        card.device.name,
+        card.provenance.began[:10],
+        f"{short}, {card.settings.shape}",
+        str(len(card.cases)),
+        _errors([(case.estimated_bytes, case.peak_allocated_bytes) for case in card.cases]),
+        _errors([(case.dry_run_bytes, case.peak_allocated_bytes) for case in card.cases]),
+        f"{inside} of {len(timed)}" if timed else "no rates",
+        f"{min(ratios):.2f} to {max(ratios):.2f}, median {statistics.median(ratios):.2f}" if ratios else "",
+        ", ".join(dict.fromkeys(throttled)),
+    )
+
+
+def _inside(case: Case, one: Predicted) -> bool:
+    return one.low <= (case.median_seconds or 0.0) <= one.high
+
+
+def _errors(pairs: Sequence[tuple[int | None, int | None]]) -> str:
+    """Write the range of errors of predicted bytes."""
+    errors = [100 * (predicted / real - 1) for predicted, real in pairs if predicted and real]
+    if not errors:
+        return ""
+    low, high = (f"{round(error, 2) + 0.0:+.2f} %" for error in (min(errors), max(errors)))  # + 0.0: no -0.0
+    return f"{low} to {high}"
+
+
 def page(cards: Sequence[MeasuredCard]) -> str:
     """The whole page."""
     columns = ("name", "card", "bytes", "a step", "measured bytes", "measured step, real rows")
     colab = notebooks.colab_address("measure_your_card")
     head = HEAD.format(least=LEAST_CASES, narrowest=NARROWEST, colab=colab)
-    parts = [head, "\n".join(markdown_table(columns, rows(cards))), "\n\n## Measured\n\n"]
-    parts += [card_tables.summary(cards) + "\n" if cards else NONE]
+    parts = [head, table(columns, rows(cards)), "\n\n## Measured\n\n"]
+    parts += [summary(cards) + "\n" if cards else NONE]
     for card in cards:
-        parts += [f"\n## {card.device.name}, {card.provenance.began[:10]}\n\n", card_tables.page(card), "\n"]
+        parts += [f"\n## {card.device.name}, {card.provenance.began[:10]}\n\n", tables.of_card(card), "\n"]
     return "".join(parts)
 
 
@@ -214,13 +250,12 @@ def written(found: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Write the shares and the schema, then the page in a new process, because its plans count with the new shares."""
+    """Write the shares, then the page in a new process, because its plans count with the new shares."""
     cards = accepted()
     if sys.argv[1:] == ["--page"]:
         PAGE.write_text(page(cards), encoding="utf-8")
         return
     reached.MEASURED.write_text(written(efficiencies(cards)), encoding="utf-8")
-    SCHEMA.write_text(measured_card.schema(), encoding="utf-8")
     subprocess.run([sys.executable, "-m", "tools.measured_cards", "--page"], check=True, cwd=ROOT)
 
 

@@ -6,13 +6,13 @@ Every set of the path's techniques is estimated once, and from these bills all o
 import itertools
 from pathlib import Path
 
-from benchmarks.plot import with_blocks
 from cria_tricks import recipes
-from cria_tricks.bench.tables import table
+from cria_tricks.common.markdown_table import table
 from cria_tricks.hardware import T4
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles
 from tools import notebooks
+from tools.figures import with_blocks
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "order.md"
 MIB = 2**20

@@ -22,17 +22,16 @@ from nbconvert.preprocessors import Preprocessor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # MkDocs loads this file by its path
 
-from benchmarks.plot import with_blocks
 from cria_tricks import recipes
-from cria_tricks.bench import style
 from cria_tricks.bill.bill import Bill
-from cria_tricks.course import DARK, LIGHT, NARROW_DARK, NARROW_LIGHT, NO_GUESS, PREDICTION
+from cria_tricks.course import DARK, LIGHT, NO_GUESS, PREDICTION
 from cria_tricks.hardware import T4
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles
 from cria_tricks.settings import Tricks
 from tools import browser_python, heat, made_of, notebooks, techniques
 from tools.executed import LessonError, execute, key, plain
+from tools.figures import picture, with_blocks
 from tools.fit import page as fit_page
 
 ROOT = notebooks.ROOT
@@ -43,7 +42,7 @@ STAMP = "sources.txt"
 """The file of a built site that holds the hash of what it was made of."""
 MADE_HERE = (PAGES, browser_python.HERE)
 
-FIGURES = {LIGHT: "light", DARK: "dark", NARROW_LIGHT: "narrow-light", NARROW_DARK: "narrow-dark"}
+FIGURES = {LIGHT: "light", DARK: "dark"}
 """The ends of a figure's files, by the MIME types under which a cell shows it."""
 HEADING = re.compile("^## ", re.M)
 NUMBER = re.compile(r"<td>(?=[-+−]?[\d.,]+(?: to [\d.,]+)?(?: (?:[KMG]i?B|%|s|min))?</td>)")
@@ -118,9 +117,7 @@ class ForTheSite(Preprocessor):
             if mime in data:
                 resources.setdefault("outputs", {})[f"{name}-{mode}.svg"] = data[mime].encode()
         says = html.escape(data["text/plain"])
-        return (
-            f"<figure>{style.picture(name, says, narrow=NARROW_LIGHT in data)}<figcaption>{says}</figcaption></figure>"
-        )
+        return f"<figure>{picture(name, says)}<figcaption>{says}</figcaption></figure>"
 
 
 def page(lesson: Path, book: nbformat.NotebookNode) -> tuple[str, dict[str, bytes]]:

@@ -14,9 +14,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from cria_tricks.bench.tables import table
 from cria_tricks.common.fields import ALIASES
-from cria_tricks.common.markdown_table import cell
+from cria_tricks.common.markdown_table import cell, table
 from cria_tricks.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -4,7 +4,7 @@ import functools
 import re
 from types import ModuleType
 
-from cria_tricks.bench import tables
+from cria_tricks.common.markdown_table import table
 from cria_tricks.doctor.explain import off_the_capstone
 from cria_tricks.tricks import INFERENCE, TRICKS, card, trick_name
 
@@ -39,7 +39,7 @@ def with_index(markdown: str) -> str:
         )
         for trick in _sorted()
     ]
-    return markdown.replace(BLOCK, tables.table(("technique", "what it does", "changes results?"), rows))
+    return markdown.replace(BLOCK, table(("technique", "what it does", "changes results?"), rows))
 
 
 def preset(lesson: str) -> str:

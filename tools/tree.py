@@ -7,7 +7,7 @@ import ast
 import tomllib
 from pathlib import Path
 
-from cria_tricks.common.markdown_table import markdown_table
+from cria_tricks.common.markdown_table import table
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "CONTRIBUTING.md"
@@ -35,7 +35,7 @@ def tree() -> str:
         for name in layer:
             shown = f"{name}/" if (ROOT / "cria_tricks" / name).is_dir() else f"{name}.py"
             rows.append((f"`{shown}`", first_line(name)))
-    return "\n".join(markdown_table(("layer", "what lives there"), rows))
+    return table(("layer", "what lives there"), rows)
 
 
 def written(page: str) -> str:

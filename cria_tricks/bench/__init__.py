@@ -1,1 +1,1 @@
-"""Benchmarks: one case, a card in one sitting, their results, tables and figures."""
+"""Benchmarks: one case, a card in one sitting, their results and tables."""

@@ -104,7 +104,7 @@ def measure(bench: str, name: str, words: str, setup: Setup, against: str = "", 
     """Run one case of a benchmark. A refusal is a result, too, and so is running out of memory.
 
     Args:
-        bench: the BENCH of ``bench_BENCH.py``.
+        bench: the technique, or what else is compared.
         name: the case's name.
         words: its settings, as :func:`settings_of` reads them.
         setup: the settings that all cases share.

@@ -41,6 +41,14 @@ def on(device: Device) -> list[str]:
     return toggles.switched_on(capstone(device))
 
 
+def kwanzaa(device: Device) -> ToMeasure:
+    """Return the switches of the Kwanzaa run on a device, whose rows have the real lengths."""
+    recipe = recipes.kwanzaa(device)
+    plain = Recipe().tricks
+    changed = [field for field in type(plain).model_fields if getattr(recipe.tricks, field) != getattr(plain, field)]
+    return ToMeasure("kwanzaa", words(recipe, changed))
+
+
 def ladder(device: Device) -> list[ToMeasure]:
     """List the capstone's switches one after the other, from everything off."""
     found = [ToMeasure("off", "")]

@@ -1,9 +1,9 @@
 """The parts of a sitting: which cases each has on a device, and how long it should take."""
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
 
-from cria_tricks.bench import capstone, cases
+from cria_tricks.bench import cases
 from cria_tricks.bench.case import HALVINGS, WARM_UP, Setup, full_lengths, prepared, recipe_of, settings_of
 from cria_tricks.bench.measured_card import BenchSettings, PartName
 from cria_tricks.common.errors import BadInput
@@ -22,12 +22,10 @@ A case of ``random:tiny`` took about one on two EPYC cores. The figure for a GPU
 """
 DRY_BLOCK = 1.0
 """Time of a dry run for each block of the model [s]: 0.9 to 2.7 on two busy EPYC cores, for Llama-3.2-1B."""
-FIXED: dict[PartName, tuple[float, float]] = {"machine": (5, 5), "calibrate": (30, 75)}
-"""Time of the parts without cases [s], of the short and of the full version: on two EPYC cores."""
+CALIBRATION = {True: 30.0, False: 75.0}
+"""Time of the calibration in the short version and in the full one [s]: on two EPYC cores."""
 CALIBRATED = {True: 0.4, False: 1.5}
 """How long each piece of the calibration is repeated, in the short version and in the full one [s]."""
-CAPSTONE_STEPS = {True: 4, False: 0}
-"""Optimizer steps of the capstone's shape in the short version, and in the full one: 0 for its three epochs."""
 LONGEST_TRIES = 5
 """Lengths that a search of the longest row tries, about."""
 
@@ -40,14 +38,15 @@ class Planned(NamedTuple):
         case: its name and its toggles.
         setup: the model, the length and the number of timed steps.
         dry: whether a dry run of it is made, too.
-        full: whether its rows are :func:`cria_tricks.bench.case.full_lengths`.
+        rows: which lengths its rows have: the usual ones; ``full``, see :func:`cria_tricks.bench.case.full_lengths`; or
+            ``real``, those of Kwanzaa rows.
     """
 
     bench: str
     case: cases.ToMeasure
     setup: Setup
     dry: bool = True
-    full: bool = False
+    rows: Literal["usual", "full", "real"] = "usual"
 
 
 def settings_for(device: Device, *, short: bool, profile: str = "") -> BenchSettings:
@@ -65,7 +64,7 @@ def settings_for(device: Device, *, short: bool, profile: str = "") -> BenchSett
     else:
         shape = alone = "llama-3.2-1b"
         tokens = 512 if short else 2048
-        if not _fits(device, shape, tokens, ""):
+        if not _fits(device, Setup(shape, tokens, 0), ""):
             alone = "smollm2"
     return BenchSettings(
         short=short, shape=shape, alone_shape=alone, tokens=tokens, rounds=3 if short else 5, profile=profile
@@ -82,32 +81,48 @@ def skipped(part: PartName, settings: BenchSettings, device: Device) -> str:
 
 
 def planned(part: PartName, settings: BenchSettings, device: Device) -> list[Planned]:
-    """List the cases of a part; those of ``capstone`` and ``longest`` are not known by switches, so they have none."""
+    """List the cases of a part; those of ``longest`` are found by a search, so it has none here."""
     setup = Setup(settings.shape, settings.tokens, settings.rounds)
     if part == "ladder":
         found = [Planned("together", case, setup) for case in cases.ladder(device)]
         # What does not fit must run out of memory, and takes a minute to do so.
-        return [one for one in found if not settings.short or _fits(device, *_size(setup), one.case.words)]
+        return [one for one in found if not settings.short or _fits(device, setup, one.case.words)]
     if part == "alone":
         setup = Setup(settings.alone_shape, settings.tokens, settings.rounds)
         bench = "together" if settings.alone_shape == settings.shape else "alone"
         return [Planned(bench, case, setup, dry=not settings.short) for case in cases.alone(device)]
+    if part == "capstone":
+        real = Setup(settings.shape, 2048 if device.kind == "cuda" else settings.tokens, settings.rounds)
+        return [Planned("capstone", cases.kwanzaa(device), real, rows="real")]
     if part == "errors":
         bytes_only = Setup(settings.shape, min(512, settings.tokens), 0)
-        return [Planned("errors", case, bytes_only, full=True) for case in cases.errors(device)]
+        return [Planned("errors", case, bytes_only, rows="full") for case in cases.errors(device)]
     return []
 
 
-def lengths_of(one: Planned) -> list[int]:
-    """Return the lengths of a planned case's rows; empty for the usual ones.
+def lengths_of(one: Planned, device: Device) -> list[int]:
+    """Return the lengths of a planned case's rows; empty for the usual ones, and if the case will be refused."""
+    if one.rows == "real":
+        return real_lengths(recipe_of(settings_of(one.case.words, device), one.setup).rows_per_step, one.setup.tokens)
+    if one.rows == "full":
+        try:
+            recipe, plan, _ = prepared(one.case.words, one.setup)
+        except BadInput:
+            return []
+        return full_lengths(recipe, plan)
+    return []
 
-    Raises:
-        BadInput: if a switch cannot work here.
+
+def real_lengths(rows: int, longest: int) -> list[int]:
+    """Choose lengths of Kwanzaa's rows that stand for all of them: evenly spread from the shortest to the longest.
+
+    Args:
+        rows: how many.
+        longest: the length to which the longest row is brought; the real one has 2,048 tokens.
     """
-    if not one.full:
-        return []
-    recipe, plan, _ = prepared(one.case.words, one.setup)
-    return full_lengths(recipe, plan)
+    lengths = sorted(tokens for tokens, _ in row_lengths("train"))
+    places = [round(row * (len(lengths) - 1) / (rows - 1)) for row in range(rows)]
+    return [max(2, lengths[place] * longest // lengths[-1]) for place in places]
 
 
 def seconds_of(part: PartName, settings: BenchSettings, device: Device, card: Card | None) -> float | None:
@@ -119,12 +134,12 @@ def seconds_of(part: PartName, settings: BenchSettings, device: Device, card: Ca
         device: the device.
         card: its rates; ``None`` if they are not known.
     """
-    if part in FIXED:
-        return FIXED[part][0 if settings.short else 1]
+    if skipped(part, settings, device):
+        return 0.0
+    if part == "calibrate":
+        return CALIBRATION[settings.short]
     if card is None:
         return None
-    if part == "capstone":
-        return _capstone_seconds(settings, device, card)
     if part == "longest":
         return _longest_seconds(settings, device, card)
     return sum(_case_seconds(one, device, card) for one in planned(part, settings, device))
@@ -132,38 +147,29 @@ def seconds_of(part: PartName, settings: BenchSettings, device: Device, card: Ca
 
 def minutes(parts: Iterable[PartName], settings: BenchSettings, device: Device, card: Card | None) -> float:
     """Sum up the predicted time of parts, those that are not known left out [min]."""
-    wanted = [part for part in parts if not skipped(part, settings, device)]
-    return sum(seconds_of(part, settings, device, card) or 0.0 for part in wanted) / 60
+    return sum(seconds_of(part, settings, device, card) or 0.0 for part in parts) / 60
 
 
 def _case_seconds(one: Planned, device: Device, card: Card) -> float:
     """Predict how long a case takes: to load the model, the dry run and the steps [s]."""
     recipe = recipe_of(settings_of(one.case.words, device), one.setup)
+    shape = find_shape(recipe.model)
     found = LOADING[device.kind]
     if one.dry:
-        found += DRY_BLOCK * find_shape(recipe.model).layers
-    if not _fits(device, *_size(one.setup), one.case.words):
+        found += DRY_BLOCK * shape.layers
+    if not _fits(device, one.setup, one.case.words):
         return found  # it runs out of memory in its first step
-    work = folds.work(recipe, find_shape(recipe.model), device)
     steps = WARM_UP + one.setup.rounds
-    if one.setup.rounds and work.precision == "fp16":
+    if one.setup.rounds and folds.work(recipe, shape, device).precision == "fp16":
         steps += HALVINGS
-    return found + steps * folds.step(recipe, find_shape(recipe.model), card).seconds
+    tokens = None
+    if one.rows == "real":
+        tokens = _mean(lengths_of(one, device))
+    return found + steps * folds.step(recipe, shape, card, tokens).seconds
 
 
-def capstone_tokens(settings: BenchSettings, device: Device) -> int:
-    """Return the length of the capstone's longest row: the real one on a card."""
-    return 2048 if device.kind == "cuda" else settings.tokens
-
-
-def _capstone_seconds(settings: BenchSettings, device: Device, card: Card) -> float:
-    longest = capstone_tokens(settings, device)
-    recipe = capstone.recipe_for(device, settings.shape, longest, CAPSTONE_STEPS[settings.short])
-    lengths = [tokens for tokens, _ in row_lengths("train")]
-    mean = round(sum(lengths) / len(lengths) * longest / 2048)
-    steps = CAPSTONE_STEPS[settings.short] or recipe.train.epochs * len(lengths) / recipe.rows_per_step
-    step = folds.step(recipe, find_shape(recipe.model), card, mean)
-    return LOADING[device.kind] + DRY_BLOCK * find_shape(recipe.model).layers + steps * step.seconds
+def _mean(lengths: Sequence[int]) -> int:
+    return round(sum(lengths) / len(lengths))
 
 
 def longest_recipe(settings: BenchSettings, device: Device) -> Recipe:
@@ -179,15 +185,11 @@ def _longest_seconds(settings: BenchSettings, device: Device, card: Card) -> flo
     return LONGEST_TRIES * (LOADING[device.kind] + WARM_UP * step.seconds)
 
 
-def _size(setup: Setup) -> tuple[str, int]:
-    return setup.shape, setup.tokens
-
-
-def _fits(device: Device, shape: str, tokens: int, words: str) -> bool:
+def _fits(device: Device, setup: Setup, words: str) -> bool:
     """Say by the bill whether a case fits a card; a CPU has room for what is measured there."""
     if device.kind == "cpu":
         return True
-    recipe = recipe_of(settings_of(words, device), Setup(shape, tokens, 0))
+    recipe = recipe_of(settings_of(words, device), setup)
     try:
         return folds.estimate(recipe, find_shape(recipe.model), device).fits
     except BadInput:

@@ -1,4 +1,4 @@
-"""Read and write results of the benchmarks: the schema of a case, and its JSON file."""
+"""Define the result of one case, for ``pytest --benchmark-only`` and ``cria bench`` alike; read and write its files."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field, model_validator
 
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput
@@ -24,17 +24,39 @@ IN_BENCHMARK_JSON = "cria_tricks"
 """The key of the cases in the file of ``pytest --benchmark-json``; it also has the cases that were not timed."""
 
 
-class Case(BaseModel):
+class Strict(BaseModel):
+    """What all parts of a result share: no unknown fields, no NaN, no infinite numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Predicted(Strict):
+    """The predicted time of an optimizer step."""
+
+    by: str = Field(description="what backs it, as in cria plan")
+    seconds: float = Field(gt=0)
+    low: float = Field(gt=0)
+    high: float = Field(gt=0)
+
+
+class Sensors(Strict):
+    """What a card's sensors said while a case ran."""
+
+    median_clock_mhz: float | None = Field(None, description="of the multiprocessors")
+    highest_celsius: float | None = None
+    throttled: tuple[str, ...] = Field((), description="why the clock was held down, in NVML's words")
+
+
+class Case(Strict):
     """The result of one setting of one benchmark on one machine.
 
     A round is one optimizer step of the shared trainer; for a technique of inference it is one generated token.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    bench: str = Field(pattern=r"^[a-z0-9_]+$", description="bench_BENCH.py")
+    bench: str = Field(pattern=r"^[a-z0-9_]+$", description="the technique, or what else is compared")
     name: str = Field(pattern=r"^[a-z0-9_+-]+$", description="of the setting")
     against: str = Field("", description="the case of the same bench to hold it against; a baseline has none")
+    part: str = Field("", description="of cria bench that measured it; none by pytest --benchmark-only")
     status: Literal["ok", "oom", "refused"]
     why: str = Field("", description="what was refused or ran out of memory")
     warnings: tuple[str, ...] = Field((), description="settings that have no effect on this machine")
@@ -48,11 +70,23 @@ class Case(BaseModel):
     peak_allocated_bytes: int | None = Field(None, description="of a round; on a CPU all live storages")
     peak_reserved_bytes: int | None = Field(None, description="by CUDA's allocator")
     estimated_bytes: int | None = Field(None, description="the bill by hand of the same peak")
+    estimated_reserved_bytes: int | None = Field(None, description="what the allocator should reserve, at most")
+    dry_run_bytes: int | None = Field(None, description="the same peak, counted on tensors without data")
+    predicted: tuple[Predicted, ...] = Field((), description="of a round; none without rates of the device")
+    sensors: Sensors | None = Field(None, description="none on a CPU, and none but by cria bench")
     attention_kernel: str = Field("", description="the one that ran")
     date: str
     device: str
     kind: Literal["cpu", "cuda"]
     versions: dict[str, str]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_is_computed(cls, values: Any) -> Any:
+        """Leave out the computed fields, which a case is written with; they follow from the others."""
+        if not isinstance(values, dict):
+            return values
+        return {field: value for field, value in values.items() if field not in cls.model_computed_fields}
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -126,8 +160,8 @@ def study(name: str, results: Path = COMMITTED) -> dict[str, Any] | None:
     return None
 
 
-def read_benchmark_json(path: Path) -> list[Case]:
-    """Read the cases that ``pytest --benchmark-only --benchmark-json FILE`` left in FILE.
+def read_cases(path: Path) -> list[Case]:
+    """Read the cases of a file by ``cria bench`` or by ``pytest --benchmark-only --benchmark-json FILE``.
 
     Raises:
         BadInput: if it is no such file, or a case has a wrong field.
@@ -135,13 +169,13 @@ def read_benchmark_json(path: Path) -> list[Case]:
     found = read_json(path)
     cases = None
     if isinstance(found, dict):
-        cases = found.get(IN_BENCHMARK_JSON)
+        cases = found.get(IN_BENCHMARK_JSON) or found.get("cases")
     if not isinstance(cases, list) or not cases:
         raise BadInput(
-            f"report {path}: holds no cases of ours; make it in a checkout with: pytest --benchmark-only "
-            "--benchmark-json FILE"
+            f"{path}: holds no cases of ours; make it with cria bench, or in a checkout with: pytest "
+            "--benchmark-only --benchmark-json FILE"
         )
-    return [_case(case, f"report {path}: case {number}") for number, case in enumerate(cases, 1)]
+    return [_case(case, f"{path}: case {number}") for number, case in enumerate(cases, 1)]
 
 
 def by_device(cases: Iterable[Case]) -> dict[str, list[Case]]:
@@ -167,17 +201,17 @@ def read_json(path: Path) -> Any:
 
 
 def _case(values: Any, where: str) -> Case:
-    # A case is saved with its computed fields. They are no input fields, and Case forbids unknown ones.
-    computed = Case.model_computed_fields
     try:
-        return Case.model_validate({field: value for field, value in values.items() if field not in computed})
-    except (ValidationError, AttributeError) as error:
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        else:
-            reason = "not an object"
-        raise BadInput(f"{where}: {reason}") from None
+        return Case.model_validate(values)
+    except ValidationError as error:
+        raise BadInput(f"{where}: {first_wrong(error)}") from None
+
+
+def first_wrong(error: ValidationError) -> str:
+    """Name the first field that breaks a schema, and say why."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"])) or "the file"
+    return f"{place}: {first['msg']}"
 
 
 NAMES = {

@@ -1,19 +1,18 @@
-"""Read a card's sensors before, during and after a case: its clock, its temperature, and why its clock is held down."""
+"""Read a card's sensors while a case runs: its clock, its temperature, and why its clock is held down."""
 
 import contextlib
 import statistics
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pynvml
 import torch
 
-from cria_tricks.bench.measured_card import Reading, Sensors
+from cria_tricks.bench.results import Sensors
 from cria_tricks.measure.monitor import PATIENCE, ask, open_cards
 
 SECONDS = 0.5
-"""The time between two readings while a case runs [s]."""
+"""The time between two readings [s]."""
 REASONS = {
     "power cap": "nvmlClocksThrottleReasonSwPowerCap",
     "hardware slowdown": "nvmlClocksThrottleReasonHwSlowdown",
@@ -30,15 +29,6 @@ def open_card() -> Any:
     if not torch.cuda.is_available():
         return None
     return open_cards([torch.cuda.get_device_properties(0)])[0]
-
-
-def read(card: Any) -> Reading:
-    """Take one reading; a sensor that the card lacks is left out."""
-    found: dict[str, Any] = {name: value for name, value in ask(card).items() if name in Reading.model_fields}
-    with contextlib.suppress(pynvml.NVMLError):
-        bits = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(card)
-        found["throttled"] = tuple(reason for reason, name in REASONS.items() if bits & getattr(pynvml, name))
-    return Reading(**found)
 
 
 def driver() -> str:
@@ -64,42 +54,36 @@ class Watch:
 
     def __init__(self, card: Any):
         self.card = card
-        self._during: list[Reading] = []
+        self._readings: list[dict[str, float]] = []
+        self._throttled: list[str] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sensors", daemon=True)
 
     def __enter__(self) -> "Watch":
         if self.card:
-            self.before = read(self.card)
             self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stop.set()
         if self.card:
-            self.after = read(self.card)
             self._thread.join(PATIENCE)
 
     def _run(self) -> None:
         while not self._stop.wait(SECONDS):
-            self._during.append(read(self.card))
+            self._readings.append(ask(self.card))
+            with contextlib.suppress(pynvml.NVMLError):
+                bits = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self.card)
+                self._throttled += [reason for reason, name in REASONS.items() if bits & getattr(pynvml, name)]
 
     def found(self) -> Sensors | None:
         """Sum up the readings; ``None`` if there is no card."""
         if not self.card:
             return None
-        seen = [self.before, *self._during, self.after]
-        clocks = [one.clock_mhz for one in self._during if one.clock_mhz is not None]
+        clocks = [reading["clock_mhz"] for reading in self._readings if "clock_mhz" in reading]
+        degrees = [reading["celsius"] for reading in self._readings if "celsius" in reading]
         return Sensors(
-            before=self.before,
-            after=self.after,
-            samples=len(self._during),
             median_clock_mhz=statistics.median(clocks) if clocks else None,
-            highest_celsius=max((one.celsius for one in self._during if one.celsius is not None), default=None),
-            throttled=tuple(dict.fromkeys(_reasons(seen))),
+            highest_celsius=max(degrees, default=None),
+            throttled=tuple(dict.fromkeys(self._throttled)),
         )
-
-
-def _reasons(readings: list[Reading]) -> Iterator[str]:
-    for one in readings:
-        yield from one.throttled

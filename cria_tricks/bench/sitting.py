@@ -1,33 +1,37 @@
 """Measure a card part by part, and keep what was measured: a sitting that was stopped goes on where it was."""
 
-import dataclasses
+import datetime
 import statistics
 import time
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.bench import capstone, cases, compare, longest, measured_card, parts, provenance, sensors
-from cria_tricks.bench.accept import UNSTEADY
+import psutil
+import torch
+
+from cria_tricks.adapter.provenance import commit
+from cria_tricks.bench import cases, measured_card, parts, sensors, tables
+from cria_tricks.bench.accept import UNSTEADY, predicted
 from cria_tricks.bench.case import Setup, bytes_by_dry_run, estimated, measure, prepared
 from cria_tricks.bench.measured_card import (
     NAME,
     BenchSettings,
-    Calibrated,
-    CardCase,
     MeasuredCard,
+    MeasuredDevice,
     PartName,
     PartRecord,
+    Provenance,
 )
-from cria_tricks.bench.of_step import predicted
 from cria_tricks.bench.results import Case
-from cria_tricks.common import interrupts
+from cria_tricks.common import atomic_files, interrupts
+from cria_tricks.common.console import Aside, doing
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.units import duration, human
+from cria_tricks.common.units import duration
 from cria_tricks.common.version import versions
-from cria_tricks.doctor import calibrate, machine
-from cria_tricks.hardware import calibration, this_device
+from cria_tricks.doctor import calibrate
+from cria_tricks.hardware import Device, calibration, this_device
 from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.gpus import by_datasheet
 from cria_tricks.models.shape import find_shape
@@ -36,9 +40,13 @@ from cria_tricks.predict import toggles
 ATTEMPTS = 2
 """How often a case is measured whose times are unsteady."""
 ZIP = "measured_card.zip"
-"""What to hand on: the file of the card, with tables and figures."""
-REPORT = "report"
-"""The folder of tables and figures."""
+"""What to hand on: the file of the card, with its tables."""
+REPORT = "report.md"
+"""The tables."""
+STRIDE = 1.1
+"""How far apart the first lengths are that a search of the longest row tries [ratio]."""
+CLOSE = 1.03
+"""How close the longest row that ran and the shortest that did not must be for the search to end [ratio]."""
 
 
 class Sitting:
@@ -63,25 +71,28 @@ class Sitting:
         self.say = say
         self.file = out / NAME
         self.sensors = sensors.open_card()
-        new = MeasuredCard(
-            device=provenance.measured_device(self.device),
+        self.card = MeasuredCard(
+            device=_measured_device(self.device, self.sensors),
             versions=versions(),
-            provenance=provenance.provenance(command),
+            provenance=_provenance(command),
             settings=settings,
         )
-        self.card = new
         if self.file.exists():
-            self.card = measured_card.read(self.file)
-            _refuse_another(self.card, new, out)
+            stored = measured_card.read(self.file)
+            _refuse_another(stored, self.card, out)
+            self.card = stored
 
-    def run(self, wanted: Iterable[PartName]) -> None:
+    def run(self, wanted: Sequence[PartName]) -> None:
         """Measure these parts, but for what is in the file already; it is written again after each case."""
-        chosen = list(wanted)
-        self.say(f"{self.device.name}: {', '.join(chosen)}: {self.total(chosen)}")
-        for part in chosen:
-            self._part(part)
+        for number, part in enumerate(wanted):
+            self.say(f"{part}: {self.foretold(part)}; left in all: {self.total(wanted[number:])}")
+            why = parts.skipped(part, self.card.settings, self.device)
+            if why:
+                self._record(part, PartRecord(status="skipped", why=why))
+            elif not self._done(part):
+                self._part(part)
 
-    def total(self, wanted: Iterable[PartName]) -> str:
+    def total(self, wanted: Sequence[PartName]) -> str:
         """Say how long these parts should take together, without those that are in the file."""
         left = [part for part in wanted if not self._done(part)]
         rates = self._best_rates()
@@ -92,7 +103,7 @@ class Sitting:
 
     def foretold(self, part: PartName) -> str:
         """Say how long a part should take, or why it takes no time."""
-        why = self._skipped(part)
+        why = parts.skipped(part, self.card.settings, self.device)
         if why:
             return f"skipped, because {why}"
         if self._done(part):
@@ -103,18 +114,14 @@ class Sitting:
         return f"about {duration(seconds)}"
 
     def pack(self) -> Path:
-        """Write the tables and figures, and a zip of all; return the zip."""
-        folder = self.file.parent / REPORT
-        compare.report([self.file], folder)
+        """Write the tables, and a zip of all; return the zip."""
+        report = self.file.with_name(REPORT)
+        atomic_files.write_file(report, f"# {self.device.name}\n\n{tables.of_card(self.card)}\n")
         packed = self.file.with_name(ZIP)
         with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.write(self.file, self.file.name)
-            for path in sorted(folder.iterdir()):
-                archive.write(path, f"{REPORT}/{path.name}")
+            archive.write(report, report.name)
         return packed
-
-    def _skipped(self, part: PartName) -> str:
-        return parts.skipped(part, self.card.settings, self.device)
 
     def _done(self, part: PartName) -> bool:
         return part in self.card.parts and self.card.parts[part].status == "done"
@@ -124,103 +131,60 @@ class Sitting:
 
     def _part(self, part: PartName) -> None:
         """Measure one part."""
-        why = self._skipped(part)
-        if why:
-            self._record(part, PartRecord(status="skipped", why=why))
-        self.say(f"{part}: {self.foretold(part)}")
-        if why or self._done(part):
-            return
-        seconds = self._seconds(part)
         before = self.card.parts.get(part)
         so_far = before.seconds if before else 0.0
-        began = time.perf_counter()
-        record = PartRecord(status="open", predicted_seconds=seconds, seconds=so_far)
+        record = PartRecord(status="open", predicted_seconds=self._seconds(part), seconds=so_far)
         self._record(part, record)
+        began = time.perf_counter()
+        status = "open"
         try:
-            self._steps()[part]()
-        except BaseException:
-            self._record(part, record.model_copy(update={"seconds": so_far + time.perf_counter() - began}))
-            raise
-        spent = so_far + time.perf_counter() - began
-        self._record(part, record.model_copy(update={"status": "done", "seconds": spent}))
+            if part == "calibrate":
+                self._calibrate()
+            elif part == "longest":
+                self._longest()
+            else:
+                self._planned(part)
+            status = "done"
+        finally:
+            spent = so_far + time.perf_counter() - began
+            self._record(part, record.model_copy(update={"status": status, "seconds": spent}))
         self.say(f"{part}: took {duration(spent)}")
-
-    def _steps(self) -> dict[PartName, Callable[[], None]]:
-        """Return how each part is measured."""
-        return {
-            "machine": self._machine,
-            "calibrate": self._calibrate,
-            "ladder": lambda: self._planned("ladder"),
-            "alone": lambda: self._planned("alone"),
-            "capstone": self._capstone,
-            "longest": self._longest,
-            "errors": lambda: self._planned("errors"),
-        }
-
-    def _machine(self) -> None:
-        found = machine.examine()
-        self._keep(toggles=tuple(found["toggles"]), attention=found["attention"])
 
     def _calibrate(self) -> None:
         seconds = parts.CALIBRATED[self.card.settings.short]
-        found = calibrate.measure(lambda name: self.say(f"  {name}"), seconds=seconds)
-        values = {name: value for name, value in dataclasses.asdict(found).items() if name in Calibrated.model_fields}
-        self._keep(calibration=Calibrated(**values))
+        self._keep(calibration=calibrate.measure(lambda name: self.say(f"  {name}"), seconds=seconds))
 
     def _planned(self, part: PartName) -> None:
         """Measure the cases of a part that are not in the file."""
         planned = parts.planned(part, self.card.settings, self.device)
-        for one in planned:
-            if self._has(one.bench, one.case.name):
+        for number, one in enumerate(planned, 1):
+            if self._known(one.bench, one.case.name):
                 continue
-            self._add(self._measured(part, one))
+            with doing(Aside(), f"measuring {one.bench}.{one.case.name}, {number} of {len(planned)}"):
+                self._add(self._measured(part, one))
 
-    def _measured(self, part: PartName, one: parts.Planned) -> CardCase:
-        """Measure one case; if its times are unsteady, once more."""
-        lengths = self._lengths(one)
-        tried: list[tuple[Case, sensors.Watch]] = []
-        while not tried or (unsteadiness(tried[-1][0]) > UNSTEADY and len(tried) < ATTEMPTS):
+    def _measured(self, part: PartName, one: parts.Planned) -> Case:
+        """Measure one case; if its times are unsteady, once more, and keep the steadier measurement."""
+        lengths = parts.lengths_of(one, self.device)
+        tried: list[Case] = []
+        while not tried or (unsteadiness(tried[-1]) > UNSTEADY and len(tried) < ATTEMPTS):
             with sensors.Watch(self.sensors) as watch:
                 case = measure(one.bench, one.case.name, one.case.words, one.setup, one.case.against, lengths)
-            tried.append((case, watch))
-        case, watch = min(tried, key=lambda one: unsteadiness(one[0]))
-        extra: dict[str, Any] = {"attempts": len(tried)}
-        if case.status != "refused":
-            job = prepared(one.case.words, one.setup, lengths)
-            extra["estimated_reserved_bytes"] = estimated(*job).reserved_bytes
-            if one.dry:
-                extra["dry_run_bytes"] = bytes_by_dry_run(*job)
-        return self._card_case(part, case, watch, extra)
+            tried.append(case.model_copy(update={"sensors": watch.found()}))
+        case = min(tried, key=unsteadiness)
+        if case.status == "refused":
+            return self._card_case(part, case)
+        job = prepared(one.case.words, one.setup, lengths)
+        counted = bytes_by_dry_run(*job) if one.dry else None
+        return self._card_case(
+            part, case, estimated_reserved_bytes=estimated(*job).reserved_bytes, dry_run_bytes=counted
+        )
 
-    def _lengths(self, one: parts.Planned) -> list[int]:
-        try:
-            return parts.lengths_of(one)
-        except BadInput:
-            return []  # the case itself will be refused, with the reason
-
-    def _card_case(self, part: PartName, case: Case, watch: sensors.Watch, extra: dict[str, Any]) -> CardCase:
-        """Add to a case what was predicted and what the sensors said."""
+    def _card_case(self, part: PartName, case: Case, **extra: Any) -> Case:
+        """Add to a case its part and what was predicted for it."""
         if case.seconds:
             extra["predicted"] = tuple(predicted(case, card) for card in self._rates())
-        values = case.model_dump(exclude=set(Case.model_computed_fields))
-        return CardCase(**values, **extra, part=part, sensors=watch.found())
-
-    def _capstone(self) -> None:
-        if self._has("capstone", capstone.NAME):
-            return
-        settings = self.card.settings
-        longest_row = parts.capstone_tokens(settings, self.device)
-        steps = parts.CAPSTONE_STEPS[settings.short]
-        with sensors.Watch(self.sensors) as watch:
-            case = capstone.measure(settings.shape, longest_row, steps)
-        extra: dict[str, Any] = {}
-        if case.status != "refused":
-            job = capstone.prepared(settings.shape, longest_row, steps)
-            extra = {
-                "estimated_reserved_bytes": estimated(*job).reserved_bytes,
-                "dry_run_bytes": bytes_by_dry_run(*job),
-            }
-        self._add(self._card_case("capstone", case, watch, extra))
+        return Case.model_validate({**case.model_dump(), **extra, "part": part})
 
     def _longest(self) -> None:
         """Search the longest row; lengths that were tried already are not tried again."""
@@ -231,15 +195,15 @@ class Sitting:
 
         def runs(tokens: int) -> bool:
             name = f"tokens-{tokens}"
-            known = [case for case in self.card.cases if (case.bench, case.name) == ("longest", name)]
-            if known:
-                return known[0].status == "ok"
-            with sensors.Watch(self.sensors) as watch:
-                case = measure("longest", name, words, Setup(settings.shape, tokens, 0))
-            self._add(self._card_case("longest", case, watch, {}))
-            return case.status == "ok"
+            known = self._known("longest", name)
+            if known is None:
+                with doing(Aside(), f"training rows of {tokens:,} tokens"):
+                    case = measure("longest", name, words, Setup(settings.shape, tokens, 0))
+                known = self._card_case("longest", case)
+                self._add(known)
+            return known.status == "ok"
 
-        low, high = longest.search(said, runs)
+        low, high = search_longest(said, runs)
         self.say(f"  {low:,} tokens ran, {high:,} did not; the bill by hand says {said:,}")
 
     def _rates(self) -> list[Card]:
@@ -249,9 +213,7 @@ class Sitting:
         if known:
             found.append(known)
         if self.card.calibration:
-            about = {"device": self.device.name, "kind": self.device.kind, "threads": calibration.threads()}
-            values = {**self.card.calibration.model_dump(), **about, "versions": calibration.versions()}
-            found.append(calibration.card_by(calibration.Calibration(**values), self.device))
+            found.append(calibration.card_by(self.card.calibration, self.device))
         return found
 
     def _best_rates(self) -> Card | None:
@@ -259,20 +221,21 @@ class Sitting:
         found = self._rates()
         return found[-1] if found else calibration.card_of(self.device)
 
-    def _has(self, bench: str, name: str) -> bool:
-        return any((case.bench, case.name) == (bench, name) for case in self.card.cases)
+    def _known(self, bench: str, name: str) -> Case | None:
+        """Find a case in the file."""
+        return next((case for case in self.card.cases if (case.bench, case.name) == (bench, name)), None)
 
-    def _add(self, case: CardCase) -> None:
+    def _add(self, case: Case) -> None:
         """Keep a case, and say how it went."""
         self._keep(cases=(*self.card.cases, case))
-        self.say(f"  {line(case)}")
+        self.say(f"  {tables.line(case)}")
 
     def _record(self, part: PartName, record: PartRecord) -> None:
         self._keep(parts={**self.card.parts, part: record})
 
     def _keep(self, **changed: Any) -> None:
         """Change the card, and write its file."""
-        about = self.card.provenance.model_copy(update={"ended": provenance.now()})
+        about = self.card.provenance.model_copy(update={"ended": _now()})
         self.card = self.card.model_copy(update={**changed, "provenance": about})
         measured_card.write(self.card, self.file)
         interrupts.now_saved(
@@ -280,13 +243,70 @@ class Sitting:
         )
 
 
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _provenance(command: str) -> Provenance:
+    """Describe the code that runs."""
+    code = commit()
+    return Provenance(
+        commit=code["commit"] or "", changed=bool(code["changed"]), command=command, began=_now(), ended=_now()
+    )
+
+
+def _measured_device(device: Device, card: Any) -> MeasuredDevice:
+    """Describe the device and its driver."""
+    return MeasuredDevice(
+        kind=device.kind,
+        name=device.name,
+        capability=device.capability,
+        real_bf16=device.real_bf16,
+        memory_bytes=device.memory_bytes,
+        host_memory_bytes=psutil.virtual_memory().total,
+        threads=calibration.threads(),
+        driver=sensors.driver() if card else "",
+        cuda=torch.version.cuda or "",
+        highest_clock_mhz=sensors.highest_clock(card) if card else None,
+    )
+
+
 def _refuse_another(stored: MeasuredCard, new: MeasuredCard, out: Path) -> None:
     """Refuse to go on with a measurement of something else."""
     differs = [name for name in ("device", "versions", "settings") if getattr(stored, name) != getattr(new, name)]
-    if stored.provenance.code != new.provenance.code:
-        differs.append("code of cria_tricks")
+    if stored.provenance.commit != new.provenance.commit:
+        differs.append("commit of cria_tricks")
     if differs:
         raise BadInput(f"--out {out}: holds a measurement with another {' and '.join(differs)}; name a new folder")
+
+
+def search_longest(said: int, runs: Callable[[int], bool]) -> tuple[int, int]:
+    """Search the longest row that trains on a card: begin with what the bill by hand says, then search around it.
+
+    The bill takes 400 MB for the CUDA context, which a hardware profile's limit of the allocator does not, so there a
+    little more may run than it says.
+
+    Args:
+        said: the length to begin with [tokens].
+        runs: trains rows of a length, and returns whether that worked.
+
+    Returns:
+        The longest length that ran, and the shortest that did not [tokens].
+    """
+    low = high = said
+    if runs(said):
+        while runs(high := int(high * STRIDE)):
+            low = high
+    else:
+        while not runs(low := int(low / STRIDE)):
+            high = low
+    while high > low * CLOSE:
+        middle = (low + high) // 2
+        if runs(middle):
+            low = middle
+        else:
+            high = middle
+    return low, high
 
 
 def unsteadiness(case: Case) -> float:
@@ -294,18 +314,3 @@ def unsteadiness(case: Case) -> float:
     if not case.seconds:
         return 1.0
     return statistics.median(case.seconds) / min(case.seconds)
-
-
-def line(case: CardCase) -> str:
-    """Write a case in one line."""
-    name = f"{case.bench}.{case.name}"
-    if case.status != "ok":
-        return f"{name}: {case.status}: {case.why}"
-    peak = human(case.peak_allocated_bytes or 0)
-    counted = f", dry run {human(case.dry_run_bytes)}" if case.dry_run_bytes else ""
-    found = f"{name}: {peak}, predicted {human(case.estimated_bytes or 0)}{counted}"
-    if case.seconds:
-        found += f", {case.median_seconds:.2f} s a step"
-    for one in case.predicted:
-        found += f" ({one.low:.2f} to {one.high:.2f} predicted, {one.by})"
-    return found

@@ -28,7 +28,7 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="A part only, may be repeated: machine, calibrate, ladder, alone, capstone, longest, errors.",
+            help="A part only, may be repeated: calibrate, ladder, alone, capstone, longest, errors.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder to write, and to go on in.")] = Path("cria-bench"),

@@ -35,7 +35,10 @@ from cria_tricks.cli import techniques  # noqa: F401
 from cria_tricks.cli import bench  # noqa: F401
 # isort: on
 
-GONE = {"hardware": "cria plan RECIPE --gpu all"}
+GONE = {
+    "hardware": "cria plan RECIPE --gpu all",
+    "report": "cria bench, which writes report.md, or in a checkout python -m tools.figures --mine FILE --into FOLDER",
+}
 """Commands that are gone, each with what does its work now."""
 INSTEAD = {
     "--collectives": "NVIDIA's nccl-tests measure a link; the lesson on interconnects has a script that does so",

@@ -9,7 +9,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -136,29 +135,6 @@ def doctor(
     screen.wrapped(_how_many_work(found["toggles"], found["device"]["name"]), "", about, "")
     if problems.row_count:
         screen.wrapped(problems)
-
-
-@app.command(rich_help_panel=MACHINE, epilog="Example: cria report my-card/measured_card.json --out cria-report")
-def report(
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="FILE...",
-            help="What cria bench wrote, pytest --benchmark-only --benchmark-json FILE, or the report.json of a run.",
-        ),
-    ],
-    out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("cria-report"),
-    as_json: Json = False,
-) -> None:
-    """Draw results of yours beside the committed ones, in the figures and tables that any result can fill."""
-    from cria_tricks.bench import compare
-
-    cases = compare.report(files, out)
-    if as_json:
-        print(json.dumps([case.model_dump(mode="json") for case in cases], indent=2, allow_nan=False))
-        return
-    devices = ", ".join(dict.fromkeys(case.device for case in cases))
-    screen.print(f"{len(cases)} cases of {devices}: {out / 'report.md'}", highlight=False, markup=False)
 
 
 def _about_the_machine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:

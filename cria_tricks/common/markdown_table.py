@@ -21,6 +21,11 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> lis
     return lines + [_line(row) for row in rows]
 
 
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return :func:`markdown_table` as one text."""
+    return "\n".join(markdown_table(columns, rows))
+
+
 def cell(text: str) -> str:
     """Escape each ``|`` in a text, because it would end the cell."""
     return text.replace("|", "\\|")

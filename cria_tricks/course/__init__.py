@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from cria_tricks.course.drawing import DARK, LIGHT, NARROW_DARK, NARROW_LIGHT, Sketch, figure, ladder, show
+from cria_tricks.course.drawing import DARK, LIGHT, Sketch, figure, ladder, show
 from cria_tricks.course.exercises import CHECKS, about, check, equal
 from cria_tricks.course.job import CAPSTONE, bill, show_bill, show_worth, so_far
 from cria_tricks.course.measured import on_a_gpu
@@ -21,8 +21,6 @@ __all__ = [
     "CHECKS",
     "DARK",
     "LIGHT",
-    "NARROW_DARK",
-    "NARROW_LIGHT",
     "NO_GUESS",
     "PREDICTION",
     "Sketch",
@@ -88,9 +86,9 @@ _NAMES = {
     # bytes and seconds, measured
     "bench": "results tables",
     "bench.case": "TRAINED_SHARE",
-    "bench.figures": "capacity",
-    "bench.style": "Theme marked panels readable",
-    "bench.tables": "table",
+    "common.figures": "Theme marked panels readable",
+    "common.markdown_table": "table",
+    "course.drawing": "capacity",
     "measure.counting": "SavedBytes Traffic flops peak_bytes",
     "measure.memory": "LiveBytes",
     "measure.monitor": "Monitor read=read_monitor summarise=summarise_monitor",

@@ -7,20 +7,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from cria_tricks.bench import figures, style
-from cria_tricks.bench.style import Drawing, Theme
+from cria_tricks.common import figures
+from cria_tricks.common.figures import GIB, Drawing, Theme
 from cria_tricks.common.lessons import LESSONS
 from cria_tricks.course.job import CAPSTONE, LESSON_OF, bill, so_far
 from cria_tricks.course.notebook import shown
 from cria_tricks.hardware import T4
 from cria_tricks.predict import toggles
 
-GIB = 2**30
 LIGHT = "image/vnd.cria.light+svg"
 DARK = "image/vnd.cria.dark+svg"
-NARROW_LIGHT = "image/vnd.cria.narrow-light+svg"
-NARROW_DARK = "image/vnd.cria.narrow-dark+svg"
-"""The MIME types under which the site finds a figure's light and dark version, and their narrow variants for phones.
+"""The MIME types under which the site finds a figure's light and dark version.
 
 A notebook does not know them. It shows the plain SVG, which is the light version on a white background.
 """
@@ -47,10 +44,10 @@ def ladder(lesson: str) -> Drawing:
         axes.barh(range(len(names)), peaks, color=colours, height=0.66)
         for place, peak in enumerate(peaks):
             axes.text(peak, place, f" {peak:.1f} GiB", va="center", color=theme.ink)
-        axes.set_yticks(range(len(names)), style.readable(names))
+        axes.set_yticks(range(len(names)), figures.readable(names))
         axes.set(xlabel="peak of a training step, GiB", xlim=(0, max(*peaks, T4.memory_bytes / GIB) * 1.15))
         axes.set_ylim(len(names) - 0.4, -1.2)  # from the top down, with room above for the label of the T4's line
-        figures.capacity(axes, theme)
+        capacity(axes, theme)
         axes.grid(axis="x")
         return drawn
 
@@ -63,28 +60,28 @@ def figure(height: float = 3.0) -> tuple[Figure, Axes]:
     Args:
         height: height of the figure [inches].
     """
-    drawn, (axes,) = style.panels(1, height)
+    drawn, (axes,) = figures.panels(1, height)
     return drawn, axes
 
 
-def show(drawing: Drawing, says: str) -> None:
-    """Show a figure in a notebook, in both themes and at two widths; outside a notebook, show nothing.
+def capacity(axes: Axes, theme: Theme) -> None:
+    """Draw the memory of a T4 as a vertical line through horizontal bars, see :func:`figures.limit`."""
+    has = T4.memory_bytes / GIB
+    figures.limit(axes, theme, has, f"a T4 has {has:.1f} GiB")
 
-    Where words would overlap in the narrow variant, it is left out.
+
+def show(drawing: Drawing, says: str) -> None:
+    """Show a figure in a notebook, in both themes; outside a notebook, show nothing.
 
     Args:
-        drawing: a function from a theme to a figure; called once for each theme and width.
+        drawing: a function from a theme to a figure; called once for each theme.
         says: one sentence on what the figure shows, for readers who cannot see it (alt text).
     """
     # Draw both even if nothing is shown, so that running a lesson as a plain script finds a broken figure.
-    light, dark = (style.save(drawing, theme).decode() for theme in ("light", "dark"))
-    narrow = [style.save(drawing, theme, narrow=True).decode() for theme in ("light", "dark")]
+    light, dark = (figures.save(drawing, theme).decode() for theme in ("light", "dark"))
     # A notebook may have a dark page, so the plain SVG gets a white background.
     white = light.replace("<defs>", '<rect width="100%" height="100%" fill="#ffffff"/>\n <defs>', 1)
-    found = {"image/svg+xml": white, LIGHT: light, DARK: dark, "text/plain": says}
-    if all(narrow):
-        found |= dict(zip((NARROW_LIGHT, NARROW_DARK), narrow, strict=True))
-    shown(found)
+    shown({"image/svg+xml": white, LIGHT: light, DARK: dark, "text/plain": says})
 
 
 class Sketch:
@@ -100,9 +97,8 @@ class Sketch:
 
     def __init__(self, theme: Theme, width: float, height: float):
         self.theme = theme
-        self.figure, self.axes = figure(height=style.WIDTH * height / width)
-        # A narrow picture is as high as the wide one, so that its words have room for more lines.
-        self.axes.set(xlim=(0, width), ylim=(height, 0), aspect="auto" if style.is_narrow() else "equal")
+        self.figure, self.axes = figure(height=figures.WIDTH * height / width)
+        self.axes.set(xlim=(0, width), ylim=(height, 0), aspect="equal")
         self.axes.axis("off")
 
     def tensor(self, x: float, y: float, w: float, h: float, name: str, *, color: int = 0, kept: bool = True) -> None:

@@ -24,8 +24,7 @@
   function mode() {
     const dark = document.body.getAttribute("data-md-color-scheme") === "slate";
     document.querySelectorAll('picture > source[srcset$="-dark.svg"]').forEach(function (source) {
-      const fits = source.srcset.endsWith("-narrow-dark.svg") ? "(max-width: 45em)" : "all"; // as in course.css
-      source.media = dark ? fits : "not all";
+      source.media = dark ? "all" : "not all";
     });
   }
   // A box that scrolls can be reached by keyboard, and shows whether there is more to the right. All boxes are measured

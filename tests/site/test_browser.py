@@ -102,42 +102,6 @@ def test_figures_follow_the_page_and_not_the_system(host, browser):
             time.sleep(0.1)
 
 
-SHOWN = """
-return [...document.querySelectorAll("picture:has(> source[srcset*='-narrow-'])")]
-  .map((one) => [one.querySelector("img").currentSrc, one.scrollWidth - one.clientWidth]);
-"""
-"""Which file each figure with a narrow variant shows, and by how much it is too wide for its place."""
-
-
-@pytest.mark.parametrize("page", ["lessons/gradient_checkpointing", "benchmarks"])
-def test_a_phone_gets_narrow_figures_that_do_not_scroll_in_the_mode_of_the_page(page, host, browser):
-    for width, middle in ((WIDTHS["phone"], "-narrow"), (WIDTHS["screen"], "")):
-        browser.set_window_size(width, 900)
-        browser.get(f"{host}{page}.html")
-        browser.execute_script('document.querySelectorAll("picture img").forEach(image => image.loading = "eager")')
-        for mode, scheme in MODES.items():
-            browser.execute_script(MODE, scheme)
-            deadline = time.monotonic() + 60
-            while wrong := [
-                (source, over)
-                for source, over in browser.execute_script(SHOWN) or [("no figure has a narrow variant", 0)]
-                if not source.endswith(f"{middle}-{mode}.svg") or ("-narrow-" in source) != bool(middle) or over > 1
-            ]:
-                assert time.monotonic() < deadline, wrong
-                time.sleep(0.1)
-
-
-SCROLL = {"when_libraries_lie-1"}
-"""The sketches whose words would overlap on a phone, so they have no narrow variant there and scroll."""
-
-
-def test_each_figure_but_a_few_sketches_has_a_narrow_variant(site):
-    found = {path.name.removesuffix("-light.svg") for path in (site / "lessons").glob("*[0-9]-light.svg")}
-    narrow = {path.name.removesuffix("-narrow-light.svg") for path in (site / "lessons").glob("*-narrow-light.svg")}
-    assert len(found) > 90
-    assert found - narrow == SCROLL
-
-
 def test_the_search_box_leads_to_the_right_place_first(host, browser):
     from selenium.webdriver.common.by import By
 

@@ -1,23 +1,58 @@
-"""Draw figures of results for light and dark pages; the same data always gives the same file.
+"""Draw the figures and write the tables of the benchmarks' pages from committed results; it measures nothing.
 
-This module measures nothing. It draws bytes and speeds as they were measured or counted, with ratios, errors and growth
-exponents computed from them. ``style.save`` writes an SVG in which letters are paths, so it looks the same everywhere.
+    python -m tools.figures                            # docs/assets/benchmarks/*.svg, and the tables of three pages
+    python -m tools.figures --into FOLDER              # the same elsewhere, to compare
+    python -m tools.figures --into FOLDER --mine FILE  # with your cases, of cria bench or of --benchmark-json
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end of NAME -->``; only what is there is drawn. Letters in an
+SVG are paths, so it looks the same everywhere, and the same results always give the same file.
 """
 
-import operator
+import argparse
+import re
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from cria_tricks.bench import growth
-from cria_tricks.bench.growth import Curve
-from cria_tricks.bench.results import Case, by_device
-from cria_tricks.bench.style import GIB, MARKERS, Drawing, Theme, marked, panels, readable, short
+from cria_tricks.bench import results
+from cria_tricks.bench.results import Case, by_device, study
+from cria_tricks.bench.tables import PEAK, TOKEN, estimate_error, quality
+from cria_tricks.common.figures import GIB, MARKERS, Drawing, Theme, limit, marked, panels, readable, save, short
+from cria_tricks.common.themes import THEMES
 from cria_tricks.hardware.device import T4
+from tools import compared, curated_tables, tables
+from tools.compared import STEP, Curve, Pair
+
+ROOT = Path(__file__).resolve().parents[1]
+ASSETS = Path("docs") / "assets" / "benchmarks"
+PAGES = (Path("docs/benchmarks.md"), Path("docs/guide/evaluate.md"), Path("docs/index.md"))
+SAYS = {
+    "ladder": "Peak bytes of Llama-3.2-1B by dry run, one switch after the other, beside what a T4 has",
+    "frontier": "Trained tokens a second against peak bytes, our switches beside TRL's flags",
+    "tricks": "Every trick against the same step without it: bytes, and seconds of a token",
+    "together": "Every switch of the capstone, alone and beside all others: bytes, and seconds of a token",
+    "errors": "The bill by hand against the measured peak, in per cent, case by case",
+    "growth_tokens": "Bytes and seconds of a step against the length of a row",
+    "growth_rows": "Bytes and seconds of a step against the rows of a micro-batch",
+    "growth_model": "Bytes and seconds of a step against the weights of the model",
+}
+"""Each figure's name -> what it shows in words, for readers who cannot see it."""
+
+
+def picture(name: str, sentence: str) -> str:
+    """Return the HTML of a figure. The browser takes the light or the dark file, whichever the reader prefers.
+
+    Args:
+        name: address of the files without ``-light.svg``.
+        sentence: what the figure shows.
+    """
+    dark = f'<source media="(prefers-color-scheme: dark)" srcset="{name}-dark.svg">'
+    return f'<picture>{dark}<img alt="{sentence}" src="{name}-light.svg"></picture>'
 
 
 def ladder(ladder_steps: Mapping[str, Mapping[str, Any]]) -> Drawing:
@@ -40,30 +75,12 @@ def ladder(ladder_steps: Mapping[str, Mapping[str, Any]]) -> Drawing:
         axes.set_yticks(places, readable(ladder_steps))
         # The y axis points down, so the first bar is at the top. Above it is room for the label of the T4's line.
         axes.set(xlabel="peak of a training step, GiB", xlim=(0, max(peaks) * 1.12), ylim=(len(peaks) - 0.4, -1.2))
-        capacity(axes, theme)
+        has = T4.memory_bytes / GIB
+        limit(axes, theme, has, f"a T4 has {has:.1f} GiB")
         axes.grid(axis="x")
         return figure
 
     return draw
-
-
-def capacity(axes: Axes, theme: Theme) -> None:
-    """Draw the memory of a T4 as a vertical line through horizontal bars, with a label above the first bar.
-
-    Numbers behind bars that would lie on the line move to its right side.
-
-    Args:
-        axes: the panel, with its bars, numbers and limits: the x axis is in GiB, the first bar is at y = 0, and the y
-            axis points down.
-        theme: the colours.
-    """
-    has = T4.memory_bytes / GIB
-    width = 0.13 * axes.get_xlim()[1]  # of a number: nobody knows it yet, because the figure is laid out later
-    for text in axes.texts:
-        if has - width < text.get_position()[0] < has:
-            text.set_x(has)
-    axes.axvline(has, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3)))
-    axes.text(has, -0.75, f" a T4 has {has:.1f} GiB", color=theme.alarm, va="center")
 
 
 def of_cases(cases: Iterable[Case], counted: Mapping[str, Mapping[str, int]]) -> dict[str, Drawing]:
@@ -71,98 +88,27 @@ def of_cases(cases: Iterable[Case], counted: Mapping[str, Mapping[str, int]]) ->
 
     Args:
         cases: cases of any devices.
-        counted: results of the dry runs in which one size grows, by label (see :func:`growth.counted`).
+        counted: results of the dry runs in which one size grows, by label (see :func:`compared.counted`).
     """
     cases = list(cases)
     found: dict[str, Drawing] = {}
-    for name, compared in (("tricks", pairs(cases)), ("together", capstone_pairs(cases))):
-        if compared:
-            found[name] = ratios(compared)
+    for name, found_pairs in (("tricks", compared.pairs(cases)), ("together", compared.capstone_pairs(cases))):
+        if found_pairs:
+            found[name] = ratios(found_pairs)
     if any(estimate_error(case) is not None for case in cases):
         found["errors"] = errors(cases)
-    for what, label in growth.AXES.items():
-        by_bytes = growth.counted(counted, what) + growth.measured(cases, what, PEAK)
-        by_seconds = growth.measured(cases, what, STEP)
+    for what, label in compared.AXES.items():
+        by_bytes = compared.counted(counted, what) + compared.measured(cases, what, PEAK)
+        by_seconds = compared.measured(cases, what, STEP)
         if by_bytes or by_seconds:
             found[f"growth_{what}"] = growing(label, by_bytes, by_seconds)
     return found
 
 
-PEAK = operator.attrgetter("peak_allocated_bytes")
-"""Read the peak of a case (bytes)."""
-TOKEN = operator.attrgetter("seconds_per_token")
-"""Read a case's time for each trained token (seconds)."""
-STEP = operator.attrgetter("median_seconds")
-"""Read a case's median time for a step (seconds)."""
-
-
-def estimate_error(case: Case) -> float | None:
-    """Compute how far a case's estimated peak is above the measured one (per cent); ``None`` if either is missing."""
-    if not case.estimated_bytes or not case.peak_allocated_bytes:
-        return None
-    return 100 * (case.estimated_bytes / case.peak_allocated_bytes - 1)
-
-
-class Pair(NamedTuple):
-    """The same optimizer step without a switch and with it.
-
-    Attributes:
-        label: the switch.
-        series: the group of points that share a colour: the device, or the way of comparing.
-        off: the step without the switch.
-        on: the step with the switch.
-    """
-
-    label: str
-    series: str
-    off: Case
-    on: Case
-
-
-APART = ("together", "growth", "interactions", "peers")
-"""Benchmarks that have their own figures or tables."""
-
-
-def pairs(cases: Iterable[Case]) -> list[Pair]:
-    """Pair every trick's cases with their baselines on the same device."""
-    found = []
-    for case, other in against(case for case in cases if case.bench not in APART):
-        label = case.bench
-        if case.name != "on":  # "on" would add nothing to the name of the bench
-            label += f": {case.name}"
-        found.append(Pair(label, case.device, other, case))
-    return found
-
-
-def capstone_pairs(cases: Iterable[Case]) -> list[Pair]:
-    """Pair each switch of the capstone twice: with only the switches that it needs, and with all the others."""
-    found = [case for case in cases if case.bench == "together"]
-    several = len(by_device(found)) > 1
-    made = []
-    for case, other in against(found):
-        kind, _, field = case.name.partition("_")
-        where = f", {case.device}" if several else ""
-        if kind == "alone":
-            made.append(Pair(field, f"alone{where}", other, case))
-        elif kind == "removed":  # here the case is the step without the switch
-            made.append(Pair(field, f"beside all others{where}", case, other))
-    return made
-
-
-def against(cases: Iterable[Case]) -> Iterator[tuple[Case, Case]]:
-    """Yield each case with its baseline, if both have run."""
-    cases = [case for case in cases if case.status == "ok"]
-    found = {(case.device, case.bench, case.name): case for case in cases}
-    for case in cases:
-        baseline = found.get((case.device, case.bench, case.against))
-        if baseline:
-            yield case, baseline
-
-
-def ratios(compared: Sequence[Pair]) -> Drawing:
+def ratios(found: Sequence[Pair]) -> Drawing:
     """Draw how a step with a switch compares with the same step without it: ratios of bytes and of time per token."""
-    labels = list(dict.fromkeys(pair.label for pair in compared))
-    series = list(dict.fromkeys(pair.series for pair in compared))
+    labels = list(dict.fromkeys(pair.label for pair in found))
+    series = list(dict.fromkeys(pair.series for pair in found))
     measures = (("bytes, times those without", PEAK), ("seconds of a token, times those without", TOKEN))
 
     def draw(theme: Theme) -> Figure:
@@ -171,7 +117,7 @@ def ratios(compared: Sequence[Pair]) -> Drawing:
             for number, name in enumerate(series):
                 xs = []
                 ys = []
-                for pair in compared:
+                for pair in found:
                     on = measure(pair.on)
                     off = measure(pair.off)
                     if pair.series == name and on and off:
@@ -348,3 +294,99 @@ def errors(cases: Iterable[Case]) -> Drawing:
         return figure
 
     return draw
+
+
+def drawings(cases: Sequence[Case]) -> dict[str, Drawing]:
+    """Return all figures, by name."""
+    found: dict[str, Drawing] = {}
+    if ladder_study := study("ladder"):
+        found["ladder"] = ladder(ladder_study["cases"])
+    if frontier_study := study("frontier"):
+        found["frontier"] = frontier(frontier_study)
+    return found | of_cases(cases, counted_growth())
+
+
+OF_STUDIES = {
+    "ladder": ("ladder", lambda study: tables.ladder(study["cases"])),
+    "without_checkpointing": ("without_checkpointing", tables.without_checkpointing),
+    "long_rows": ("long_rows", tables.long_rows),
+    "per_process": ("per_process", lambda study: tables.per_process(_large(study), "LoRA")),
+    "per_process_of_all_weights": ("per_process", lambda study: tables.per_process(_large(study), "all weights")),
+    "shared_rows": ("per_process", lambda study: tables.shared_rows(_large(study))),
+    "links": ("links", tables.links),
+    "frontier": ("frontier", tables.frontier),
+    "seconds_error": ("seconds_error", tables.seconds_error),
+    "step_profile": ("step_profile", tables.step_profile),
+    "trajectories": ("trajectories", tables.trajectories),
+    "quality": ("quality", lambda study: quality(study["runs"])),
+    "curated": ("kwanzaa_curated_small", lambda study: curated_tables.scores(study, "history_notes")),
+    "curated_on_real_rows": ("kwanzaa_curated_small", lambda study: curated_tables.scores(study, "kwanzaa")),
+    "curated_answers": ("kwanzaa_curated_small", curated_tables.answers),
+    "curated_answer_on_home": ("kwanzaa_curated_small", curated_tables.answer_on_home),
+    "real_rows": ("kwanzaa_small", lambda study: curated_tables.scores(study, "kwanzaa")),
+    "real_rows_with_the_contract": (
+        "kwanzaa_small",
+        lambda study: curated_tables.scores(study, "kwanzaa with the contract"),
+    ),
+}
+"""Each table -> the study that it shows, and how."""
+
+
+def blocks(cases: Sequence[Case]) -> dict[str, str]:
+    """Return all tables, by name."""
+    found = tables.of_cases(cases, counted_growth())
+    benchmarks = ROOT / "benchmarks"
+    found["published"] = tables.published(results.read_json(benchmarks / "peers" / "published.json"))
+    found["public_runs"] = tables.public_runs(results.read_json(benchmarks / "results" / "published_runs.json"))
+    for name, (of_study, lay_out) in OF_STUDIES.items():
+        if one := study(of_study):
+            found[name] = lay_out(one)
+    return found
+
+
+def _large(study: Mapping[str, Any]) -> list[Any]:
+    return [case for case in study["cases"] if case["model"] == "smollm2"]
+
+
+def counted_growth() -> dict[str, Any]:
+    """Return the dry runs of growth."""
+    found = study("growth")
+    return found["cases"] if found else {}
+
+
+def with_blocks(text: str, found: Mapping[str, str]) -> str:
+    """Return a page with its tables as they should be."""
+    return re.sub(
+        r"(<!-- table: (\w+) -->\n).*?(<!-- end of \2 -->)",
+        lambda match: f"{match[1]}\n{found[match[2]]}\n\n{match[3]}" if match[2] in found else match[0],
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def main() -> None:
+    """Draw everything."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--into", type=Path, default=ROOT, help="the checkout when left out")
+    parser.add_argument("--mine", type=Path, nargs="+", default=[], help="files of yours, drawn beside the others")
+    chosen = parser.parse_args()
+    if chosen.mine and chosen.into == ROOT:
+        parser.error("--mine: name a folder with --into, or your cases would be among the committed ones")
+    cases = results.read(results.COMMITTED)
+    for file in chosen.mine:
+        for case in results.read_cases(file):
+            cases.append(case.model_copy(update={"device": f"{case.device} ({file.stem})"}))
+    for name, drawing in drawings(cases).items():
+        for theme in THEMES:
+            path = chosen.into / ASSETS / f"{name}-{theme}.svg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(save(drawing, theme))
+    found = blocks(cases)
+    for page in PAGES:
+        path = chosen.into / page
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(with_blocks((ROOT / page).read_text(encoding="utf-8"), found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cria_tricks.bench.tables import table
+from cria_tricks.common.markdown_table import table
 from cria_tricks.data.samples import answer_line
 from cria_tricks.kwanzaa.summary import NAMES
 

@@ -1,16 +1,64 @@
-"""Collect results in which one size grows, and compute how fast bytes and seconds grow with it."""
+"""What the figures and the tables of results share: pairs of cases, and curves along which one size grows."""
 
 import math
+import operator
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from cria_tricks.bench.results import Case
+from cria_tricks.bench.results import Case, by_device
+from cria_tricks.bench.tables import Measure, against
 from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.models.shape import find_shape
 
+STEP: Measure = operator.attrgetter("median_seconds")
+"""Read a case's median time for a step (seconds)."""
+APART = ("together", "growth", "interactions", "peers")
+"""Benchmarks that have their own figures or tables."""
 AXES = {"tokens": "tokens of a row", "rows": "rows of a micro-batch", "model": "weights of the model"}
 """Each size that can grow -> its label in words."""
+
+
+class Pair(NamedTuple):
+    """The same optimizer step without a switch and with it.
+
+    Attributes:
+        label: the switch.
+        series: the group of points that share a colour: the device, or the way of comparing.
+        off: the step without the switch.
+        on: the step with the switch.
+    """
+
+    label: str
+    series: str
+    off: Case
+    on: Case
+
+
+def pairs(cases: Iterable[Case]) -> list[Pair]:
+    """Pair every trick's cases with their baselines on the same device."""
+    found = []
+    for case, other in against(case for case in cases if case.bench not in APART):
+        label = case.bench
+        if case.name != "on":  # "on" would add nothing to the name of the bench
+            label += f": {case.name}"
+        found.append(Pair(label, case.device, other, case))
+    return found
+
+
+def capstone_pairs(cases: Iterable[Case]) -> list[Pair]:
+    """Pair each switch of the capstone twice: with only the switches that it needs, and with all the others."""
+    found = [case for case in cases if case.bench == "together"]
+    several = len(by_device(found)) > 1
+    made = []
+    for case, other in against(found):
+        kind, _, field = case.name.partition("_")
+        where = f", {case.device}" if several else ""
+        if kind == "alone":
+            made.append(Pair(field, f"alone{where}", other, case))
+        elif kind == "removed":  # here the case is the step without the switch
+            made.append(Pair(field, f"beside all others{where}", case, other))
+    return made
 
 
 class Curve(NamedTuple):
@@ -53,7 +101,7 @@ def counted(cases: Mapping[str, Mapping[str, int]], what: str) -> list[Curve]:
     return _curves(lines)
 
 
-def measured(cases: Iterable[Case], what: str, measure: Callable[[Case], float | None]) -> list[Curve]:
+def measured(cases: Iterable[Case], what: str, measure: Measure) -> list[Curve]:
     """Collect bytes or seconds of the cases in which one size grows, for every device.
 
     Args:
