@@ -60,7 +60,7 @@ def test_every_field_is_taken_from_its_place(monkeypatch):
     recipe, versions = {"train": {"seed": 9}}, {"python": "3", "cria_tricks": "1.2"}
     run = {"versions": versions, "recipe": recipe, "data": data, **metrics, **rest}
     rows = sources.find("nguzo_saba", "eval")
-    streamed: Any = SimpleNamespace(description="a stream", sha256="s")
+    streamed: Any = SimpleNamespace(description="a stream", sha256="s", count=None)
     assert provenance.describe(run, "weights", {"train": streamed, "eval": rows}) == {
         "package": {"name": "cria_tricks", "version": "1.2", "commit": "c", "changed": False},
         "base": {"name": "weights"},

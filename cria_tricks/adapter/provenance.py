@@ -11,8 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from cria_tricks.data.shards import Streamed
-from cria_tricks.data.sources import DataSource
+from cria_tricks.data.sources import OpenedSource
 from cria_tricks.models import Weights, identity
 
 PACKAGE = Path(__file__).parents[1]
@@ -36,7 +35,7 @@ METRICS = (
 def describe(
     report: Mapping[str, Any],
     weights: Weights,
-    found: Mapping[str, DataSource | Streamed],
+    found: Mapping[str, OpenedSource],
     other_base: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Collect what an adapter was made of: code, base, data, recipe and versions, with what the run measured.
@@ -74,10 +73,10 @@ def describe(
     }
 
 
-def _rows(source: DataSource | Streamed, kinds: Mapping[str, int]) -> dict[str, Any]:
+def _rows(source: OpenedSource, kinds: Mapping[str, int]) -> dict[str, Any]:
     return {
         "description": source.description,
-        "rows": len(source.rows) if isinstance(source, DataSource) else None,
+        "rows": source.count,
         "sha256": source.sha256,
         "kinds": kinds,
     }

@@ -34,7 +34,10 @@ from cria_tricks.cli import techniques  # noqa: F401
 from cria_tricks.cli import bench  # noqa: F401
 # isort: on
 
-GONE = {"hardware": "cria plan RECIPE --gpu all"}
+GONE = {
+    "hardware": "cria plan RECIPE --gpu all",
+    "prepare": "cria train, which keeps the tokens of any data in a mapped file",
+}
 """Commands that are gone, each with what does its work now."""
 INSTEAD = {
     "--collectives": "NVIDIA's nccl-tests measure a link; the lesson on interconnects has a script that does so",

@@ -95,8 +95,6 @@ def read(recipe: Recipe, augment: Copies | None = None) -> Lengths:
     try:
         if data.stream:
             raise _Unread("data.stream=true")
-        if sources.is_prepared(data.train):
-            raise _Unread("data.train is token shards")
         _refuse_far_or_large(recipe)
         tokenizer = _Tokenizer(_folder(recipe.model))
         train = sources.find(data.train, "train", contract=data.contract)

@@ -14,7 +14,6 @@ empty line and the input if there is one. The assistant's turn is the output. In
 ``system`` becomes the system message.
 """
 
-import itertools
 import json
 import re
 import reprlib
@@ -96,43 +95,38 @@ def marked_question(turn: str) -> re.Match[str] | None:
 
 
 def read_jsonl(path: str | Path) -> list[Chat]:
-    """Read and check a whole file.
+    """Read and check a whole file; the errors are those of :func:`reading`."""
+    return list(reading(path))
+
+
+def reading(path: str | Path) -> Iterator[Chat]:
+    """Read and check the rows of a file, one after another.
 
     Raises:
         BadInput: naming file, line and field of the first row that is wrong.
     """
+    found = False
+    for row in check_rows(_parsed(path)):
+        found = True
+        yield row
+    if not found:
+        raise BadInput(f"data {path}: no rows; one JSON object a line is expected")
+
+
+def _parsed(path: str | Path) -> Iterator[tuple[Any, str]]:
+    number = 0
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        # In binary, lines end at a line feed alone: U+2028 is no end of a line, and may stand inside a JSON string.
+        with Path(path).open("rb") as file:
+            for number, line in enumerate(file, 1):
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if text.strip():
+                    where = f"{path}:{number}"
+                    yield parse(text, where), where
     except UnicodeDecodeError as error:
-        raise BadInput(f"data {path}: not UTF-8 text (byte {error.start})") from None
+        raise BadInput(f"data {path}:{number}: not UTF-8 text (byte {error.start} of the line)") from None
     except OSError as error:
         raise BadInput(f"data {path}: cannot be read: {error.strerror}") from None
-    rows = list(check_rows(_parsed(text, path)))
-    if not rows:
-        raise BadInput(f"data {path}: no rows; one JSON object a line is expected")
-    return rows
-
-
-def first_rows(path: str | Path, number: int) -> list[Chat]:
-    """Read and check the first rows of a file, without reading the rest.
-
-    Raises:
-        BadInput: as :func:`read_jsonl` does.
-    """
-    try:
-        with Path(path).open(encoding="utf-8-sig", newline="\n") as file:
-            lines = list(itertools.islice(file, number))
-    except (UnicodeDecodeError, OSError):
-        return read_jsonl(path)  # it raises an error that says what is wrong, and where
-    return list(check_rows(_parsed("".join(lines), path)))
-
-
-def _parsed(text: str, path: str | Path) -> Iterator[tuple[Any, str]]:
-    # Not splitlines(): it also splits at U+2028, which may stand inside a JSON string.
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            where = f"{path}:{number}"
-            yield parse(line, where), where
 
 
 def parse(line: str, where: str) -> Any:

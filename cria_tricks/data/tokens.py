@@ -1,8 +1,10 @@
 """Tokenise chats, completions and texts, and label the tokens that are trained: answers, or all tokens of a text."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from cria_tricks.common.errors import BadInput, first_line
 from cria_tricks.data.counts import Tally
@@ -20,21 +22,42 @@ DATE = "26 Jul 2024"
 tokens on every day."""
 
 
-@dataclass(frozen=True)
+def _unknown() -> np.ndarray:
+    return np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
 class TokenRows:
     """The tokenised rows of a data set, and how many rows were cut or left out.
 
     Attributes:
-        rows: the tokens and labels of each row.
+        rows: the tokens and labels of each row, in a list or in a file (``table.py``).
         cut: how many rows were longer than ``max_length`` and lost their end.
         dropped: how many rows were longer and were left out.
         tally: counts of the rows that were left out and added before tokenising.
+        lengths: the tokens of each row, shape (N,), int64; counted here when left out.
+        trained: the trained tokens of each row, those with a label, shape (N,), int64; counted here when left out.
+        highest_id: the largest token id; found here when left out.
     """
 
-    rows: list[TokenRow]
+    rows: Sequence[TokenRow]
     cut: int
     dropped: int
     tally: Tally = field(default_factory=Tally)
+    lengths: np.ndarray = field(default_factory=_unknown)
+    trained: np.ndarray = field(default_factory=_unknown)
+    highest_id: int = -1
+
+    def __post_init__(self) -> None:
+        if self.highest_id >= 0:
+            return
+        counts = {
+            "lengths": np.array([len(row["input_ids"]) for row in self.rows], np.int64),
+            "trained": np.array([trained(row) for row in self.rows], np.int64),
+            "highest_id": max((max(row["input_ids"]) for row in self.rows), default=0),
+        }
+        for name, value in counts.items():
+            object.__setattr__(self, name, value)
 
     @property
     def count(self) -> int:
@@ -44,26 +67,21 @@ class TokenRows:
     @property
     def tokens(self) -> int:
         """The number of tokens in all rows."""
-        return sum(len(row["input_ids"]) for row in self.rows)
-
-    @property
-    def highest_id(self) -> int:
-        """The largest token id."""
-        return max(max(row["input_ids"]) for row in self.rows)
+        return int(self.lengths.sum())
 
     @property
     def trained_tokens(self) -> int:
-        """The number of trained tokens in all rows: those with a label."""
-        return sum(trained(row) for row in self.rows)
+        """The number of trained tokens in all rows."""
+        return int(self.trained.sum())
 
     @property
     def longest(self) -> int:
         """The number of tokens in the longest row."""
-        return max(len(row["input_ids"]) for row in self.rows)
+        return int(self.lengths.max())
 
     def most_trained(self, batch_size: int) -> int:
         """The most trained tokens that a micro-batch of this many rows can have."""
-        return sum(sorted(map(trained, self.rows))[-batch_size:])
+        return int(np.sort(self.trained)[-batch_size:].sum())
 
 
 def trained(row: TokenRow) -> int:
@@ -71,16 +89,8 @@ def trained(row: TokenRow) -> int:
     return sum(label != IGNORED for label in row["labels"])
 
 
-def tokenize(
-    chats: Sequence[Chat],
-    tokenizer: Any,
-    max_length: int,
-    overflow: str = "truncate",
-    overlap: int = 1,
-    tally: Tally | None = None,
-    add_eos: bool = False,
-) -> TokenRows:
-    """Tokenise rows and label the tokens that are trained.
+class Tokenized:
+    """Tokenise rows one after another, and label the tokens that are trained.
 
     The assistant's turns are found by prefix: the tokens of a conversation up to a turn are a prefix of the tokens of
     the whole conversation. They are not found by the padding id, because in many tokenizers it is also the id of the
@@ -96,30 +106,90 @@ def tokenize(
         tally: counts of what happened to the rows before; the kinds of rows are added to it.
         add_eos: whether the last answer of a chat gets the EOS token if its template writes no end (``data.eos``).
 
-    Raises:
-        BadInput: if the chat template does not fit, a row has nothing left to train on, or no row is left.
+    Attributes:
+        cut: how many rows lost their end so far.
+        dropped: how many rows were left out so far.
+        first_dropped: file and line of the first of them.
+        given: how many token rows came out so far.
     """
-    rows: list[TokenRow] = []
-    cut = dropped = 0
-    tally = tally or Tally()
-    for chat in chats:
+
+    def __init__(
+        self,
+        chats: Iterable[Chat],
+        tokenizer: Any,
+        max_length: int,
+        overflow: str = "truncate",
+        overlap: int = 1,
+        tally: Tally | None = None,
+        add_eos: bool = False,
+    ):
+        self.chats = chats
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.overflow = overflow
+        self.overlap = overlap
+        self.tally = tally or Tally()
+        self.add_eos = add_eos
+        self.cut = self.dropped = self.given = 0
+        self.first_dropped = ""
+
+    def __iter__(self) -> Iterator[TokenRow]:
+        """Yield the token rows, once.
+
+        Raises:
+            BadInput: if the chat template does not fit, or a row has nothing left to train on.
+        """
+        for chat in self.chats:
+            for row in self.of(chat):
+                self.given += 1
+                yield row
+
+    def of(self, chat: Chat) -> list[TokenRow]:
+        """Return the token rows of one row, and count it."""
         if chat.text:
-            tally.kinds[chat.kind] += 1
-            rows += chunks(document(chat, tokenizer), max_length, overlap)
-            continue
-        row, longer = token_row(chat, tokenizer, max_length, overflow, add_eos)
+            self.tally.kinds[chat.kind] += 1
+            return list(chunks(document(chat, self.tokenizer), self.max_length, self.overlap))
+        row, longer = token_row(chat, self.tokenizer, self.max_length, self.overflow, self.add_eos)
         if row is None:
-            dropped += 1
-            continue
-        cut += longer
-        tally.kinds[chat.kind] += 1
-        rows.append(row)
-    if not rows:
+            self.dropped += 1
+            self.first_dropped = self.first_dropped or chat.where
+            return []
+        self.cut += longer
+        self.tally.kinds[chat.kind] += 1
+        return [row]
+
+    def refuse_if_empty(self) -> None:
+        """Refuse that no row has come out.
+
+        Raises:
+            BadInput: with the reason.
+        """
+        if self.given:
+            return
+        if not self.dropped:
+            raise BadInput(f"data.train: {self.tally.in_words()}, so there is nothing to train on")
         raise BadInput(
-            f"{chats[0].where}: all {dropped} rows are longer than data.max_length={max_length} tokens and were "
-            "dropped; raise it, or set data.overflow=truncate"
+            f"{self.first_dropped}: all {self.dropped} rows are longer than data.max_length={self.max_length} tokens "
+            "and were dropped; raise it, or set data.overflow=truncate"
         )
-    return TokenRows(rows, cut, dropped, tally)
+
+
+def listed(tokenized: Tokenized) -> TokenRows:
+    """Collect all rows in a list.
+
+    Raises:
+        BadInput: as the rows do, or if there is none.
+    """
+    rows = list(tokenized)
+    tokenized.refuse_if_empty()
+    return TokenRows(rows, tokenized.cut, tokenized.dropped, tokenized.tally)
+
+
+def tokenize(
+    chats: Iterable[Chat], tokenizer: Any, max_length: int, overflow: str = "truncate", **options: Any
+) -> TokenRows:
+    """Tokenise rows into a list; the arguments and errors are those of :class:`Tokenized` and :func:`listed`."""
+    return listed(Tokenized(chats, tokenizer, max_length, overflow, **options))
 
 
 def document(chat: Chat, tokenizer: Any) -> list[int]:

@@ -133,7 +133,7 @@ def test_a_hub_data_set(monkeypatch):
 
     asked = []
 
-    def load(name, split):
+    def load(name, split, streaming):
         asked.append((name, split))
         return datasets.Dataset.from_list([{"prompt": "a", "completion": "b"}])
 
@@ -148,7 +148,7 @@ def test_a_hub_data_set(monkeypatch):
 def test_a_hub_data_set_that_cannot_be_had(monkeypatch, online):
     import datasets
 
-    def load(name, split):
+    def load(name, split, streaming):
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
@@ -231,7 +231,7 @@ def test_the_split_of_a_hub_set(part, splits, taken, monkeypatch):
     import datasets
 
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: rows)
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: splits)
     if taken is None:
         with pytest.raises(BadInput) as caught:
