@@ -3,26 +3,30 @@
 import hashlib
 import http.client
 import itertools
-import json
 import os
+import random
 import re
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from cria_tricks.common import atomic_files
 from cria_tricks.common.cache import cache_folder
 from cria_tricks.common.errors import BadInput, usable_path
 from cria_tricks.data import texts
 from cria_tricks.data.contract_prompt import with_contract
-from cria_tricks.data.rows import Chat, check_rows, read_jsonl, reading
+from cria_tricks.data.files import ENDINGS
+from cria_tricks.data.rows import Chat, check_rows, read_file, reading
 from cria_tricks.models import network
+from cria_tricks.settings import Data
 
 GLANCE = 1000
 """How many rows :func:`glance` checks, before a run does anything slow."""
+MOST_HELD_OUT = 200
+"""The most training rows that are held out for the evaluation: more of them make it slower, and hardly surer."""
 Part = Literal["train", "eval"]
 
 OURS = ("nguzo_saba", "history_notes")
@@ -79,10 +83,7 @@ class OpenedSource:
         digest = hashlib.sha256()
         count = 0
         for row in self.rows:
-            content: list[Any] = [row.messages, row.prompt, row.completion]
-            if row.text:
-                content.append(row.text)
-            digest.update(json.dumps(content).encode())
+            digest.update(row.key.encode())
             count += 1
         return count, digest.hexdigest()
 
@@ -146,6 +147,47 @@ def find(name: str, part: Part, *, contract: bool = False) -> DataSource:
     return DataSource(list(found.rows), found.described)
 
 
+def both(data: Data, seed: int) -> tuple[OpenedSource, DataSource]:
+    """Open the training rows, and read the evaluation rows.
+
+    If ``data.eval`` names none, they are those of the same named set. Else some training rows are held out: a twentieth
+    of them, at least one and at most :data:`MOST_HELD_OUT`.
+
+    Args:
+        data: the recipe's ``data`` fields.
+        seed: draws the rows that are held out (``train.seed``).
+
+    Raises:
+        BadInput: as :func:`find` does, or if no row can be held out.
+    """
+    train = open_rows(data.train, "train", contract=data.contract, stream=data.stream)
+    name = data.eval or (data.train if is_named(data.train) else "")
+    if name:
+        return train, find(name, "eval", contract=data.contract)
+    if train.count is None:
+        raise BadInput("data.eval is not named, and nothing can be held out of a stream; set data.eval=FILE")
+    number = min(MOST_HELD_OUT, max(1, round(train.count / 20)))
+    if number == train.count:
+        raise BadInput(
+            f"data.eval is not named, and data.train={data.train} has one row, so none can be held out; set "
+            "data.eval=FILE"
+        )
+    chosen = set(random.Random(seed).sample(range(train.count), number))
+
+    def part(is_held_out: bool) -> Iterator[Chat]:
+        return (row for place, row in enumerate(train.rows) if (place in chosen) == is_held_out)
+
+    rest = Again(lambda: part(False))
+    held_out = list(part(True))
+    of_train = f"{train.description}, without {number} rows that are held out"
+    return OpenedSource(rest, of_train), DataSource(held_out, f"{number} rows held out of {train.description}")
+
+
+def is_named(name: str) -> bool:
+    """Tell whether a name means one of the sets that have evaluation rows of their own."""
+    return name in (*OURS, "kwanzaa", CURATED)
+
+
 def open_rows(name: str, part: Part, *, contract: bool = False, stream: bool = False) -> OpenedSource:
     """Open one part of a data set, whose rows are read and checked each time that somebody goes over them.
 
@@ -197,7 +239,7 @@ def _from_files(found: Path, name: str, part: Part) -> tuple[Iterable[Chat], str
 def _curated(found: Path, part: Part) -> tuple[Iterable[Chat], str]:
     """Read the chosen real rows, and our own rows behind them."""
     chosen = set(_CHOSEN.read_text().split())
-    real = read_jsonl(found)
+    real = read_file(found)
     kept = [row for row in real if row_hash(row) in chosen]
     ours_too = find("history_notes", part)
     of_real = f"{len(kept)} of the {len(real)} rows of {_from_files(found, 'kwanzaa', part)[1]}"
@@ -284,8 +326,8 @@ def place(name: str, part: Part) -> Path | str:
     if is_hub_set(name):
         return name
     raise BadInput(
-        f"data.{part}={name}: no such file; give a .jsonl file, {', '.join(OURS)}, kwanzaa, {CURATED}, a .txt "
-        "file or a folder of them, or a hub data set owner/name"
+        f"data.{part}={name}: no such file; give a {', '.join(ENDINGS)} or .txt file, a folder of .txt files, "
+        f"{', '.join(OURS)}, kwanzaa, {CURATED}, or a hub data set owner/name"
     )
 
 
@@ -298,7 +340,7 @@ def is_hub_set(name: str) -> bool:
     """Tell whether a name means a hub data set: it looks like ``owner/name[:split]``, and nothing local has it."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.\[\]%:-]+)?", name):
         return False
-    return Path(name).suffix not in (".jsonl", ".json", ".txt") and not os.path.exists(name)
+    return not name.endswith((*ENDINGS, ".gz", ".txt")) and not os.path.exists(name)
 
 
 def _download_kwanzaa(part: Part) -> Path:

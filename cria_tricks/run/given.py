@@ -57,7 +57,8 @@ def training(wanted: Recipe, out: str | Path | None, resume: bool, other_base: b
     trackers(wanted.train.report_to)
     data_settings.refuse_missing_libraries(wanted.data)
     sources.glance(wanted.data.train, "train")
-    sources.glance(wanted.data.eval, "eval")
+    if wanted.data.eval:
+        sources.glance(wanted.data.eval, "eval")
     if out:
         free_folder.refuse_taken("--out", usable_path("--out", out), resume)
     models.refuse_out_of_reach(wanted.model)

