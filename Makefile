@@ -10,7 +10,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(a
 READY := $(VENV)/.ready
 PYTEST := $(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: address colab colab-measure dist pins release-check workflows train test test-all test-rest test-processors test-versions test-gpu sweeps site serve check check-all lint types drill drill-dump drill-shards two-cards fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-curated bench-card bench-fused bench-overhead bench-packing bench-step-profile bench-streaming bench-estimate bench-dry-run bench-seconds bench-monitor bench-quality mutants results notebooks films clean
+.PHONY: address colab colab-measure dist pins release-check workflows train test test-all test-rest test-processors test-versions test-gpu sweeps site serve check check-all lint types drill two-cards fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-curated bench-card bench-fused bench-overhead bench-packing bench-step-profile bench-estimate bench-dry-run bench-seconds bench-monitor bench-quality mutants results notebooks films clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
@@ -77,15 +77,6 @@ types: $(READY)
 drill: $(READY)
 	$(VENV)/bin/python -m tests.drills.disconnect --kills 50 --out build/drill
 
-# 200 MB of made texts, filtered, deduplicated and streamed; killed and resumed, every row accounted for.
-drill-dump: $(READY)
-	rm -rf build/dump
-	$(VENV)/bin/python -m tests.drills.dump --megabytes 200 --out build/dump
-
-# 2 GB of texts become token shards within 1 GiB of memory, killed twice.
-drill-shards: $(READY)
-	rm -rf build/shards
-	$(VENV)/bin/python -m tests.drills.shards --megabytes 2000 --out build/shards
 
 # The notebook "Two cards" in a kernel, on two processes of this CPU: what it prints, against what must hold.
 two-cards: $(READY)
@@ -144,10 +135,6 @@ bench-step-profile: $(READY)
 # Packed rows beside padded batches of 4, the same documents of the real lengths.
 bench-packing: $(READY)
 	$(VENV)/bin/python -m benchmarks.packing
-
-# A gigabyte of rows, streamed: seconds to the first batch, and memory over that of the idle process.
-bench-streaming: $(READY)
-	$(VENV)/bin/python -m benchmarks.streaming --gigabytes 1
 
 # The estimate by hand against the dry run, 3,000 settings that nobody chose, drawn by SEED (7): an hour on one core. What
 # is in the result file already is not counted again. Another seed needs another file: OUT=build/seed-8.json.

@@ -79,7 +79,7 @@ def rows_of(model: str, data: Path | None, tokens: int) -> tuple[Rows, Any]:
     """The real rows, or the package's own, and the tokenizer."""
     tokenizer = load_tokenizer(models.find(model))
     source = sources.find(str(data) if data else "nguzo_saba", "train")
-    return tokenize(source.rows, tokenizer, tokens).rows, tokenizer
+    return list(tokenize(source.rows, tokenizer, tokens).rows), tokenizer
 
 
 def run(result: dict[str, Any], path: Path, chosen: argparse.Namespace, console: Console) -> None:

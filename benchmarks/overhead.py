@@ -32,7 +32,7 @@ def real_job(recipe: Recipe) -> Job:
     """The job of a recipe on its own rows."""
     tokenizer = load_tokenizer(models.find(recipe.model))
     chats = sources.find(recipe.data.train, "train").rows
-    return Job(recipe, tokenize(chats, tokenizer, recipe.data.max_length).rows, tokenizer)
+    return Job(recipe, list(tokenize(chats, tokenizer, recipe.data.max_length).rows), tokenizer)
 
 
 def compare(job: Job, pairs: int, console: Console) -> dict[str, Any]:

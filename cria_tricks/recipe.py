@@ -129,6 +129,7 @@ def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
     defaults = Recipe().model_dump(mode="json")
     values = recipe.model_dump(mode="json", exclude_unset=True)
     known = field_names()
+    set_fields = set()
     for setting in settings:
         key, equals, text = setting.partition("=")
         key = key.strip()
@@ -140,6 +141,7 @@ def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
         field = find_field(key, known)
         if field is None:
             raise BadInput(f"{where}: {unknown_field(key, known)}")
+        set_fields.add(field)
         *groups, name = field.split(".")
         place, default = values, defaults
         for group in groups:
@@ -149,6 +151,8 @@ def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
         else:
             place[name] = _choice(field, text.strip())
         values = build(values, where).model_dump(mode="json", exclude_unset=True)
+    if "data.train" in set_fields and "data.eval" not in set_fields:
+        values["data"]["eval"] = ""  # the recipe's evaluation rows belong to the rows that it names
     return build(values, "recipe")
 
 

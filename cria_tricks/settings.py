@@ -23,7 +23,7 @@ class Frozen(BaseModel):
 
 
 class Data(Frozen):
-    """Where the rows come from: a name, a .jsonl or .txt file, a folder of texts, or a hub data set.
+    """Where the rows come from: a name, a file (JSON, CSV, TSV, Parquet, text), a folder of texts, or a hub data set.
 
     Names: ``nguzo_saba`` and ``history_notes`` are in the package, ``kwanzaa`` and ``kwanzaa_curated`` are downloaded.
 
@@ -32,7 +32,11 @@ class Data(Frozen):
     """
 
     train: str = Field("nguzo_saba", min_length=1, description="the training rows", examples=["my.jsonl"])
-    eval: str = Field("nguzo_saba", min_length=1, description="the evaluation rows", examples=["held_out.jsonl"])
+    eval: str = Field(
+        "",
+        description="the evaluation rows; empty: those of the named set, else a twentieth of the training rows",
+        examples=["held_out.jsonl"],
+    )
     contract: bool = Field(False, description="every system prompt becomes one that shows the answer contract")
     max_length: int = Field(2048, ge=8, le=10_000_000, description="most tokens of a row", examples=[1024])
     overflow: Literal["truncate", "drop", "error"] = Field("truncate", description="what happens to a longer row")

@@ -11,11 +11,11 @@
 # %% [markdown]
 # # Data at scale: read what you need, each row once
 # > **Promise.** Your training data is a folder of books, or gigabytes of web pages, and as Python lists it fills the
-# > memory of the machine. You will compare four ways to read it, and build a stream that stops and continues without
-# > losing a row. You will also find near duplicates, and test questions among the training rows.
+# > memory of the machine. You will compare four ways to read it, and build an order of rows that stops and
+# > continues without losing one. You will also find near duplicates, and test questions among the training rows.
 # >
 # > **Card.** saves the memory of all rows / costs a pass over the text before training, or tokenizing in each epoch /
-# > exact: each reader reads its rows once a pass, also over a stop / about 25 minutes / after [checkpoint and
+# > exact: each row is read once a pass, also over a stop / about 25 minutes / after [checkpoint and
 # > resume](checkpoint_and_resume.py)
 #
 # Here a folder of books takes the place of our 107 rows, as in *continued pretraining*, where the adapter trains on
@@ -29,7 +29,7 @@
 # - **An array:** all ids in a numpy array of 16-bit integers. (These are enough for our vocabulary of 49,152 tokens,
 #   while Llama-3.2's 128,256 need 32 bits.)
 # - **A mapped file:** the array lies in a file, and `np.memmap` makes it look like memory. The system loads a *page* of
-#   4 KiB when it is read, and may drop it later. (`datasets` keeps results of `map` so.)
+#   4 KiB when it is read, and may drop it later. (`datasets` keeps its tables so, and our trainer its tokens.)
 # - **A stream:** the program tokenizes the text while it trains, and forgets each row afterwards.
 #
 # How many bytes of memory do the lists take for each character of the text?
@@ -65,16 +65,13 @@ from cria_tricks.course import (
     Chat,
     Guard,
     Repeats,
-    Stream,
+    Share,
     Theme,
-    TokenShards,
-    World,
     duplicates,
     load_tokenizer,
+    mapped_rows,
     models,
-    open_stream,
-    preparing,
-    repeats,
+    open_rows,
     repetitive,
     run,
     sources,
@@ -254,9 +251,8 @@ assert read > 2**25 > 4 * abs(dropped)
 # Lists take nineteen times as much as the array. A Python integer is an object of 28 bytes, and each list takes 8 more
 # to point to it: 44 bytes against 2. (It is not 22 times, because Python shares the integers up to 256.)
 #
-# A mapped file can do what a list can. A stream starts at once and writes no file. However, it tokenizes again in each
-# epoch, and four things become hard: shuffling, sharing the rows among processes, finding duplicates, and continuing
-# after a stop.
+# A mapped file can do what a list can: any row can be read at any time. A stream starts at once and writes no file.
+# However, it tokenizes again in each epoch, and it cannot be shuffled as a whole.
 #
 # **Step 1: cut texts into rows.** We cut the tokens of a book every $T$ tokens. But a token is predicted from those
 # before it, so the first token of each row would never be trained. Therefore each row begins with the last tokens of
@@ -318,60 +314,38 @@ course.show(
 )
 
 # %% [markdown]
-# **Step 2: shuffle without a buffer.** Many streams hold some rows in a buffer (1,000 in `datasets`), and draw the next
-# row from it. When the run stops, these rows are lost. Instead we cut the files into
-# [shards](../docs/glossary.md#shard), parts that can be read without the rest. The seed gives the order of the shards,
-# and of the rows inside each shard. So the position of a reader is two numbers (and its pass), which a checkpoint can
-# hold. However, rows of different shards mix only because several readers read at a time.
+# **Step 2: shuffle by numbers.** The rows stay where they are in the file. The seed and the number of the epoch give
+# an order of their *numbers*, so any process can compute it again. The position of a run is then two numbers, the epoch
+# and the step, which a checkpoint can hold. (A stream has no such order. Many streams hold some rows in a buffer
+# instead, 1,000 in `datasets`, and draw the next row from it. When the run stops, these rows are lost.)
 #
-# **Step 3: share the shards among processes.** A step of training has $k$
-# [micro-batches](../docs/glossary.md#micro-batch), here four. We use $k$ readers, each with its own shards, and
-# micro-batch $i$ always comes from reader $i$. Each of $N$ processes takes $k/N$ readers, so a step has the same rows
-# for any $N$ that divides $k$.
+# **Step 3: share the rows among processes.** A step of training takes the next $k$ rows of the order, here four. Of $N$
+# processes, number $i$ takes every $N$-th of them, from the $i$-th on. So a step has the same rows for any $N$, and a
+# run can continue with another number of processes.
 
 
 # %%
-def shuffled(items, *seeds):
-    return random.Random(str(seeds)).sample(items, len(items))
+def order_of(rows, seed, epoch):
+    return random.Random(f"{seed} {epoch}").sample(range(rows), rows)
 
 
-class Reader:
-    """Read all rows of some shards once, and know the place."""
-
-    def __init__(self, shards, seed, shard=0, row=0):
-        self.shards, self.seed = shards, seed
-        self.shard, self.row = shard, row  # the position
-
-    def __iter__(self):
-        order = shuffled(range(len(self.shards)), self.seed)
-        while self.shard < len(order):
-            number = order[self.shard]
-            rows = shuffled(self.shards[number], self.seed, number)
-            while self.row < len(rows):
-                self.row += 1
-                yield rows[self.row - 1]
-            self.shard += 1
-            self.row = 0
+def steps_of(rows, position=(0, 0), process=0, processes=1, k=4):
+    """In each step the numbers of the rows of a process, from a position on."""
+    epoch, step = position
+    order = order_of(rows, 3, epoch)
+    for begin in range(k * step, rows, k):
+        yield order[begin : begin + k][process::processes]
 
 
-def steps_of(shards, process=0, processes=1, k=4):
-    """In each step one row of each reader of a process; all must be equally long."""
-    mine = range(process, k, processes)
-    return zip(*(Reader(shards[n::k], seed=n) for n in mine), strict=True)
+whole = list(steps_of(120))  # 30 steps
+print(f"step 0 has rows {whole[0]}")
+assert sorted(chain(*whole)) == list(range(120))  # each row once
+assert whole[0] != next(steps_of(120, position=(1, 0)))  # another order
 
-
-twelve = [list(range(10 * n, 10 * n + 10)) for n in range(12)]  # 12 shards, 120 rows
-reader = Reader(twelve, seed=3)
-before = list(islice(reader, 37))
-print(f"stopped at shard {reader.shard}, row {reader.row}")
-resumed = Reader(twelve, seed=3, shard=reader.shard, row=reader.row)
-assert sorted(before + list(resumed)) == list(range(120))  # each row once
-
-one = list(steps_of(twelve))
-two = zip(steps_of(twelve, 0, 2), steps_of(twelve, 1, 2), strict=True)
-print(f"step 0 has rows {one[0]}")
-assert sorted(chain(*one)) == list(range(120))
-assert [set(a) | set(b) for a, b in two] == [set(step) for step in one]
+stopped = list(islice(steps_of(120), 9))
+left, right = (steps_of(120, (0, 9), process, 2) for process in (0, 1))
+rest = [[*a, *b] for a, b in zip(left, right, strict=True)]  # two go on from step 9
+assert [set(step) for step in stopped + rest] == [set(step) for step in whole]
 
 # %% [markdown]
 # **Step 4: compare two texts by 128 numbers.** Which texts are equal except for a few words? We take all sequences of
@@ -499,11 +473,11 @@ course.show(
 
 # %% [markdown]
 # ## 3. Prove it
-# Four readers of the package's stream read a folder of twelve books. One of these comes twice, once more with a few
-# changed words, and one is in French. First we compare one process with two. Then we stop after 900 steps, write the
-# position as JSON, and continue in a new stream.
+# The package reads a folder of twelve books. One of these comes twice, once more with a few changed words, and one is
+# in French. First we compare the rows of its mapped file with those of a list, and the memory that both take. Then we
+# deal the rows out to two processes, as its trainer does.
 
-# %% Write the books, and open them as a stream tags=["hide-input"]
+# %% Write the books, and open them tags=["hide-input"]
 original = book(900)
 french = (
     "Le soir, tout le monde est venu à la salle avec une bougie, "
@@ -521,7 +495,6 @@ recipe = with_settings(
     [
         f"data.train={folder / 'books'}",
         f"data.eval={folder / 'eval.txt'}",
-        "data.stream=true",
         "data.max_length=96",
         "data.overlap=16",
         "train.max_steps=2",
@@ -536,39 +509,40 @@ def quiet(sentence):
     """What the package would tell the user."""
 
 
-def open_books(rank=0, processes=1):
-    """The package's stream over the folder, as one of several processes sees it."""
-    source = open_stream(recipe.data.train, lanes=4)
-    # its number, how many there are, and shares of the rows
-    world = World(rank, processes, data=processes)
-    return Stream(recipe, source, held_out, tokenizer, world, say=quiet)
+def read_books(**where):
+    """The rows of all books, and the most bytes that Python held meanwhile."""
+    tracemalloc.start()
+    books = open_rows(recipe.data.train, "train")
+    found = train_rows(recipe, books, held_out, tokenizer, quiet, **where)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return found, peak
 
 
 # %%
-rows = [row["input_ids"] for row in islice(open_books(), 4000)]
-processes = [iter(open_books(rank, 2)) for rank in (0, 1)]
-for n in range(40):
-    assert next(processes[n % 2])["input_ids"] == rows[n]  # they take turns
+read_books(collect=mapped_rows)  # imports the library
+listed, as_list = read_books()
+on_disk, as_file = read_books(collect=mapped_rows)
+assert list(on_disk.rows) == listed.rows
+print(f"{listed.tokens:,} tokens: {as_list:,} bytes as a list, {as_file:,} mapped")
+assert as_file < as_list / 4
 
-stopped = open_books()
-list(islice(stopped, 4 * 900))  # 900 steps of four rows
-state = json.loads(json.dumps(stopped.state()))
-resumed = open_books()
-resumed.go_on(state)
-assert [row["input_ids"] for row in islice(resumed, 100)] == rows[3600:3700]
-print(len(stopped.source.shards()), "shards for four readers")
-print("passes that each reader has done:", [state[n]["epoch"] for n in state])
+numbers = order_of(len(on_disk.rows), seed=0, epoch=0)
+alone = list(Share(numbers, batch_size=2))  # micro-batches of two rows
+first, second = (list(Share(numbers, 2, process, 2)) for process in (0, 1))
+assert [*chain(*zip(first, second, strict=True))][: len(alone)] == alone
+print("micro-batches of one process:", *alone[:4])
+print("of the first of two:         ", *first[:2])
 
 # %% [markdown]
-# The rows are the same with two processes, and after the stop. A shard holds books up to 1 MiB, here less. But readers
-# 2 and 3 have just one of the six shards each, so they begin their next pass while the others are in their first. So
-# their rows come more often, and a stream should have many more shards than readers.
+# Both give the same rows. What the file's way holds is one book and a hundred rows. With two processes each micro-batch
+# is the one that one process would have read, so a step has the same rows.
 #
 # ## 4. What it costs
-# The stream holds one shard of each reader as lists, at most 1 MiB of text, or 12 MB by the bill. A search for
-# duplicates takes a pass over all texts before the first step, also for a stream. It keeps a hash for each row, which
-# takes about 110 bytes as a Python number in a set. For near duplicates it also keeps 128 numbers, and one entry (a key
-# and a set) in each of 16 tables. How many bytes is that for a row?
+# The mapped file takes four bytes of disk for a token, and a bit that says whether it is trained. A search for
+# duplicates must remember all earlier rows. It keeps a hash for each row, which takes about 110 bytes as a Python
+# number in a set. For near duplicates it also keeps 128 numbers, and one entry (a key and a set) in each of 16 tables.
+# How many bytes is that for a row?
 
 # %% Your guess: bytes for each row, to find near duplicates tags=["predict"]
 guess = 0  # @param {type:"number"}
@@ -588,39 +562,9 @@ for kind in ("exact", "near"):
 course.reveal(guess, bytes_a_row["near"], "bytes")
 assert bytes_a_row["near"] > 2000 > 10 * bytes_a_row["exact"]
 
-# %% [markdown] tags=["deep"]
-# ### Deeper: near duplicates of millions of rows, on files
-# Each of the tables has a key and a Python set for the row, so a million rows take 6 GB. For millions of rows the
-# search belongs on files. (On files it found 210 of 219 near duplicates in 2,523 texts, and 3 wrong ones: [texts at
-# scale](../docs/guide/texts_at_scale.md).) `cria_tricks/data/prepared/repeats.py` has the stages of the library
-# datatrove:
-#
-# - First, several processes share the rows. Each process writes the signatures of its rows, and the hashes of their
-#   bands, *sorted*.
-# - Then the sorted hashes are merged, so that equal hashes are neighbours. A hash that occurs only once is dropped.
-# - At last, rows with an equal band are compared, and a row is left out if it repeats an earlier row.
-#
-# Memory holds 4 million hashes at a time, and the bands that rows share.
-
-# %% tags=["deep"]
-parts = []
-for begin in range(0, 600, 200):
-    part = repeats.Signatures(near=True)
-    for row in several[begin : begin + 200]:
-        part.add(row)
-    parts.append(folder / "signatures" / str(begin))
-    part.write(parts[-1])
-on_disk = sum(file.stat().st_size for file in (folder / "signatures").iterdir()) / 600
-tracemalloc.start()
-verdicts = repeats.find(parts)
-peak = tracemalloc.get_traced_memory()[1] / 600
-tracemalloc.stop()
-print(f"{on_disk:,.0f} bytes a row on the disk, at most {peak:,.0f} in memory")
-# the same rows as in memory
-assert [repeats.REASONS[verdict] for verdict in verdicts] == reasons
-# 128 x 4 of the signature; 17 x (8 + 4) of 16 bands and the whole text: hash and row
-assert 716 <= on_disk < 730
-assert peak < bytes_a_row["near"] / 5
+# %% [markdown]
+# A million rows take 6 GB. For more, the search belongs on files: [texts at scale](../docs/guide/texts_at_scale.md) has
+# a script for the library datatrove, which sorts the hashes of the bands on files, so that equal ones are neighbours.
 
 # %% [markdown]
 # ## 5. The production switch
@@ -639,48 +583,27 @@ assert peak < bytes_a_row["near"] / 5
 # rows = rows.shuffle(seed=0, buffer_size=1000)  # then tokenize and cut
 # ```
 #
-# With this package each step of the cleaning is a setting:
+# With this package each step of the cleaning is a setting, and the tokens always go into a mapped file:
 #
 # ```bash
 # cria train baseline --set data.train=books --set data.eval=held_out.txt \
-#   --set data.stream=true --set data.duplicates=near --set train.max_steps=1000
+#   --set data.duplicates=near
 # ```
 #
-# The steps are off by default, except `data.leakage`, which warns. The report counts what happened to our folder, read
-# as a list:
+# The steps are off by default, except `data.leakage`, which warns. (`data.stream=true` reads a data set of the hub, or
+# a folder, while it trains: without a file and without shuffling. It cannot look for duplicates.) The report counts
+# what happened to our folder:
 
 # %%
-cleaned = ["data.stream=false", "data.duplicates=near", "data.language=en"]
+cleaned = ["data.duplicates=near", "data.language=en"]
 cleaned += ["data.min_words=100", "data.leakage=drop"]
-as_list = with_settings(recipe, cleaned)
-report = run.train(as_list, folder / "run", console=Console(quiet=True))
+clean = with_settings(recipe, cleaned)
+report = run.train(clean, folder / "run", console=Console(quiet=True))
 counts = report["data"]["train_steps"]
 lines = [(step, str(found["rows"])) for step, found in counts.items()]
 course.show_table(table(("what happened", "books"), lines))
 for step in ("in another language", "duplicate", "near duplicate"):
     assert counts[step]["rows"] == 1
-
-# %% [markdown]
-# **Prepare once, for all runs.** The first command writes files of ids, with 2 bytes for each token (4 for a vocabulary
-# over 65,536). The second trains from these files, mapped, with the same cleaning.
-#
-# ```bash
-# cria prepare baseline --out shards --set data.train=books --set data.eval=held_out.txt
-# cria train baseline --set data.train=shards --set data.eval=held_out.txt
-# ```
-#
-# The rows are those of the list, in the same order:
-
-# %%
-about = preparing.prepare(as_list, folder / "shards")
-books = sources.find(as_list.data.train, "train")
-listed = train_rows(as_list, books, held_out, tokenizer, quiet)
-from_file = TokenShards(folder / "shards").rows(as_list.data, held_out, tokenizer)
-assert list(from_file.rows) == listed.rows
-assert from_file.tally.to_dict() == counts
-size = sum(file.stat().st_size for file in (folder / "shards").glob("*.ds"))
-print(f"{about['documents']} documents, {about['tokens']:,} tokens, {size:,} bytes")
-assert size == 2 * about["tokens"]
 
 # %% [markdown] tags=["deep"]
 # ### Deeper: leave out texts that repeat themselves, and copy rows with a change
@@ -763,7 +686,7 @@ assert not any(map(guard.find, sources.find("nguzo_saba", "train").rows))
 # word, six with another name or subject. (The recipe `kwanzaa_curated` of [Kwanzaa](kwanzaa.py) leaves them out.)
 #
 # **Each row comes twice in a run of two processes.** Each process opened the whole stream, so the loss falls as usual,
-# on half as many rows. The cure is sharing the readers, or `split_dataset_by_node`.
+# on half as many rows. The cure is step 3, or `split_dataset_by_node`.
 #
 # **After a resume the loss is fine, and some rows were never seen.** The stream shuffled with a buffer, and a stop
 # loses the rows in it. The cure is step 2.
@@ -779,6 +702,9 @@ assert not any(map(guard.find, sources.find("nguzo_saba", "train").rows))
 
 
 # %% tags=["deep"]
+twelve = [list(range(10 * n, 10 * n + 10)) for n in range(12)]  # 12 shards, 120 rows
+
+
 def numbered(shards):
     for rows in shards:
         yield from ({"n": n} for n in rows)
@@ -911,13 +837,13 @@ course.check(3, numbers_in_a_band, of_bands, "one of the numbers 4, 8, 16 and 32
 # ## In one breath
 # - **Saves** the memory of all tokens: as Python lists they take 12 bytes for each character of the text, as an array
 #   of 16-bit ids 0.6 (32-bit: 1.2), and as a mapped file or a stream nearly nothing.
-# - **Costs** a pass before training and 2 bytes of disk for each token. A stream costs tokenizing in each epoch. Near
-#   duplicates cost a pass, and for each row 6 kB of memory, or 0.7 kB of disk.
-# - **Exact**: each reader reads its rows once a pass, and a step has the same rows for any number of processes, also
-#   after a stop.
-# - **When**: map a file if the same tokens are used again. Stream if the text comes over the network, or if you cannot
-#   wait for the preparation.
-# - **When not**: if the rows fit into memory. A list can be packed, and takes chats.
+# - **Costs** a pass before training, and 2 to 4 bytes of disk for each token. A stream costs tokenizing in each epoch.
+#   Near duplicates cost 6 kB of memory for each row.
+# - **Exact**: each row is read once a pass, and a step has the same rows for any number of processes, also after a
+#   stop.
+# - **When**: always map a file, which costs nothing where the rows would fit into memory, too. Stream if the text comes
+#   over the network, or if you cannot wait for the preparation.
+# - **When not**: packing needs the lengths of all rows first, and our package then holds the packed rows as lists.
 #
 # ## Sources
 # - Broder 1997, *On the resemblance and containment of documents*, section 2 (shingles, MinHash). Leskovec, Rajaraman,
@@ -926,9 +852,8 @@ course.check(3, numbers_in_a_band, of_bands, "one of the numbers 4, 8, 16 and 32
 # - Brown et al. 2020, arXiv 2005.14165, appendix C (test data in the training data).
 # - datasets 5.2, `IterableDataset.state_dict`: what a shuffle buffer loses; *Datasets and Arrow*: mapped files.
 # - karpathy/nanoGPT, `train.py`: tokens in a mapped file. numpy, `memmap`. Linux, `madvise(2)`.
-# - huggingface/datatrove, `src/datatrove/pipeline/dedup/minhash.py` at commit 03a9d9a9: 14 bands, each of 8 numbers of
-#   32 bits and the text's, in four stages on files; the third keeps the pairs in memory.
+# - huggingface/datatrove, `src/datatrove/pipeline/dedup/minhash.py` at commit 03a9d9a9: near duplicates on files.
 # - Rae et al. 2021 (Gopher), arXiv 2112.11446, appendix A.1.1, table A1 (repetition). Penedo et al. 2024 (FineWeb),
 #   arXiv 2406.17557, section 3.3.
-# - Ours: in `cria_tricks/data/`, `duplicates.py`, `prepared/`, `stream.py`, `shards.py`, `stream_duplicates.py`;
-#   `tests/data/test_prepared.py`, `tests/data/test_stream.py`; `tests/drills/shards.py` (2 GB within 1 GiB of memory).
+# - Ours: in `cria_tricks/data/`, `table.py`, `stream.py`, `duplicates.py`; `cria_tricks/trainer/shares.py`;
+#   `tests/data/test_table.py`, `tests/data/test_stream.py`.

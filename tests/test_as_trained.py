@@ -12,7 +12,7 @@ from cria_tricks.adapter.merge import CPU, merge
 from cria_tricks.adapter.opening import open_folder, quantization_of
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data.lengths import full
-from cria_tricks.data.rows import read_jsonl
+from cria_tricks.data.rows import read_file
 from cria_tricks.hardware import T4, Device
 from cria_tricks.kwanzaa.generate import reference_loss
 from cria_tricks.load import answering_memory
@@ -56,7 +56,7 @@ def _trained(tmp_path, *more: str) -> tuple[Path, dict]:
 
 def loss_of(model, tokenizer, folder: Path) -> float:
     """Over the rows that the adapter in this folder was trained on."""
-    losses = [reference_loss(model, tokenizer, chat) for chat in read_jsonl(folder.parents[1] / "few.jsonl")]
+    losses = [reference_loss(model, tokenizer, chat) for chat in read_file(folder.parents[1] / "few.jsonl")]
     return sum(loss for loss, _ in losses) / sum(tokens for _, tokens in losses)
 
 

@@ -124,13 +124,11 @@ def test_a_token_that_no_header_can_hold_is_told_as_such(hub_at, monkeypatch):
 def test_a_data_set_of_a_hub_that_cannot_be_reached_is_told_too(streamed, hub_at, monkeypatch):
     import datasets
 
-    from cria_tricks.data import shards
-
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     port = closed_port()
     hub_at(port)
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", f"http://127.0.0.1:{port}")
-    said = refused(lambda: shards.HubStream("nobody/no") if streamed else sources.find("nobody/no", "train"))
+    said = refused(lambda: sources.open_rows("nobody/no", "train", stream=streamed))
     assert said.startswith("data.train=nobody/no: cannot be loaded from the hub: the hub does not answer (")
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from cria_tricks import models
 from cria_tricks.bill.bill import WORKSPACES
-from cria_tricks.data.rows import read_jsonl
+from cria_tricks.data.rows import read_file
 from cria_tricks.data.tokens import tokenize
 from cria_tricks.load.model import load_tokenizer
 from cria_tricks.measure.memory import Meter
@@ -122,7 +122,7 @@ def test_the_rows_of_a_report_are_those_of_its_own_file(reported):
     tokenizer = load_tokenizer(models.find("random:tiny"))
     data = reported["data"]
     for part, cut in (("train", 3), ("eval", 1)):
-        rows = tokenize(read_jsonl(reported["recipe"]["data"][part]), tokenizer, 48)
+        rows = tokenize(read_file(reported["recipe"]["data"][part]), tokenizer, 48)
         assert rows.cut == cut
         found = (data[f"{part}_rows"], data[f"{part}_tokens"], data[f"{part}_trained_tokens"], data[f"{part}_rows_cut"])
         assert found == (len(rows.rows), rows.tokens, rows.trained_tokens, cut)

@@ -129,10 +129,10 @@ def test_every_warning_of_a_run_is_said_once_with_its_numbers():
 
 def test_of_a_stream_it_is_known_how_long_rows_may_be():
     class Unread(Stream):
-        count, cut, dropped, tally = 0, 0, 0, Tally()
-
         def __init__(self) -> None:
             """Nothing is read."""
+            self.count = self.cut = self.dropped = 0
+            self.tally = Tally()
 
     parts = {"train": Unread(), "eval": rows(6)}
     recipe = with_settings(Recipe(), ["data.max_length=16"])

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from cria_tricks import models
 from cria_tricks.common.errors import BadInput, Interrupted
-from cria_tricks.data.rows import Chat, read_jsonl
+from cria_tricks.data.rows import Chat, read_file
 from cria_tricks.data.samples import answer_line, check, one_line, question
 from cria_tricks.hardware import T4
 from cria_tricks.load import answering
@@ -236,5 +236,5 @@ def test_tensorboard_has_the_texts(run_folder):
 
 
 def test_the_evaluation_rows_are_those_of_the_file(run_folder):
-    chats = read_jsonl(run_folder.parent / "held_out.jsonl")
+    chats = read_file(run_folder.parent / "held_out.jsonl")
     assert [question(chat) for chat in chats] == ["Who | *she*?", "Why?", "When?"]

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.data.shards import Streamed
-from cria_tricks.data.sources import DataSource
+from cria_tricks.data.sources import OpenedSource
 
 PACKAGE = Path(__file__).parents[1]
 """The package's folder."""
@@ -16,7 +15,7 @@ PACKAGE = Path(__file__).parents[1]
 
 def describe(
     report: Mapping[str, Any],
-    found: Mapping[str, DataSource | Streamed],
+    found: Mapping[str, OpenedSource],
     other_base: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the run's report without its steps, with what the folder of an adapter needs besides.

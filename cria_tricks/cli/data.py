@@ -1,6 +1,6 @@
-"""``cria data`` and ``cria prepare``: look at a data set before training on it, and write its tokens once.
+"""``cria data``: look at a data set before training on it.
 
-Each command imports its part of the package when it is called, so that ``cria --help`` is quick.
+It imports its part of the package when it is called, so that ``cria --help`` is quick.
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from cria_tricks.cli.app import PLAN, SHOWN, TRAIN, Json, Offline, Settings, app, aside, screen
+from cria_tricks.cli.app import PLAN, SHOWN, Json, Offline, app, aside, screen
 from cria_tricks.common.console import doing, table
-from cria_tricks.common.errors import BadInput, usable_path
+from cria_tricks.common.errors import BadInput
 
 if TYPE_CHECKING:
     from cria_tricks.data.look import Leaks, Look
@@ -81,55 +81,6 @@ def data(
             screen.print(f"\nfigure: {figure}", highlight=False, markup=False)
     if strict and found:
         raise typer.Exit(1)
-
-
-@app.command(rich_help_panel=TRAIN, epilog="Example: cria prepare baseline --set data.train=texts --out shards")
-def prepare(
-    recipe: Annotated[str, typer.Argument(help="A named recipe, or a TOML file: its model and data fields are used.")],
-    out: Annotated[Path, typer.Option(help="The folder to make.")],
-    settings: Settings = None,
-    processes: Annotated[int, typer.Option(min=1, help="How many processes share the work.")] = 1,
-    offline: Offline = False,
-    as_json: Json = False,
-) -> None:
-    """Write the tokens of many texts into a folder once: filtered, deduplicated, and read by a memory map.
-
-    After a kill the same command goes on. Train with the same recipe and data.train=FOLDER.
-    """
-    from cria_tricks.data.counts import Tally
-    from cria_tricks.run import given
-
-    wanted = given.recipe(recipe, settings or ())
-    given.preparing(wanted)
-    # It imports torch, for the tokenizer, which takes seconds; a wrong recipe was refused above.
-    from cria_tricks.run import preparing
-
-    def progress(stage: str, done: int, parts: int) -> None:
-        aside.print(f"{STAGES[stage]}: {done} of {parts} part{'s' * (parts != 1)} done", highlight=False)
-
-    found = preparing.prepare(wanted, usable_path("--out", str(out)), processes, progress)
-    if as_json:
-        print(json.dumps(found, indent=2, allow_nan=False))
-        return
-    said = Tally(found["steps"]).in_words()
-    shards = len(found["shards"])
-    screen.print(
-        f"{found['documents']:,} documents, {found['tokens']:,} tokens ({found['dtype']}), {shards} "
-        f"shard{'s' * (shards != 1)}: {out}",
-        *[f"data.train: {said}"] * bool(said),
-        f"train on them: cria train {recipe} --set data.train={out}, with the same other settings of data",
-        sep="\n",
-        markup=False,
-        highlight=False,
-    )
-
-
-STAGES = {
-    "sign": "reading and signing",
-    "deduplicate": "looking for repeated rows",
-    "tokenise": "writing tokens",
-}
-"""How the stages of ``cria prepare`` are called."""
 
 
 def _tokenizer(model: str) -> tuple[Any, list[str]]:

@@ -38,6 +38,7 @@ from cria_tricks.cli import bench  # noqa: F401
 GONE = {
     "hardware": "cria plan RECIPE --gpu all",
     "report": "cria bench, which writes report.md, or in a checkout python -m tools.figures --mine FILE --into FOLDER",
+    "prepare": "cria train, which keeps the tokens of any data in a mapped file",
 }
 """Commands that are gone, each with what does its work now."""
 INSTEAD = {

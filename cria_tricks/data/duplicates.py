@@ -104,6 +104,11 @@ class Leak:
     same: bool = False
 
 
+COMMON = 3
+"""A word pair that stands in so many evaluation rows, and in a fifth of them, belongs to an instruction that they
+share. It tells nothing about one of them."""
+
+
 class Guard:
     """Find training rows that are the same as an evaluation row, or nearly.
 
@@ -113,6 +118,9 @@ class Guard:
 
     - J of the word pairs (two consecutive words) in their questions;
     - the smaller of J of the words in their questions and J of the word pairs in their whole turns, with documents.
+
+    A word pair that many evaluation rows have (:data:`COMMON`) is left out, so that rows which share an instruction do
+    not leak each other.
 
     So "What does Umoja ask?" is near "What does Nia ask?" only if the documents are similar. A row with a completion is
     compared by its prompt. Two texts are compared by the share of the smaller one's shingles that the other has, so
@@ -137,8 +145,11 @@ class Guard:
             turns.append([] if asked.is_text else asked.turns)
         self.texts = Table(texts)
         self.words = Table([shingles(question, 1) for question in questions])
-        self.pairs = Table([shingles(question, 2) for question in questions])
-        self.turns = Table([shingles(turn, 2) for turn in turns])
+        # Each question counts once, so that a row which is there three times is no instruction.
+        different = {digest(question): question for question in questions}
+        self.common = _common([shingles(question, 2) for question in different.values()])
+        self.pairs = Table([self._telling(question) for question in questions])
+        self.turns = Table([self._telling(turn) for turn in turns])
 
     def find(self, row: Chat) -> Leak | None:
         """Find the evaluation row that is most similar to a training row; ``None`` if none is similar enough."""
@@ -158,9 +169,19 @@ class Guard:
         if asked.is_text:
             return self.texts.shares(shingles(asked.question, TEXT))
         by_words = self.words.jaccard(shingles(asked.question, 1))
-        by_pairs = self.pairs.jaccard(shingles(asked.question, 2))
-        by_turns = self.turns.jaccard(shingles(asked.turns, 2))
+        by_pairs = self.pairs.jaccard(self._telling(asked.question))
+        by_turns = self.turns.jaccard(self._telling(asked.turns))
         return np.maximum(by_pairs, np.minimum(by_words, by_turns))
+
+    def _telling(self, found: Sequence[str]) -> np.ndarray:
+        """The word pairs that tell something about a row."""
+        return np.setdiff1d(shingles(found, 2), self.common, assume_unique=True)
+
+
+def _common(sets: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the hashes that stand in many of the sets (:data:`COMMON`), in ascending order."""
+    hashes, times = np.unique(np.concatenate([_NOTHING, *sets]), return_counts=True)
+    return hashes[times >= max(COMMON, len(sets) / 5)]
 
 
 @dataclass(frozen=True)
@@ -222,7 +243,7 @@ class Table:
 class Repeats:
     """Find rows that repeat an earlier row which was kept, exactly or nearly.
 
-    Exactly means with the same words in the same order; case and punctuation are ignored.
+    Exactly means that the rows are equal: ``x = a - b`` does not repeat ``x = a + b``.
 
     Args:
         near: whether rows that are nearly the same count as repeats, too. Then each row that is not left out takes some
@@ -241,12 +262,11 @@ class Repeats:
 
     def reason(self, row: Chat) -> str | None:
         """Return why a row is left out: ``"duplicate"`` or ``"near duplicate"``; ``None`` if it repeats none."""
-        found = words(row.content)
-        same = digest(found)
+        same = digest([row.key])
         if same in self.seen:
             return "duplicate"
         if self.bands is not None:
-            signature = sign(found)
+            signature = sign(words(row.content))
             # Rows that share a band are only candidates; their whole signatures decide.
             if any(signature.jaccard(self.signatures[key]) >= NEAR for key in self.bands.query(signature)):
                 return "near duplicate"

@@ -95,12 +95,9 @@ def read(recipe: Recipe, augment: Copies | None = None) -> Lengths:
     try:
         if data.stream:
             raise _Unread("data.stream=true")
-        if sources.is_prepared(data.train):
-            raise _Unread("data.train is token shards")
         _refuse_far_or_large(recipe)
         tokenizer = _Tokenizer(_folder(recipe.model))
-        train = sources.find(data.train, "train", contract=data.contract)
-        held_out = sources.find(data.eval, "eval", contract=data.contract)
+        train, held_out = sources.both(data, recipe.train.seed)
         rows = train_rows(recipe, train, held_out, tokenizer, _quiet, augment)
     except _Unread as reason:
         return full(recipe, str(reason))
@@ -146,7 +143,8 @@ def padded_mean(lengths: Sequence[int], batch: int) -> float:
 
 def _refuse_far_or_large(recipe: Recipe) -> None:
     size = 0
-    for part, name in (("train", recipe.data.train), ("eval", recipe.data.eval)):
+    names = {"train": recipe.data.train, "eval": recipe.data.eval or recipe.data.train}
+    for part, name in names.items():
         path = sources.ours(name, part) if name in sources.OURS else usable_path(f"data.{part}", name)
         if name in ("kwanzaa", sources.CURATED) or not path.exists():
             raise _Unread(f"data.{part}={name} is not read from the network")
@@ -183,6 +181,9 @@ class _Tokenizer:
             self._ids = Tokenizer.from_file(str(folder / "tokenizer.json"))
             self._special = _special_tokens(config)
             self.eos_token_id = self._ids.token_to_id(self._special["eos_token"])
+            self.bos_token_id = self._ids.token_to_id(self._special.get("bos_token", ""))
+            self.added_tokens_decoder = self._ids.get_added_tokens_decoder()
+            self.all_special_ids = [number for number, token in self.added_tokens_decoder.items() if token.special]
             self.chat_template = config.get("chat_template")
             file = folder / "chat_template.jinja"
             if file.is_file():
@@ -196,18 +197,24 @@ class _Tokenizer:
         # tokens.py asks for a whole chat, and again for the chat up to each answer. Often the two are the same text.
         self._encoded = functools.lru_cache(maxsize=4)(self._encode)
 
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": self._encoded(text, add_special_tokens)}
+    def __call__(
+        self, text: str, add_special_tokens: bool = True, return_offsets_mapping: bool = False
+    ) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {"input_ids": self._encoded(text, add_special_tokens)}
+        if return_offsets_mapping:
+            found["offset_mapping"] = self._ids.encode(text, add_special_tokens=add_special_tokens).offsets
+        return found
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self._ids.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
-        """Write turns as text, by the chat template, and tokenise them."""
+    def apply_chat_template(self, messages: list[dict[str, Any]], tokenize: bool = True, **options: Any) -> Any:
+        """Write turns as text, by the chat template, and tokenise them if asked to."""
         options = {"add_generation_prompt": False, "tools": None, "documents": None, **self._special, **options}
         assert self._render is not None, "it is asked for only where there is a template"
-        return self(self._render(messages=messages, **options), add_special_tokens=False)["input_ids"]
+        text = self._render(messages=messages, **options)
+        return self(text, add_special_tokens=False)["input_ids"] if tokenize else text
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from cria_tricks.common.errors import BadInput
 from cria_tricks.data.counts import ADDED, KEPT, Tally
 from cria_tricks.data.duplicates import Repeats
 from cria_tricks.data.filters import RowFilter
 from cria_tricks.data.rows import Chat
 from cria_tricks.data.rules import refuse_missing_libraries
-from cria_tricks.data.sources import DataSource
-from cria_tricks.data.tokens import TokenRows, tokenize
+from cria_tricks.data.sources import DataSource, OpenedSource
+from cria_tricks.data.tokens import Tokenized, TokenRows, listed, tokenize
 from cria_tricks.recipe import Recipe
 
 Copies = Callable[[Chat], Iterable[tuple[str, Chat]]]
@@ -72,26 +71,24 @@ class Prepare:
                     yield copy
 
 
-def train_rows(
+def tokenized(
     recipe: Recipe,
-    train: DataSource,
+    train: OpenedSource,
     held_out: DataSource,
     tokenizer: Any,
-    say: Callable[[str], None],
     augment: Copies | None = None,
-) -> TokenRows:
-    """Prepare the training rows and tokenise them.
+) -> Tokenized:
+    """Prepare the training rows and tokenise them, one after another.
 
     Args:
         recipe: the settings of the run.
         train: the training rows as they were read.
         held_out: the evaluation rows.
         tokenizer: the model's tokenizer.
-        say: prints one sentence on how many rows were left out and added.
         augment: as for :class:`Prepare`.
 
     Raises:
-        BadInput: if no row is left, or a row cannot be trained on.
+        BadInput: for a setting that needs a library which is not installed.
     """
     data = recipe.data
     tally = Tally()
@@ -100,12 +97,37 @@ def train_rows(
     repeated = None
     if data.duplicates != "keep":
         repeated = Repeats(near=data.duplicates == "near").reason
-    rows = list(prepare(train.rows, tally, repeated))
-    if tally.in_words():
-        say(f"data.train: {tally.in_words()}")
-    if not rows:
-        raise BadInput(f"data.train={data.train}: {tally.in_words()}, so there is nothing to train on")
-    return tokenize(rows, tokenizer, data.max_length, data.overflow, data.overlap, tally, bool(data.eos))
+    rows = prepare(train.rows, tally, repeated)
+    return Tokenized(rows, tokenizer, data.max_length, data.overflow, data.overlap, tally, bool(data.eos))
+
+
+def train_rows(
+    recipe: Recipe,
+    train: OpenedSource,
+    held_out: DataSource,
+    tokenizer: Any,
+    say: Callable[[str], None],
+    augment: Copies | None = None,
+    collect: Callable[[Tokenized], TokenRows] = listed,
+) -> TokenRows:
+    """Prepare the training rows, tokenise and collect them.
+
+    Args:
+        recipe: the settings of the run.
+        train: the training rows as they were read.
+        held_out: the evaluation rows.
+        tokenizer: the model's tokenizer.
+        say: prints one sentence on how many rows were left out and added.
+        augment: as for :class:`Prepare`.
+        collect: where the rows go: a list, or a file (:func:`cria_tricks.data.table.mapped`).
+
+    Raises:
+        BadInput: if no row is left, or a row cannot be trained on.
+    """
+    rows = collect(tokenized(recipe, train, held_out, tokenizer, augment))
+    if rows.tally.in_words():
+        say(f"data.train: {rows.tally.in_words()}")
+    return rows
 
 
 def eval_rows(recipe: Recipe, held_out: DataSource, tokenizer: Any) -> TokenRows:
@@ -115,4 +137,11 @@ def eval_rows(recipe: Recipe, held_out: DataSource, tokenizer: Any) -> TokenRows
         BadInput: if a row cannot be evaluated.
     """
     data = recipe.data
-    return tokenize(held_out.rows, tokenizer, data.max_length, data.overflow, data.overlap, add_eos=bool(data.eos))
+    return tokenize(
+        held_out.rows,
+        tokenizer,
+        data.max_length,
+        overflow=data.overflow,
+        overlap=data.overlap,
+        add_eos=bool(data.eos),
+    )

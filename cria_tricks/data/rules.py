@@ -3,7 +3,6 @@
 import importlib.util
 
 from cria_tricks.common.errors import BadInput
-from cria_tricks.data import sources
 from cria_tricks.recipe import Recipe
 from cria_tricks.settings import Data
 
@@ -15,7 +14,6 @@ def refuse(recipe: Recipe) -> None:
         BadInput: naming the fields, and what to set.
     """
     data = recipe.data
-    packing = recipe.tricks.packing
     if data.overlap >= data.max_length:
         raise BadInput(
             f"data.overlap={data.overlap} with data.max_length={data.max_length}: every row of a text must hold new "
@@ -26,60 +24,21 @@ def refuse(recipe: Recipe) -> None:
             f"data.min_words={data.min_words} with data.max_words={data.max_words}: no row can have at least "
             f"{data.min_words} and at most {data.max_words} words; raise data.max_words, or set it to 0"
         )
-    if sources.is_prepared(data.train):
-        _refuse_for_shards(data, packing)
     if data.stream and not recipe.train.max_steps:
         raise BadInput(
             "data.stream=true: a stream has no known number of rows, so train.epochs gives no number of steps; set "
             "train.max_steps, e.g. --set train.max_steps=1000"
         )
-    if data.stream and packing:
+    if data.stream and recipe.tricks.packing:
         raise BadInput(
             "data.stream=true with tricks.packing=true: packing has to see all rows; set tricks.packing=false "
             "(plain texts are cut into rows of full length, so they need no packing)"
         )
-    if data.stream and data.contract:
+    if data.stream and data.duplicates != "keep":
         raise BadInput(
-            "data.stream=true with data.contract=true: streamed rows keep their own system prompts; set one to false"
+            f"data.duplicates={data.duplicates} with data.stream=true: a stream remembers no earlier row; set "
+            "data.duplicates=keep or data.stream=false"
         )
-    if data.stream and data.train == sources.CURATED:
-        raise BadInput(f"data.stream=true with data.train={sources.CURATED}: it is no file; set data.stream=false")
-    if data.stream and data.duplicates != "keep" and sources.is_hub_set(data.train):
-        # A row that is left out is found again by its file and line, and a streamed row of the hub has neither.
-        raise BadInput(
-            f"data.duplicates={data.duplicates} with data.stream=true and data.train={data.train}: a streamed row of a "
-            "hub data set has no line by which a duplicate is left out; set data.duplicates=keep or data.stream=false"
-        )
-
-
-def _refuse_for_shards(data: Data, packing: bool) -> None:
-    """Refuse settings that token shards (``data/prepared/``) cannot have."""
-    if data.stream:
-        raise BadInput(
-            f"data.stream=true with data.train={data.train}: its rows are read from token shards as they are needed "
-            "anyway; set data.stream=false"
-        )
-    if packing:
-        raise BadInput(
-            f"tricks.packing=true with data.train={data.train}: packing would read all token shards into memory; set "
-            "tricks.packing=false (plain texts are cut into rows of full length, so they need no packing)"
-        )
-    refuse_to_prepare(data)
-
-
-def refuse_to_prepare(data: Data) -> None:
-    """Refuse settings that do something to chats only, because token shards are made of texts.
-
-    Raises:
-        BadInput: naming the field.
-    """
-    for name in ("contract", "shuffle_documents", "drop_uncited", "drop_cited"):
-        value = getattr(data, name)
-        if value:
-            raise BadInput(
-                f"data.{name}={str(value).lower()} with token shards: it changes chats, and shards are made of plain "
-                f"texts; set data.{name}={str(type(value)()).lower()}"
-            )
 
 
 def refuse_missing_libraries(data: Data) -> None:

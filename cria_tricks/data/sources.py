@@ -2,24 +2,31 @@
 
 import hashlib
 import http.client
-import json
+import itertools
 import os
+import random
 import re
 import urllib.request
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from cria_tricks.common import atomic_files
 from cria_tricks.common.cache import cache_folder
 from cria_tricks.common.errors import BadInput, usable_path
 from cria_tricks.data import texts
 from cria_tricks.data.contract_prompt import with_contract
-from cria_tricks.data.rows import Chat, check_rows, first_rows, read_jsonl
+from cria_tricks.data.files import ENDINGS
+from cria_tricks.data.rows import Chat, check_rows, read_file, reading
 from cria_tricks.models import network
+from cria_tricks.settings import Data
 
 GLANCE = 1000
 """How many rows :func:`glance` checks, before a run does anything slow."""
+MOST_HELD_OUT = 200
+"""The most training rows that are held out for the evaluation: more of them make it slower, and hardly surer."""
 Part = Literal["train", "eval"]
 
 OURS = ("nguzo_saba", "history_notes")
@@ -44,31 +51,86 @@ _SHA256 = {
 }
 
 
-PREPARED = "prepared.json"
-"""The file by which a folder of token shards is known (``data/prepared/``)."""
+@dataclass(frozen=True)
+class Again:
+    """Rows that are read anew each time that somebody goes over them, so that they are never all in memory.
+
+    Attributes:
+        read: begins to read.
+    """
+
+    read: Callable[[], Iterator[Chat]]
+
+    def __iter__(self) -> Iterator[Chat]:
+        return self.read()
 
 
 @dataclass(frozen=True)
-class DataSource:
-    """The rows of a data set, and one line that describes it in the report and the model card."""
+class OpenedSource:
+    """The rows of a data set, and what the report and the model card say of them.
 
-    rows: list[Chat]
-    description: str
+    Attributes:
+        rows: the rows, which can be gone over many times.
+        described: one line; ``{rows}`` stands for their number.
+    """
+
+    rows: Iterable[Chat]
+    described: str
+
+    @cached_property
+    def _counted(self) -> tuple[int, str]:
+        """The number of rows, and the hash of their content, in one pass over all of them."""
+        digest = hashlib.sha256()
+        count = 0
+        for row in self.rows:
+            digest.update(row.key.encode())
+            count += 1
+        return count, digest.hexdigest()
+
+    @property
+    def count(self) -> int | None:
+        """The number of rows; ``None`` for a stream."""
+        return self._counted[0]
 
     @property
     def sha256(self) -> str:
         """The hash of the rows' content: the same rows have the same hash, whatever file they came from."""
-        digest = hashlib.sha256()
-        for row in self.rows:
-            content: list[Any] = [row.messages, row.prompt, row.completion]
-            if row.text:  # without text the hash must stay that of earlier versions, which did not have this field
-                content.append(row.text)
-            digest.update(json.dumps(content).encode())
-        return digest.hexdigest()
+        return self._counted[1]
+
+    @property
+    def description(self) -> str:
+        """One line for the report and the model card."""
+        return self.described.replace("{rows}", str(self.count))
+
+
+@dataclass(frozen=True)
+class DataSource(OpenedSource):
+    """The rows of a data set in a list."""
+
+    rows: list[Chat]
+
+
+@dataclass(frozen=True)
+class Streamed(OpenedSource):
+    """The rows of a stream, which begins at once: nobody counts them first.
+
+    Attributes:
+        fingerprint: a hash of the files, or of the hub data set's name and version.
+    """
+
+    fingerprint: str = ""
+
+    @property
+    def count(self) -> None:
+        return None
+
+    @property
+    def sha256(self) -> str:
+        return self.fingerprint
 
 
 def find(name: str, part: Part, *, contract: bool = False) -> DataSource:
-    """Read one part of a data set.
+    """Read one part of a data set into a list.
 
     Args:
         name: ``nguzo_saba`` or ``history_notes`` (ours, inside the package), ``kwanzaa`` (downloaded once, hash
@@ -81,40 +143,125 @@ def find(name: str, part: Part, *, contract: bool = False) -> DataSource:
     Raises:
         BadInput: if there is no such data set, it cannot be loaded, or a row in it is wrong.
     """
-    source = _curated(part) if name == CURATED else _read(name, part)
-    if not contract:
-        return source
-    rows = [with_contract(row) for row in source.rows]
-    if rows == source.rows:  # as in history_notes, whose rows show it already
-        return source
-    return DataSource(rows, f"{source.description}; the contract is in every system prompt")
+    found = open_rows(name, part, contract=contract)
+    return DataSource(list(found.rows), found.described)
 
 
-def _read(name: str, part: Part) -> DataSource:
-    """Read the rows as they are."""
+def both(data: Data, seed: int) -> tuple[OpenedSource, DataSource]:
+    """Open the training rows, and read the evaluation rows.
+
+    If ``data.eval`` names none, they are those of the same named set. Else some training rows are held out: a twentieth
+    of them, at least one and at most :data:`MOST_HELD_OUT`.
+
+    Args:
+        data: the recipe's ``data`` fields.
+        seed: draws the rows that are held out (``train.seed``).
+
+    Raises:
+        BadInput: as :func:`find` does, or if no row can be held out.
+    """
+    train = open_rows(data.train, "train", contract=data.contract, stream=data.stream)
+    name = data.eval or (data.train if is_named(data.train) else "")
+    if name:
+        return train, find(name, "eval", contract=data.contract)
+    if train.count is None:
+        raise BadInput("data.eval is not named, and nothing can be held out of a stream; set data.eval=FILE")
+    number = min(MOST_HELD_OUT, max(1, round(train.count / 20)))
+    if number == train.count:
+        raise BadInput(
+            f"data.eval is not named, and data.train={data.train} has one row, so none can be held out; set "
+            "data.eval=FILE"
+        )
+    chosen = set(random.Random(seed).sample(range(train.count), number))
+
+    def part(is_held_out: bool) -> Iterator[Chat]:
+        return (row for place, row in enumerate(train.rows) if (place in chosen) == is_held_out)
+
+    rest = Again(lambda: part(False))
+    held_out = list(part(True))
+    of_train = f"{train.description}, without {number} rows that are held out"
+    return OpenedSource(rest, of_train), DataSource(held_out, f"{number} rows held out of {train.description}")
+
+
+def is_named(name: str) -> bool:
+    """Tell whether a name means one of the sets that have evaluation rows of their own."""
+    return name in (*OURS, "kwanzaa", CURATED)
+
+
+def open_rows(name: str, part: Part, *, contract: bool = False, stream: bool = False) -> OpenedSource:
+    """Open one part of a data set, whose rows are read and checked each time that somebody goes over them.
+
+    Args:
+        name: as for :func:`find`.
+        part: as for :func:`find`.
+        contract: as for :func:`find`.
+        stream: whether a hub data set is read over the network, and nothing is counted first (``data.stream``).
+
+    Raises:
+        BadInput: if there is no such data set. A wrong row is found when it is read.
+    """
     found = place(name, part)
-    if isinstance(found, str):
-        return _from_hub(found, part)
-    if is_prepared(name):
-        raise BadInput(f"data.{part}={name}: holds token shards and no texts; name the texts that they were made of")
+    rows, described = _from_hub(found, part, stream) if isinstance(found, str) else _from_files(found, name, part)
+    if contract:
+        rows, described = _with_contract(rows, described)
+    if not stream:
+        return OpenedSource(rows, described)
+    digest = hashlib.sha256(described.encode())
+    for file in _files_of(found):
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    fingerprint = digest.hexdigest()
+    return Streamed(rows, f"{described.replace(', {rows} rows', '')}, streamed", fingerprint)
+
+
+def _with_contract(rows: Iterable[Chat], described: str) -> tuple[Iterable[Chat], str]:
+    if all(with_contract(row) == row for row in itertools.islice(rows, GLANCE)):  # as in history_notes
+        return rows, described
+    return Again(lambda: map(with_contract, rows)), f"{described}; the contract is in every system prompt"
+
+
+def _from_files(found: Path, name: str, part: Part) -> tuple[Iterable[Chat], str]:
+    if name == CURATED:
+        return _curated(found, part)
     if found.is_dir() or found.suffix == ".txt":
-        return _from_texts(found, part)
-    rows = read_jsonl(found)
+        files = texts.files(found)
+        return Again(lambda: _texts(files, f"data.{part}={found}")), f"{found.name}, {len(files)} text files"
+    rows = Again(lambda: reading(found))
     if name in OURS:
-        return DataSource(rows, f"cria_tricks {name} {part}, {len(rows)} rows (Apache-2.0)")
+        return rows, f"cria_tricks {name} {part}, {{rows}} rows (Apache-2.0)"
     if name == "kwanzaa":
-        return DataSource(rows, f"AINative-Studio/kwanzaa {found.name}, sha256 {_SHA256[part]} (GPL-3.0)")
-    return DataSource(rows, f"{found.name}, {len(rows)} rows, sha256 {_sha256(found.read_bytes())}")
+        return rows, f"AINative-Studio/kwanzaa {found.name}, sha256 {_SHA256[part]} (GPL-3.0)"
+    with found.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    return rows, f"{found.name}, {{rows}} rows, sha256 {digest}"
 
 
-def _curated(part: Part) -> DataSource:
+def _curated(found: Path, part: Part) -> tuple[Iterable[Chat], str]:
     """Read the chosen real rows, and our own rows behind them."""
-    real = _read("kwanzaa", part)
     chosen = set(_CHOSEN.read_text().split())
-    kept = [row for row in real.rows if row_hash(row) in chosen]
-    ours = _read("history_notes", part)
-    of_real = f"{len(kept)} of the {len(real.rows)} rows of {real.description}"
-    return DataSource(kept + ours.rows, f"{of_real}; {ours.description}")
+    real = read_file(found)
+    kept = [row for row in real if row_hash(row) in chosen]
+    ours_too = find("history_notes", part)
+    of_real = f"{len(kept)} of the {len(real)} rows of {_from_files(found, 'kwanzaa', part)[1]}"
+    return [*kept, *ours_too.rows], f"{of_real}; {ours_too.description}"
+
+
+def _texts(files: list[Path], where: str) -> Iterator[Chat]:
+    number = 0
+    for file in files:
+        for span in texts.spans(file):
+            row = texts.read(span)
+            if row:
+                number += 1
+                yield row
+    if not number:
+        raise BadInput(f"{where}: there is no text in it")
+
+
+def _files_of(found: Path | str) -> list[Path]:
+    if isinstance(found, str):
+        return []
+    return texts.files(found) if found.is_dir() else [found]
 
 
 def row_hash(row: Chat) -> str:
@@ -152,12 +299,13 @@ def glance(name: str, part: Part) -> None:
         BadInput: as :func:`find` does, if one of the first rows is wrong.
     """
     found = place(name, part)
-    if isinstance(found, str) or (part == "train" and is_prepared(name)):
+    if isinstance(found, str):
         return
     if found.is_dir() or found.suffix == ".txt":
         texts.files(found)
-    else:
-        first_rows(found, GLANCE)
+        return
+    for _ in itertools.islice(reading(found), GLANCE):
+        pass
 
 
 def place(name: str, part: Part) -> Path | str:
@@ -178,26 +326,9 @@ def place(name: str, part: Part) -> Path | str:
     if is_hub_set(name):
         return name
     raise BadInput(
-        f"data.{part}={name}: no such file; give a .jsonl file, {', '.join(OURS)}, kwanzaa, {CURATED}, a .txt "
-        "file or a folder of them, or a hub data set owner/name"
+        f"data.{part}={name}: no such file; give a {', '.join(ENDINGS)} or .txt file, a folder of .txt files, "
+        f"{', '.join(OURS)}, kwanzaa, {CURATED}, or a hub data set owner/name"
     )
-
-
-def place_of_files(name: str) -> Path:
-    """Find the files of training texts, as :func:`place` does.
-
-    Raises:
-        BadInput: if there are none; also for a hub data set, and for token shards, which are no texts.
-    """
-    found = place(name, "train")
-    if isinstance(found, str):
-        raise BadInput(
-            f"data.train={name}: token shards are made of files; write the hub data set into one first, with "
-            "datasets' load_dataset(...).to_json('texts.jsonl')"
-        )
-    if is_prepared(name):
-        raise BadInput(f"data.train={name}: holds token shards already; name the texts that they were made of")
-    return found
 
 
 def ours(name: str, part: str) -> Path:
@@ -209,23 +340,7 @@ def is_hub_set(name: str) -> bool:
     """Tell whether a name means a hub data set: it looks like ``owner/name[:split]``, and nothing local has it."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.\[\]%:-]+)?", name):
         return False
-    return Path(name).suffix not in (".jsonl", ".json", ".txt") and not os.path.exists(name)
-
-
-def is_prepared(name: str) -> bool:
-    """Tell whether a name means a folder of token shards, which ``cria prepare`` has written."""
-    return os.path.isfile(os.path.join(name, PREPARED))  # also for a name that can be no path
-
-
-def _from_texts(path: Path, part: Part) -> DataSource:
-    files = texts.files(path)
-    rows = []
-    for file in files:
-        read = (texts.read(span) for span in texts.spans(file))
-        rows += [row for row in read if row]
-    if not rows:
-        raise BadInput(f"data.{part}={path}: there is no text in it")
-    return DataSource(rows, f"{path.name}, {len(files)} text files")
+    return not name.endswith((*ENDINGS, ".gz", ".txt")) and not os.path.exists(name)
 
 
 def _download_kwanzaa(part: Part) -> Path:
@@ -247,7 +362,7 @@ def _download_kwanzaa(part: Part) -> Path:
     return path
 
 
-def _from_hub(name: str, part: Part) -> DataSource:
+def _from_hub(name: str, part: Part, stream: bool) -> tuple[Iterable[Chat], str]:
     # It takes a second to import, and only rows of the hub need it.
     from datasets import get_dataset_split_names, load_dataset
 
@@ -261,14 +376,16 @@ def _from_hub(name: str, part: Part) -> DataSource:
                 raise BadInput(
                     f"data.{part}={name}: no such split; it has {', '.join(splits)}: name one as {name}:SPLIT"
                 )
-        rows = load_dataset(hub_id, split=split)
+        loaded = load_dataset(hub_id, split=split, streaming=stream)
     except BadInput:
         raise
     except Exception as error:  # the library raises many kinds: offline, gated, missing, unknown split
         raise BadInput(f"data.{part}={name}: cannot be loaded from the hub: {network.why(error)}") from None
-    places = ((dict(row), f"{hub_id}:{split} row {index}") for index, row in enumerate(rows))
-    checked = list(check_rows(places))
-    return DataSource(checked, f"{hub_id} ({split}), {len(checked)} rows, from the Hugging Face hub")
+
+    def read() -> Iterator[Chat]:
+        return check_rows((dict(row), f"{hub_id}:{split} row {number}") for number, row in enumerate(loaded))
+
+    return Again(read), f"{hub_id} ({split}), {{rows}} rows, from the Hugging Face hub"
 
 
 def _sha256(content: bytes) -> str:

@@ -1,41 +1,60 @@
 """Stream training rows: read them as they are needed, without an end, and continue a resumed run where it stopped.
 
-A step takes k micro-batches, and the stream has k lanes: micro-batch i of every step comes from lane i, which has
-shards of its own. With N data-parallel ranks, rank r reads the k / N lanes r, r + N, r + 2 N, ... So each rank reads
-only its part of the data, a step has the same rows for any N, and a run can be resumed with another N. When a lane has
-read all its shards, it begins again, with the shards in another order.
-
-A hub data set differs: its shards are never shuffled, and if k lanes cannot divide them evenly, each lane reads all
-rows and keeps every k-th.
+The position is that of ``datasets.IterableDataset``, which is exact only without a shuffle buffer: with a buffer of
+1,000 rows over eight shards, ``state_dict`` of datasets 5.2 loses 625 rows and gives 125 twice. So a stream keeps the
+order of its source. A file or a hub data set that fits on the disk needs no stream (``table.py``).
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-from rich.console import Console
 
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.progress_bars import counted
-from cria_tricks.data import stream_duplicates
-from cria_tricks.data.counts import CUT, DROPPED, Tally
+from cria_tricks.data.counts import Tally
 from cria_tricks.data.prepare import Copies, Prepare
 from cria_tricks.data.rows import Chat
-from cria_tricks.data.shards import HubStream, Streamed
-from cria_tricks.data.sources import DataSource
-from cria_tricks.data.stream_lanes import Lane, datasets_of
-from cria_tricks.data.tokens import TokenRow, chunks, document, token_row
+from cria_tricks.data.sources import DataSource, OpenedSource
+from cria_tricks.data.tokens import Tokenized, TokenRow, trained
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 
 
+@dataclass
+class Position:
+    """Where one process is in the stream, and what it has read so far.
+
+    Attributes:
+        before: the position of the source before its current row; ``None`` at the beginning of a pass.
+        passes: how many passes over all rows are completed.
+        given: how many training rows of the current row were yielded; a text becomes several.
+        in_pass: how many were yielded in this pass.
+        rows: how many were yielded in all.
+        tokens: the tokens of these rows.
+        trained: the trained tokens of these rows.
+        cut: how many rows lost their end.
+        dropped: how many rows were too long and left out.
+        tally: what happened to the rows that were read.
+    """
+
+    before: Any = None
+    passes: int = 0
+    given: int = 0
+    in_pass: int = 0
+    rows: int = 0
+    tokens: int = 0
+    trained: int = 0
+    cut: int = 0
+    dropped: int = 0
+    tally: Tally = field(default_factory=Tally)
+
+
 class Stream(torch.utils.data.IterableDataset):
-    """Yield the rows of this process without an end: ``train.batch_size`` rows from each of its lanes in turn.
+    """Yield the rows of this process without an end: of N data-parallel processes, each reads every N-th row.
 
     It has the attributes of ``TokenRows``, which the estimate and the report use. But ``longest`` and ``highest_id``
-    are upper limits, because the rows are not read yet, and the counts are known only after :meth:`add_up`.
+    are upper limits, because the rows are not read yet, and the counts are zero before :meth:`add_up`.
 
     Args:
         recipe: the settings of the run.
@@ -50,7 +69,7 @@ class Stream(torch.utils.data.IterableDataset):
     def __init__(
         self,
         recipe: Recipe,
-        source: Streamed,
+        source: OpenedSource,
         held_out: DataSource,
         tokenizer: Any,
         world: World,
@@ -60,154 +79,115 @@ class Stream(torch.utils.data.IterableDataset):
         self.recipe = recipe
         self.source = source
         self.tokenizer = tokenizer
-        self.say = say
-        self.held_out_sha256 = held_out.sha256
+        self.world = world
         self.prepare = Prepare(recipe, held_out.rows, lambda found: say(f"warning: data.leakage: {found}"), augment)
-        mine = range(world.data_rank, source.lanes, world.data)
-        found = datasets_of(source, recipe.train.seed, mine)
-        self.lanes = {lane: Lane(dataset, self._read, source.lanes) for lane, dataset in zip(mine, found, strict=True)}
-        self.duplicates: stream_duplicates.Duplicates | None = None
+        self.position = Position()
+        self.rows = self
         self.longest = recipe.data.max_length
         self.highest_id = len(tokenizer) - 1
-        # A lane that reads nothing: add_up puts the counts of all lanes into it.
-        self.total = Lane(lambda epoch: (), self._read, source.lanes)
-
-    def look_for_duplicates(self, folder: Path, world: World, console: Console) -> None:
-        """Find duplicates by reading the whole source once, if the recipe asks for it.
-
-        A resumed run takes the result from the run's folder instead.
-
-        Args:
-            folder: the run's folder, where the result is saved.
-            world: the processes of the run. Rank 0 reads; the others wait, at most ``parallel.timeout`` seconds.
-            console: where to show progress.
-        """
-        data = self.recipe.data
-        if data.duplicates == "keep":
-            return
-        file = folder / stream_duplicates.FILE
-        # A saved result is used only if none of these has changed. The number of lanes is one of them, because with
-        # another number small text files are cut into other pieces.
-        about = {
-            "settings": data.model_dump(mode="json"),
-            "lanes": self.source.lanes,
-            "train": self.source.sha256,
-            "eval": self.held_out_sha256,
-        }
-
-        def look() -> stream_duplicates.Duplicates:
-            kept = stream_duplicates.read(file, about)
-            if kept:
-                return kept
-            assert not isinstance(self.source, HubStream), "rules.refuse has refused it"
-            rows = self.source.in_order(self.source.shards())  # type: ignore[arg-type]
-            try:
-                with counted(rows, "looking for duplicates", console) as read:
-                    found = stream_duplicates.find_duplicates(read, self.prepare, data.duplicates == "near", folder)
-            except BadInput as error:
-                # A row is known by its first byte in the file; the user needs its line.
-                raise BadInput(self.source.in_lines(str(error))) from None
-            stream_duplicates.write(file, found, about)
-            return found
-
-        self.duplicates = world.on_rank_zero(look)
+        self.count = self.tokens = self.trained_tokens = self.cut = self.dropped = 0
+        self.tally = Tally()
 
     def __iter__(self) -> Iterator[TokenRow]:
-        lanes = [iter(lane) for lane in self.lanes.values()]
+        items = _as_dataset(self.source.rows, self.world)
+        at = self.position
         while True:
-            for lane in lanes:
-                for _ in range(self.recipe.train.batch_size):
-                    yield next(lane)
+            items.load_state_dict(at.before)
+            for item in items:
+                rows = self._rows_of(item["row"])
+                while at.given < len(rows):
+                    at.given += 1
+                    yield self._counted(rows[at.given - 1])
+                at.given = 0
+                at.before = items.state_dict()
+            if not at.in_pass:  # the next pass would find none either
+                raise BadInput(
+                    f"data.train={self.recipe.data.train}: a pass of the stream has no row for process "
+                    f"{self.world.data_rank} ({at.tally.in_words() or 'none was read'}); set data.stream=false"
+                )
+            at.passes += 1
+            at.in_pass = 0
+            at.before = None
 
-    def _read(self, item: Any, tally: Tally) -> list[TokenRow]:
-        """Make the tokenised rows of an item, shuffled by the seed and the item's number.
-
-        An item is what a lane iterates over (``shards.py``): the place of one row in a file, a list of pieces of texts,
-        or one row of a hub data set. A list of pieces becomes many rows, which would otherwise come in the order of the
-        text. The items of a hub data set have no number, so their rows are not shuffled.
-        """
-        repeated = self.duplicates.reason if self.duplicates else None
-        rows: list[TokenRow] = []
-        try:
-            for chat in self.prepare(self.source.chats(item), tally, repeated):
-                rows += self._tokens(chat, tally)
-        except BadInput as error:
-            # As above: name the line instead of the byte.
-            raise BadInput(self.source.in_lines(str(error))) from None
-        if len(rows) > 1 and not isinstance(self.source, HubStream):
-            order = np.random.default_rng([self.recipe.train.seed, item["number"]]).permutation(len(rows))
-            rows = [rows[index] for index in order]
+    def _rows_of(self, chat: Chat) -> list[TokenRow]:
+        """Prepare and tokenise one row of the source."""
+        at = self.position
+        data = self.recipe.data
+        # A run that was stopped inside a row reads it again after a resume. It was counted the first time, so this time
+        # it is counted in a tally that is thrown away.
+        is_again = at.given > 0
+        tally = Tally() if is_again else at.tally
+        kept = self.prepare([chat], tally)
+        made = Tokenized(kept, self.tokenizer, data.max_length, data.overflow, data.overlap, tally, bool(data.eos))
+        rows = list(made)
+        if not is_again:
+            at.cut += made.cut
+            at.dropped += made.dropped
         return rows
 
-    def _tokens(self, chat: Chat, tally: Tally) -> list[TokenRow]:
-        data = self.recipe.data
-        if chat.text:
-            tally.kinds[chat.kind] += 1
-            return list(chunks(document(chat, self.tokenizer), data.max_length, data.overlap))
-        row, longer = token_row(chat, self.tokenizer, data.max_length, data.overflow, bool(data.eos))
-        if longer:
-            tally.count(CUT if row else DROPPED, chat)
-        if row is None:
-            return []
-        tally.kinds[chat.kind] += 1
-        return [row]
+    def _counted(self, row: TokenRow) -> TokenRow:
+        at = self.position
+        at.in_pass += 1
+        at.rows += 1
+        at.tokens += len(row["input_ids"])
+        at.trained += trained(row)
+        return row
 
     def state(self) -> dict[str, Any]:
-        """Return the position and the counts of each lane of this process, by its number. Call it between two steps."""
-        return {str(number): lane.state() for number, lane in self.lanes.items()}
+        """Return the position of this process as JSON data, by its rank. Call it between two steps."""
+        at = self.position
+        numbers = {name: value for name, value in vars(at).items() if name != "tally"}
+        return {str(self.world.data_rank): numbers | {"steps": at.tally.to_dict(), "kinds": dict(at.tally.kinds)}}
 
     def go_on(self, states: Mapping[str, Any]) -> None:
-        """Set position and counts of this process's lanes from the states of all lanes, whoever saved them."""
-        for number, lane in self.lanes.items():
-            lane.go_on(states[str(number)])
+        """Set the position of this process from the states of all.
+
+        Raises:
+            BadInput: if there were another number of processes, each of which had other rows.
+        """
+        if len(states) != self.world.data:
+            raise BadInput(
+                f"--resume: the stream was read by {len(states)} processes, and now there are {self.world.data}; start "
+                "as many as before (data.stream=false goes on with any number)"
+            )
+        numbers = dict(states[str(self.world.data_rank)])
+        tally = Tally(numbers.pop("steps"), numbers.pop("kinds"))
+        self.position = Position(**numbers, tally=tally)
 
     @property
     def passes(self) -> int:
-        """How many whole passes over its rows every lane of this process has completed."""
-        return min(lane.epoch for lane in self.lanes.values())
+        """How many whole passes over its rows this process has completed."""
+        return self.position.passes
 
     def add_up(self, world: World) -> None:
-        """Add up the counts of all lanes of all processes, on rank 0, for the report."""
-        # Counted anew, because train.keep_best asks during the run, too.
-        self.total = Lane(lambda epoch: (), self._read, self.source.lanes)
-        by_lane: dict[str, Any] = {}
+        """Add up the counts of all processes for the report, anew each time."""
+        by_rank: dict[str, Any] = {}
         for states in world.gather(self.state()):
-            by_lane |= states  # tensor-parallel ranks read the same lanes, and each lane must count once
-        for state in by_lane.values():
-            self.total.rows += state["rows"]
-            self.total.tokens += state["tokens"]
-            self.total.trained += state["trained"]
-            self.total.tally.add(state["tally"], state["kinds"])
-
-    @property
-    def rows(self) -> "Stream":
-        return self
-
-    @property
-    def count(self) -> int:
-        """Rows that were yielded."""
-        return self.total.rows
-
-    @property
-    def tokens(self) -> int:
-        return self.total.tokens
-
-    @property
-    def trained_tokens(self) -> int:
-        return self.total.trained
-
-    @property
-    def tally(self) -> Tally:
-        return self.total.tally
-
-    @property
-    def cut(self) -> int:
-        return self.tally.rows[CUT]
-
-    @property
-    def dropped(self) -> int:
-        return self.tally.rows[DROPPED]
+            by_rank |= states  # tensor-parallel ranks read the same rows, which must count once
+        parts = by_rank.values()
+        self.count = sum(part["rows"] for part in parts)
+        self.tokens = sum(part["tokens"] for part in parts)
+        self.trained_tokens = sum(part["trained"] for part in parts)
+        self.cut = sum(part["cut"] for part in parts)
+        self.dropped = sum(part["dropped"] for part in parts)
+        self.tally = Tally()
+        for part in parts:
+            self.tally.add(part["steps"], part["kinds"])
 
     def most_trained(self, batch_size: int) -> int:
         """The upper limit of the trained tokens in a micro-batch: all tokens of full rows."""
         return batch_size * self.longest
+
+
+def _as_dataset(rows: Iterable[Chat], world: World) -> Any:
+    """Return the rows of this process as a ``datasets.IterableDataset``, which knows its position."""
+    # It takes a second to import, and only a streamed run needs it.
+    from datasets import IterableDataset
+    from datasets.distributed import split_dataset_by_node
+
+    def items(rows: Iterable[Chat]) -> Iterator[dict[str, Chat]]:
+        for row in rows:
+            yield {"row": row}
+
+    whole = IterableDataset.from_generator(items, gen_kwargs={"rows": rows})
+    return split_dataset_by_node(whole, world.data_rank, world.data)

@@ -83,7 +83,10 @@ def host_bill(target: Target, recipe: Recipe, rows: int = 0) -> HostBill | None:
     if target.device.kind != "cuda":
         return None
     libraries = Line("Python, libraries and CUDA", LIBRARIES, "resident once a tensor is on the card")
-    data = Line("rows as tokens", rows * recipe.data.max_length * A_TOKEN, "as if each were full")
+    # Only packing needs all rows at a time; else they are in a mapped file.
+    are_packed = recipe == with_toggles(recipe, {"packing": True})
+    in_lists = rows * recipe.data.max_length * A_TOKEN * are_packed
+    data = Line("packed rows as tokens", in_lists, "as if each were full")
     half = 2 * target.shape.weights
     file = Line("a file of weights", min(half, LARGEST_FILE), "while it is loaded, at most")
     waiting = _taken_off(target, recipe, "activation_offload", "saved activations")

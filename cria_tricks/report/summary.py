@@ -297,7 +297,7 @@ def _beyond_context(name: str, part: TokenRows | Stream, recipe: Recipe, context
         return beyond_context(context, recipe.data.max_length)
     if not context or part.longest <= context:
         return []
-    longer = sum(len(row["input_ids"]) > context for row in part.rows)
+    longer = int((part.lengths > context).sum())
     return [
         f"{longer} of {part.count} {name} rows are longer than the model's context of {context} tokens "
         f"(max_position_embeddings in its config), the longest has {part.longest}, and a model does badly on positions "

@@ -57,22 +57,10 @@ def training(wanted: Recipe, out: str | Path | None, resume: bool, other_base: b
     trackers(wanted.train.report_to)
     data_settings.refuse_missing_libraries(wanted.data)
     sources.glance(wanted.data.train, "train")
-    sources.glance(wanted.data.eval, "eval")
+    if wanted.data.eval:
+        sources.glance(wanted.data.eval, "eval")
     if out:
         free_folder.refuse_taken("--out", usable_path("--out", out), resume)
-    models.refuse_out_of_reach(wanted.model)
-
-
-def preparing(wanted: Recipe) -> None:
-    """Check what ``cria prepare`` would read and need.
-
-    Raises:
-        BadInput: if the texts, the evaluation rows, the settings or the model cannot be used, or a library is missing.
-    """
-    data_settings.refuse_to_prepare(wanted.data)
-    data_settings.refuse_missing_libraries(wanted.data)
-    sources.place_of_files(wanted.data.train)
-    sources.glance(wanted.data.eval, "eval")
     models.refuse_out_of_reach(wanted.model)
 
 

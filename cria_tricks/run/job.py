@@ -3,15 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from cria_tricks import models
 from cria_tricks.common.console import Voice, doing
 from cria_tricks.data import samples, sources
-from cria_tricks.data.prepared.read import TokenShards
-from cria_tricks.data.shards import open_stream
+from cria_tricks.data.sources import DataSource, OpenedSource
 from cria_tricks.models import weight_files
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
@@ -28,8 +26,8 @@ class Job:
         recipe: what the user wants.
         plan: what will run.
         world: the processes of the run.
-        sources: the ``train`` and ``eval`` rows, read and checked; for ``train`` a stream or token shards instead, if
-            the recipe asks.
+        train: the training rows, read and checked once; but a stream is not read yet.
+        eval: the evaluation rows.
         folders: the folders in which the run writes.
         other_base: whether a resumed run, or one that continues from an adapter, may have another base model.
         console: where messages are printed; quiet on every rank but 0.
@@ -39,11 +37,17 @@ class Job:
     recipe: Recipe
     plan: Plan
     world: World
-    sources: dict[str, Any]
+    train: OpenedSource
+    eval: DataSource
     folders: Folders
     other_base: bool
     console: Console
     began: float
+
+    @property
+    def sources(self) -> dict[str, OpenedSource]:
+        """The rows by part, ``train`` and ``eval``."""
+        return {"train": self.train, "eval": self.eval}
 
     def warn(self, sentences: Sequence[str]) -> None:
         """Print warnings, one line each."""
@@ -69,25 +73,17 @@ def checked(
         BadInput: if something is wrong with the rows or the folders.
     """
     console.quiet = console.quiet or not world.is_main
-    # A stream has one lane for each micro-batch of a step, those of all processes together.
-    lanes = plan.training["gradient_accumulation_steps"] * plan.parallel["data"]
     with doing(console, "reading the rows"):
-        data = recipe.data
-        train_rows: Any
-        if data.stream:
-            train_rows = open_stream(data.train, lanes)
-        elif sources.is_prepared(data.train):
-            train_rows = TokenShards(Path(data.train))
-        else:
-            train_rows = sources.find(data.train, "train", contract=data.contract)
-        held_out = sources.find(data.eval, "eval", contract=data.contract)
-    found = {"train": train_rows, "eval": held_out}
+        train_rows, held_out = sources.both(recipe.data, recipe.train.seed)
+        found: dict[str, OpenedSource] = {"train": train_rows, "eval": held_out}
+        # All that decides the run's result. It is saved in run.json, and --resume compares it with what is saved there.
+        about = describe(recipe, found, plan.device.name, world.size)
     too_few_to_answer = samples.check(recipe.eval.samples, held_out.rows)
-    # All that decides the run's result. It is saved in run.json, and --resume compares it with what is saved there.
-    about = describe(recipe, found, plan.device.name, world.size)
     # Rank 0 sends the Folders to the other ranks, which pickles them. A console cannot be pickled, but a Voice can.
     folders = world.on_rank_zero(lambda: Folders(recipe, out, resume, about, Voice(console)))
-    job = Job(recipe, plan, world, found, folders, other_base, console, began)
+    job = Job(recipe, plan, world, train_rows, held_out, folders, other_base, console, began)
+    if not recipe.data.eval:
+        console.print(f"data.eval: {held_out.description}", markup=False, highlight=False)
     job.warn(plan.warnings)
     job.warn(too_few_to_answer)
     return job

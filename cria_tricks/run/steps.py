@@ -19,8 +19,8 @@ from cria_tricks.common.errors import Interrupted, OutOfMemory, is_out_of_memory
 from cria_tricks.common.units import human
 from cria_tricks.data.lengths import as_long_as
 from cria_tricks.data.prepare import eval_rows, train_rows
-from cria_tricks.data.prepared.read import TokenShards
 from cria_tricks.data.stream import Stream
+from cria_tricks.data.table import mapped
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.gpus import this_host
 from cria_tricks.kwanzaa import augment
@@ -92,8 +92,6 @@ def carry_out(job: Job) -> dict[str, Any]:
         if weights.note:
             console.print(f"note: {weights.note}")
         stream = rows["train"] if recipe.data.stream else None
-        if stream:
-            stream.look_for_duplicates(job.folders.folder, world, console)
         of = results.Made(weights, tokenizer, rows, began_over)
         trained = _train(job, of)
         if stream:
@@ -118,18 +116,13 @@ def _doubts_about_ends(recipe: Recipe, rows: dict[str, Any], tokenizer: Any, wei
 def _rows(job: Job, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Turn the ``train`` and ``eval`` rows into tokens; a stream does so later, as its rows are needed."""
     recipe = job.recipe
-    found = job.sources
     say = job.console.print
     rows: Any
     if recipe.data.stream:
-        rows = Stream(recipe, found["train"], found["eval"], tokenizer, job.world, say, augment.of(recipe))
-    elif isinstance(found["train"], TokenShards):
-        rows = found["train"].rows(recipe.data, found["eval"], tokenizer)
-        if rows.tally.in_words():
-            say(f"data.train: {rows.tally.in_words()}")
+        rows = Stream(recipe, job.train, job.eval, tokenizer, job.world, say, augment.of(recipe))
     else:
-        rows = train_rows(recipe, found["train"], found["eval"], tokenizer, say, augment.of(recipe))
-    return {"train": rows, "eval": eval_rows(recipe, found["eval"], tokenizer)}
+        rows = train_rows(recipe, job.train, job.eval, tokenizer, say, augment.of(recipe), mapped)
+    return {"train": rows, "eval": eval_rows(recipe, job.eval, tokenizer)}
 
 
 def _train(job: Job, of: results.Made) -> results.Trained:
@@ -150,13 +143,12 @@ def _train(job: Job, of: results.Made) -> results.Trained:
     job.warn(_doubts_about_memory(estimated))
     estimated = estimated.training if estimated else None
     if shape:
-        many = len(rows["train"].rows) if isinstance(rows["train"].rows, list) else 0
         target = Target(shape, plan.device, world.size, this_host())
-        refuse_beyond_host(host_bill(target, longest, many))
+        refuse_beyond_host(host_bill(target, longest, rows["train"].count))
     batch = recipe.train.batch_size * micro_batches_at_once(plan)
     eval_batches = math.ceil(len(rows["eval"].rows) / batch / world.data)
     expected = estimated.allocated_bytes if estimated else None
-    asked = samples.of(recipe, job.sources["eval"].rows, of.tokenizer, job.warn)
+    asked = samples.of(recipe, job.eval.rows, of.tokenizer, job.warn)
     counted = results.counted_work(job, rows["train"], shape) if shape else None
     cuda = plan.device.kind == "cuda"
     monitor = Monitor(folders.monitor(world.rank), recipe.train.monitor_seconds, cuda=cuda, say=Voice(job.console))

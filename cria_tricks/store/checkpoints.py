@@ -26,8 +26,7 @@ from cria_tricks.common import atomic_files, interrupts
 from cria_tricks.common.errors import BadInput, Unwritten
 from cria_tricks.common.fields import flat
 from cria_tricks.common.version import ARITHMETIC, installed
-from cria_tricks.data.shards import Streamed
-from cria_tricks.data.sources import DataSource
+from cria_tricks.data.sources import OpenedSource
 from cria_tricks.recipe import Recipe
 
 KEPT = 2
@@ -158,9 +157,7 @@ class Checkpoints:
         return sorted(found, key=_step, reverse=True)
 
 
-def describe(
-    recipe: Recipe, found: Mapping[str, DataSource | Streamed], device: str, processes: int = 1
-) -> dict[str, Any]:
+def describe(recipe: Recipe, found: Mapping[str, OpenedSource], device: str, processes: int = 1) -> dict[str, Any]:
     """Describe a run by all that decides its result.
 
     Args:

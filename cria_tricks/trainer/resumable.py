@@ -26,7 +26,7 @@ from cria_tricks.trainer import random_state, what_ran
 from cria_tricks.tricks.optimizer_in_backward import StepInBackward
 
 POSITION = "stream.json"
-"""File with the position of each lane of a stream (``data/stream.py``), if training rows are streamed."""
+"""File with the position of each process in a stream (``data/stream.py``), if training rows are streamed."""
 RANDOM = "random.safetensors"
 """File with the random states of all processes but the first, if there are several."""
 
@@ -100,9 +100,9 @@ class ResumableTrainer(Trainer):
         weights = dtensor.weights(self.model, self.world)
         optimizer = dtensor.states(self.optimizer, self.model, self.world)
         states = self.world.gather(random_state.read())
-        lanes: dict[str, Any] = {}
+        positions: dict[str, Any] = {}
         for part in self.world.gather(self.position):
-            lanes |= part
+            positions |= part
 
         def write() -> None:
             # These are the steps of transformers, but in a temporary folder, in which a resume does not look.
@@ -115,7 +115,7 @@ class ResumableTrainer(Trainer):
                 if self.world.size > 1:
                     save_file(random_state.by_rank(states), aside / RANDOM)
                 if self.stream:
-                    (aside / POSITION).write_text(json.dumps(lanes) + "\n", encoding="utf-8")
+                    (aside / POSITION).write_text(json.dumps(positions) + "\n", encoding="utf-8")
                 self.state.save_to_json(str(aside / "trainer_state.json"))
 
         self.world.on_rank_zero(write)
@@ -236,7 +236,7 @@ class KeepRandomState(TrainerCallback):
 
 
 def position(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Read the position of a stream from a checkpoint, by lane.
+    """Read the positions in a stream from a checkpoint, by process.
 
     Raises:
         BadInput: if the checkpoint does not hold it.

@@ -1,6 +1,7 @@
 """Every step leaves out what it says, says how much that was, and is off unless asked for."""
 
 import json
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.data import prepare
 from cria_tricks.data.counts import Tally, warnings
 from cria_tricks.data.duplicates import Repeats
-from cria_tricks.data.filters import RowFilter
+from cria_tricks.data.filters import RowFilter, repetitive
 from cria_tricks.data.prepare import Prepare, eval_rows, train_rows
 from cria_tricks.data.rows import Chat
 from cria_tricks.data.sources import DataSource
@@ -53,7 +54,7 @@ def test_a_filter_leaves_out_what_it_says(settings, reason):
 
 
 def test_duplicates_are_looked_for_among_rows_that_are_kept():
-    rows = [text("Good day"), text("Good day"), text(ENGLISH), text(ENGLISH.upper()), text(ENGLISH.upper())]
+    rows = [text("Good day"), text("Good day"), text(ENGLISH), text(ENGLISH), text(ENGLISH)]
     assert counts(rows, "data.min_words=3", near=False) == {
         "read": 5, "shorter than data.min_words": 2, "kept": 1, "duplicate": 2,
     }  # fmt: skip
@@ -112,32 +113,14 @@ def test_augmentation_without_effect_is_said():
         (["data.stream=true"], "set train.max_steps"),
         (["data.stream=true", "train.max_steps=2", "tricks.packing=true"], "set tricks.packing=false"),
         (
-            ["data.stream=true", "train.max_steps=2", "data.contract=true"],
-            "streamed rows keep their own system prompts",
-        ),
-        (
-            ["data.stream=true", "train.max_steps=2", "data.train=kwanzaa_curated"],
-            "it is no file; set data.stream=false",
-        ),
-        *(
-            (
-                ["data.stream=true", "train.max_steps=2", "data.train=owner/name:train", f"data.duplicates={wanted}"],
-                f"data.duplicates={wanted} with .*set data.duplicates=keep or data.stream=false",
-            )
-            for wanted in ("exact", "near")
+            ["data.stream=true", "train.max_steps=2", "data.duplicates=near"],
+            "data.duplicates=near with .*set data.duplicates=keep or data.stream=false",
         ),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_every_command(settings, said):
     with pytest.raises(BadInput, match=said):
         resolve(with_settings(Recipe(), settings))
-
-
-def test_duplicates_in_a_stream_of_a_folder_with_the_name_of_a_hub_set_are_not_refused(tmp_path, monkeypatch):
-    (tmp_path / "owner" / "name").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    wanted = ["data.stream=true", "train.max_steps=2", "data.train=owner/name", "data.duplicates=exact"]
-    resolve(with_settings(Recipe(), wanted))
 
 
 def test_a_language_that_cannot_be_told_is_refused():
@@ -236,7 +219,7 @@ def test_rows_are_prepared_in_their_order_and_become_tokens():
         def __call__(self, content, **options):
             return {"input_ids": [len(word) for word in content.split()]}
 
-    rows = [text("a bb ccc"), text("a bb CCC!"), text("dddd"), text("a bb ccc")]
+    rows = [text("a bb ccc"), text("a bb ccc"), text("dddd"), text("a bb ccc")]
     recipe = with_settings(Recipe(), ["data.duplicates=exact", "data.max_length=8", "data.min_words=2"])
     said = []
     found = train_rows(recipe, DataSource(rows, ""), DataSource([HELD_OUT], ""), Words(), said.append)
@@ -244,7 +227,7 @@ def test_rows_are_prepared_in_their_order_and_become_tokens():
     assert said == ["data.train: 4 rows read: 2 duplicate, 1 shorter than data.min_words; 1 kept"]
     assert found.tally.rows["duplicate"] == 2
     kept = train_rows(Recipe(), DataSource(rows, ""), DataSource([], ""), Words(), said.append)
-    assert [row["input_ids"] for row in kept.rows] == [[1, 2, 3, 0], [1, 2, 4, 0], [4, 0], [1, 2, 3, 0]]
+    assert [row["input_ids"] for row in kept.rows] == [[1, 2, 3, 0], [1, 2, 3, 0], [4, 0], [1, 2, 3, 0]]
     assert len(said) == 1, "nothing was left out"
     overlapping = with_settings(recipe, ["data.overlap=2", "data.max_length=8"])
     nine = eval_rows(overlapping, DataSource([text("x " * 9), text("x " * 9)], ""), Words())
@@ -254,7 +237,7 @@ def test_rows_are_prepared_in_their_order_and_become_tokens():
             with_settings(recipe, ["data.min_words=9"]), DataSource(rows, ""), DataSource([], ""), Words(), said.append
         )
     assert str(caught.value) == (
-        "data.train=nguzo_saba: 4 rows read: 4 shorter than data.min_words; 0 kept, so there is nothing to train on"
+        "data.train: 4 rows read: 4 shorter than data.min_words; 0 kept, so there is nothing to train on"
     )
 
 
@@ -266,3 +249,35 @@ def test_nearly_the_same_is_left_out_only_when_asked(monkeypatch):
         with pytest.raises(BadInput):
             train_rows(recipe, DataSource([], ""), DataSource([], ""), None, print)
     assert asked == [False, True]
+
+
+NAMES = [a + b + c for a in "bdgklmnr" for b in "aeiou" for c in "bdgklmnr"]
+
+
+def sentence(seed: int, words: int) -> str:
+    return " ".join(random.Random(seed).choices(NAMES, k=words))
+
+
+SENTENCES = [sentence(n, 12) for n in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("of", "rule"),
+    [
+        ("\n".join(SENTENCES), ""),
+        ("\n".join([*SENTENCES[:7], *["x"] * 4]), ""),
+        ("\n".join([*SENTENCES[:7], *["x"] * 5]), "0.33 of its lines"),
+        ("\n".join([*SENTENCES[:7], SENTENCES[0], SENTENCES[1]]), "repeated lines are 0.22 of it"),
+        ("\n\n".join(["\n".join(SENTENCES[:30]), SENTENCES[31], SENTENCES[31]]), "0.33 of its paragraphs"),
+        (" ".join(f"{one} ever so" for one in sentence(0, 40).split()), "the commonest 2 words"),
+        (" ".join([*SENTENCES[:6], *SENTENCES[:2]]), "sequences of 5 words that occurred before are 0.19"),
+        (" ".join([*SENTENCES[:10], *SENTENCES[:2]]), "sequences of 8 words that occurred before are 0.13"),
+        (" ".join([*SENTENCES[:14], *SENTENCES[:2]]), ""),
+        ("Two words", ""),
+        ("", ""),
+    ],
+)
+def test_gophers_rules_of_repetition(of, rule):
+    found = repetitive(of)
+    assert found.startswith(rule)
+    assert bool(found) == bool(rule)

@@ -8,7 +8,7 @@ import pytest
 
 from cria_tricks.data import duplicates, sources
 from cria_tricks.data.duplicates import LEAK, NEAR, Guard, Leak, Repeats, digest, shingles, sign, words
-from cria_tricks.data.rows import Chat, read_jsonl
+from cria_tricks.data.rows import Chat, read_file
 from tests.helpers import is_frozen
 
 
@@ -68,7 +68,7 @@ def test_our_own_training_rows_are_no_evaluation_rows(ours):
 
 def test_what_the_guard_finds_in_the_real_data(real_data):
     """Two questions are in both parts; six of evaluation have one in training with another name or subject in it."""
-    train, held_out = (read_jsonl(real_data / f"kwanzaa_{part}.jsonl") for part in ("train", "eval"))
+    train, held_out = (read_file(real_data / f"kwanzaa_{part}.jsonl") for part in ("train", "eval"))
     guard = Guard(held_out)
     assert sum(guard.find(row) is not None for row in train) == 15
     alone = [[leak for row in train if (leak := Guard([one]).find(row))] for one in held_out]
@@ -104,7 +104,7 @@ def test_two_rows_without_a_word_are_the_same_only_if_they_look_the_same(near):
     repeats = Repeats(near)
     assert repeats.reason(text("==>/???")) is None
     assert repeats.reason(text("😀 /+")) is None
-    assert repeats.reason(text(" 😀  /+\n")) == "duplicate"
+    assert repeats.reason(text("😀 /+")) == "duplicate"
     assert Guard([chat("!!")]).find(chat("??")) is None
     assert Guard([chat("!!")]).find(chat("!! ")).similarity == 1
 
@@ -131,7 +131,8 @@ def test_exact_repeats_are_told_from_near_ones():
     for near in (False, True):
         repeats = Repeats(near)
         assert repeats.reason(text(long)) is None
-        assert repeats.reason(text(long.upper() + "!")) == "duplicate"
+        assert repeats.reason(text(long)) == "duplicate"
+        assert repeats.reason(text(long.upper() + "!")) == ("near duplicate" if near else None)
         assert repeats.reason(text(changed)) == ("near duplicate" if near else None)
         assert repeats.reason(text(" ".join(reversed(long.split())))) is None
 
@@ -282,3 +283,20 @@ def test_from_four_fifths_of_the_numbers_on_it_is_a_near_duplicate(equal, reason
 
 def test_what_was_made_cannot_be_changed():
     assert is_frozen(Leak)
+
+
+@pytest.mark.parametrize(("one", "other"), [("x = a + b", "x = a - b"), ("I like C", "I like C++"), ("US", "us")])
+def test_rows_that_differ_in_a_sign_or_a_letters_case_are_no_exact_repeats(one, other):
+    repeats = Repeats(near=False)
+    assert [repeats.reason(text(said)) for said in (one, other, one)] == [None, None, "duplicate"]
+
+
+INSTRUCTION = "Classify the sentiment of this review as positive, negative or neutral, and answer with one word only."
+
+
+def test_rows_that_share_an_instruction_are_no_leak():
+    reviews = ["The soup was cold.", "A long queue outside.", "Great music tonight!", "Seats were too narrow."]
+    guard = Guard([chat(f"{INSTRUCTION}\n\n{review}") for review in reviews])
+    assert guard.find(chat(f"{INSTRUCTION}\n\nMy phone broke after a week.")) is None
+    assert guard.find(chat(f"{INSTRUCTION}\n\nGreat music tonight!")).similarity == 1
+    assert guard.find(chat(f"{INSTRUCTION}\n\nGreat music here tonight! Great music tonight!")) is not None

@@ -15,6 +15,7 @@ from cria_tricks.data.rows import Chat
 from cria_tricks.data.tokens import tokenize, trained
 from cria_tricks.kwanzaa.prompt import read_rows
 from cria_tricks.kwanzaa.scores import kind
+from cria_tricks.settings import Data
 from tests.helpers import is_frozen
 from tools import curate
 
@@ -31,7 +32,9 @@ def test_a_local_file_and_its_hash(tmp_path):
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "folder/missing.jsonl", "nguzo"])
 def test_a_missing_file_says_what_there_is(name):
-    with pytest.raises(BadInput, match="data.eval=.*no such file; give a .jsonl file, nguzo_saba, history_notes"):
+    with pytest.raises(
+        BadInput, match="data.eval=.*no such file; give a .jsonl, .json, .csv, .tsv, .parquet or .txt file"
+    ):
         sources.find(name, "eval")
 
 
@@ -133,7 +136,7 @@ def test_a_hub_data_set(monkeypatch):
 
     asked = []
 
-    def load(name, split):
+    def load(name, split, streaming):
         asked.append((name, split))
         return datasets.Dataset.from_list([{"prompt": "a", "completion": "b"}])
 
@@ -148,7 +151,7 @@ def test_a_hub_data_set(monkeypatch):
 def test_a_hub_data_set_that_cannot_be_had(monkeypatch, online):
     import datasets
 
-    def load(name, split):
+    def load(name, split, streaming):
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
@@ -194,8 +197,8 @@ def test_names_of_nothing(name):
     with pytest.raises(BadInput) as caught:
         sources.place(name, "train")
     assert str(caught.value) == (
-        f"data.train={name}: no such file; give a .jsonl file, nguzo_saba, history_notes, kwanzaa, kwanzaa_curated, a "
-        ".txt file or a folder of them, or a hub data set owner/name"
+        f"data.train={name}: no such file; give a .jsonl, .json, .csv, .tsv, .parquet or .txt file, a folder of .txt "
+        "files, nguzo_saba, history_notes, kwanzaa, kwanzaa_curated, or a hub data set owner/name"
     )
 
 
@@ -231,7 +234,7 @@ def test_the_split_of_a_hub_set(part, splits, taken, monkeypatch):
     import datasets
 
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: rows)
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: splits)
     if taken is None:
         with pytest.raises(BadInput) as caught:
@@ -258,3 +261,29 @@ def test_a_download_that_breaks_off_says_how_to_go_on(public_repository, monkeyp
 
 def test_what_was_made_cannot_be_changed():
     assert is_frozen(sources.DataSource)
+
+
+def pairs(tmp_path, number: int) -> str:
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}", "completion": "b"}) + "\n" for n in range(number)))
+    return str(path)
+
+
+@pytest.mark.parametrize(("rows", "held"), [(2, 1), (40, 2), (5000, 200)])
+def test_without_a_name_some_training_rows_are_held_out(rows, held, tmp_path):
+    data = Data(train=pairs(tmp_path, rows))
+    train, held_out = sources.both(data, 0)
+    assert (train.count, len(held_out.rows)) == (rows - held, held)
+    assert {row.prompt for row in train.rows}.isdisjoint(row.prompt for row in held_out.rows)
+    again, other = sources.both(data, 0)[1], sources.both(data, 1)[1]
+    assert again.rows == held_out.rows
+    assert other.rows != held_out.rows or rows == 2
+    assert held_out.description.startswith(f"{held} rows held out of d.jsonl, {rows} rows")
+
+
+def test_a_named_set_has_its_own_evaluation_rows_and_one_row_cannot_be_divided(tmp_path):
+    assert sources.both(Data(train="nguzo_saba"), 0)[1] == sources.find("nguzo_saba", "eval")
+    with pytest.raises(BadInput, match="has one row, so none can be held out; set data.eval=FILE"):
+        sources.both(Data(train=pairs(tmp_path, 1)), 0)
+    with pytest.raises(BadInput, match="nothing can be held out of a stream; set data.eval=FILE"):
+        sources.both(Data(train=pairs(tmp_path, 9), stream=True), 0)

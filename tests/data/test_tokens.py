@@ -1,10 +1,13 @@
 """The mask: the assistant's tokens have labels, all others have none."""
 
+import copy
+import itertools
+
 import pytest
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data import sources
-from cria_tricks.data.rows import Chat
+from cria_tricks.data.rows import Chat, check_rows
 from cria_tricks.data.tokens import IGNORED, TokenRows, chunks, tokenize, trained
 from tests.helpers import is_frozen
 
@@ -141,7 +144,9 @@ class Words:
         return [int(word) for word in text.split()]
 
     def apply_chat_template(self, messages, add_generation_prompt=False, **options):
-        assert options == {"tokenize": True, "return_dict": False, "date_string": "26 Jul 2024"}
+        if not options.pop("tokenize"):
+            return " ".join(m["content"] for m in messages)
+        assert options == {"return_dict": False, "date_string": "26 Jul 2024"}
         marks = {"system": 1, "user": 2, "assistant": 3}
         ids = [each for m in messages for each in (marks[m["role"]], *self._ids(m["content"]), *self.tail)]
         return ids + [3] * add_generation_prompt
@@ -211,19 +216,23 @@ def test_an_empty_turn_has_its_end_trained():
 def test_a_template_that_leaves_out_the_answer_or_fails():
     class Silent(Words):
         def apply_chat_template(self, messages, **options):
-            return [1, 2]
+            return [1, 2] if options["tokenize"] else "assistant:"
 
     class Failing(Words):
         def apply_chat_template(self, messages, **options):
             raise ValueError("no system turn\nplease")
 
     for tokenizer, said in (
-        (Silent(), "leaves out what the assistant says"),
-        (Failing(), "cannot write the row: no system turn"),
+        (
+            Silent(),
+            "messages[0].content of user is left out by this model's chat template; take it out of the row, or "
+            "put it where the template writes it",
+        ),
+        (Failing(), "this model's chat template cannot write the row: no system turn"),
     ):
         with pytest.raises(BadInput) as caught:
             tokenize([chat(*TURNS)], tokenizer, 64)
-        assert str(caught.value) == f"file:1: this model's chat template {said}"
+        assert str(caught.value) == f"file:1: {said}"
 
 
 def test_completions_and_texts_among_other_rows():
@@ -261,3 +270,103 @@ def test_the_pieces_of_seven_tokens(length, overlap, rows):
 
 def test_what_was_made_cannot_be_changed():
     assert is_frozen(TokenRows)
+
+
+TURN = "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+PLAIN = "{% for m in messages %}" + TURN + "{% endfor %}" + ASKS
+THINKS = PLAIN.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+"""As DeepSeek-V3 and Nemotron: the prompt of generation begins a reasoning that rows need not have."""
+SPACE = PLAIN.replace("{{ m['role'] }}\n", "{{ m['role'] }}: ").replace("assistant\n{%", "assistant: {%")
+LAST = PLAIN.replace(ASKS, "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|endoftext|>{% endif %}")
+"""As Phi-3: what stands behind the last turn stands behind no other."""
+REASONS = PLAIN.replace(
+    "{{ m['content'] }}",
+    "{% if loop.last and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m['content'] }}",
+)
+"""As Qwen3: reasoning is written in the last turn alone."""
+
+
+def trained_text(template: str, tokenizer, *turns, **row) -> list[str]:
+    """The runs of trained tokens of a row, as text."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    messages = [
+        dict(zip(("role", "content"), turn, strict=True)) if isinstance(turn, tuple) else turn for turn in turns
+    ]
+    (found,) = tokenize(list(check_rows([({"messages": messages, **row}, "file:1")])), tokenizer, 256).rows
+    runs = itertools.groupby(found["labels"], lambda label: label != IGNORED)
+    return [tokenizer.decode(list(labels)) for is_trained, labels in runs if is_trained]
+
+
+ONE = (("user", "Who?"), ("assistant", "It is I."))
+TWO = (*ONE, ("user", "And then?"), ("assistant", "You."))
+THOUGHT = {"role": "assistant", "content": "It is I.", "reasoning_content": "Let me see."}
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "runs"),
+    [
+        (PLAIN, TWO, ["It is I.<|im_end|>", "You.<|im_end|>"]),
+        (PLAIN, (ONE[0], ("assistant", "Blue.\n\nRed.")), ["Blue.\n\nRed.<|im_end|>"]),
+        (
+            PLAIN,
+            (ONE[0], ("assistant", "\n\nBlue.")),
+            ["\nBlue.<|im_end|>"],
+        ),  # one of its line breaks is one token with the prompt's
+        (PLAIN, (ONE[0], ("assistant", "    return 1")), [" return 1<|im_end|>"]),  # and so are three of these spaces
+        (SPACE, ONE, [" is I.<|im_end|>"]),  # its first word is one token with the prompt's space
+        (THINKS, TWO, ["It is I.<|im_end|>", "You.<|im_end|>"]),
+        (THINKS, (ONE[0], ("assistant", "<think>\nHm.</think>Yes.")), ["Hm.</think>Yes.<|im_end|>"]),
+        (LAST, TWO, ["It is I.<|im_end|>", "You.<|im_end|>"]),
+        (REASONS, (ONE[0], THOUGHT), ["<think>Let me see.</think>It is I.<|im_end|>"]),
+        (REASONS, (ONE[0], THOUGHT, *TWO[2:]), ["It is I.<|im_end|>", "You.<|im_end|>"]),
+        (PLAIN, (*ONE, TWO[2], {"role": "assistant", "content": "You.", "weight": 0}), ["It is I.<|im_end|>"]),
+    ],
+)
+def test_the_answers_are_found_in_templates_of_many_kinds(template, turns, runs, tokenizer):
+    assert trained_text(template, tokenizer, *turns) == runs
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "row", "said"),
+    [
+        (PLAIN.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}"),
+         (("system", "Be kind."), *ONE), {}, "messages[0].content of system is left out by this model's chat template"),
+        (PLAIN, (ONE[0], THOUGHT), {}, "messages[1].reasoning_content is left out by this model's chat template"),
+        (PLAIN.replace("m['content'] }}", "m['content'].split('</think>')[-1] }}"),
+         (ONE[0], ("assistant", "<think>Hm.</think>Yes.")), {}, "messages[1].content before </think> is left out"),
+        (PLAIN, ONE, {"tools": [{"type": "function"}]}, "tools: this model's chat template writes no tools"),
+        (PLAIN, (ONE[0], {"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}), {},
+         "messages[1].tool_calls: this model's chat template writes no calls of tools"),
+        (PLAIN.replace("{{ m['content'] }}", "{{ loop.length }}{{ m['content'] }}"), TWO, {}, "rewrites earlier turns"),
+    ],
+)  # fmt: skip
+def test_what_a_template_would_leave_out_is_refused(template, turns, row, said, tokenizer):
+    with pytest.raises(BadInput) as caught:
+        trained_text(template, tokenizer, *turns, **row)
+    assert said in str(caught.value)
+    assert str(caught.value).startswith("file:1: ")
+
+
+def test_reasoning_is_given_under_the_name_that_the_template_reads(tokenizer):
+    gpt = REASONS.replace("reasoning_content", "thinking")
+    assert trained_text(gpt, tokenizer, ONE[0], THOUGHT) == ["<think>Let me see.</think>It is I.<|im_end|>"]
+
+
+class Adds(Words):
+    """A tokenizer with ``add_bos_token`` and ``add_eos_token``; a row's text may hold both as well."""
+
+    bos_token_id = 7
+
+    def __call__(self, text, **options):
+        found = super().__call__(text, **options)["input_ids"]
+        return {"input_ids": found + [0] * options.get("add_special_tokens", True)}
+
+
+@pytest.mark.parametrize("begins", ["", "7 "])
+@pytest.mark.parametrize("ends", ["", " 0"])
+def test_one_bos_token_in_front_and_one_eos_token_behind(begins, ends):
+    rows = [Chat((), f"{begins}20", f"30{ends}", "f"), Chat((), "", "", "f", f"{begins}40 41{ends}")]
+    found = tokenize(rows, Adds(), 9).rows
+    assert [row["input_ids"] for row in found] == [[7, 20, 30, 0], [7, 40, 41, 0]]

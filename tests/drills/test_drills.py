@@ -1,9 +1,7 @@
 """A few rounds of each drill; the scripts beside this file run many."""
 
-import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +12,6 @@ import pytest
 from cria_tricks.course.hang_demo import recorded
 from tests.drills import faults
 from tests.drills.disconnect import Drill
-from tests.drills.dump import SAVED, STEPS, Dump, make, record
 from tests.drills.fuzz import Fuzz, check
 from tests.parallel.steps import write_rows
 from tests.warm import start
@@ -60,49 +57,6 @@ def test_three_kills_and_an_interrupt_end_bit_identical(tmp_path, finish_here, s
     assert drill.in_saves >= 1
     assert len(drill.lost) == 4
     assert max(drill.lost) <= 2
-
-
-def test_a_dump_of_texts_is_cleaned_and_trained_on_and_no_row_comes_twice(tmp_path, monkeypatch):
-    """In this process, and stopped by taking away what was written after a checkpoint; the drill kills."""
-    from cria_tricks.data.stream import Stream
-    from cria_tricks.recipe import Recipe, with_settings
-    from cria_tricks.run.run import train
-
-    drill = Dump(tmp_path, megabytes=5, lanes=2, tokens=48)
-    planted = make(tmp_path / "texts", drill.megabytes)
-    recipe, plain = with_settings(Recipe(name="dump"), drill.settings()), Stream.__iter__
-    monkeypatch.setattr(Stream, "__iter__", plain)  # so that it is put back at the end
-    logged = {}
-    for name, resume in (("whole", False), ("killed", True)):
-        monkeypatch.setattr(Stream, "__iter__", plain)
-        record(tmp_path / f"{name}.log")
-        if resume:
-            shutil.copytree(tmp_path / "whole", tmp_path / "killed")
-            for path in (tmp_path / "killed" / "checkpoints").iterdir():
-                if path.name != f"checkpoint-{STEPS - SAVED}":
-                    shutil.rmtree(path)
-            for path in (tmp_path / "killed").glob("report.*"):
-                path.unlink()
-            shutil.rmtree(tmp_path / "killed" / "adapter")
-        report = train(recipe, tmp_path / name, resume=resume)
-        logged[name] = drill.rows(name)
-    drill.hold(logged["whole"], logged["whole"], logged["killed"], STEPS - SAVED)
-    weights = [tmp_path / name / "adapter" / "adapter_model.safetensors" for name in logged]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-    with_reason = json.loads((tmp_path / "killed" / "report.json").read_text())["data"]["train_steps"]
-    assert with_reason == report["data"]["train_steps"]
-    assert with_reason["read"]["rows"] >= 2
-
-    # One whole pass, without the model: what was planted is what is left out.
-    from cria_tricks.data import sources
-    from cria_tricks.data.counts import Tally
-    from cria_tricks.data.duplicates import Repeats
-    from cria_tricks.data.prepare import Prepare
-
-    tally = Tally()
-    held_out = sources.find(recipe.data.eval, "eval").rows
-    list(Prepare(recipe, held_out)(sources.find(recipe.data.train, "train").rows, tally, Repeats(near=True).reason))
-    assert {step: tally.rows[step] for step in planted} == planted
 
 
 @pytest.fixture(scope="module")

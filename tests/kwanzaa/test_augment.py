@@ -10,7 +10,7 @@ import pytest
 from cria_tricks.data import sources
 from cria_tricks.data.counts import ADDED, Tally
 from cria_tricks.data.prepare import Prepare
-from cria_tricks.data.rows import read_jsonl
+from cria_tricks.data.rows import read_file
 from cria_tricks.kwanzaa.augment import KINDS, Augment, of, shuffle_documents
 from cria_tricks.kwanzaa.contract import VIOLATIONS
 from cria_tricks.kwanzaa.prompt import read_rows
@@ -38,7 +38,7 @@ def ours():
 
 @pytest.fixture(scope="module")
 def real(real_data):
-    return copies(read_jsonl(real_data / "kwanzaa_train.jsonl"))
+    return copies(read_file(real_data / "kwanzaa_train.jsonl"))
 
 
 def cited(row) -> list[str]:
@@ -186,7 +186,7 @@ def test_no_copy_is_an_evaluation_row():
 def test_copies_are_counted_by_kind(real_data):
     recipe = with_settings(Recipe(), ["data.shuffle_documents=1", "data.drop_cited=1", "data.leakage=drop"])
     tally = Tally()
-    train, held_out = (read_jsonl(real_data / f"kwanzaa_{part}.jsonl") for part in ("train", "eval"))
+    train, held_out = (read_file(real_data / f"kwanzaa_{part}.jsonl") for part in ("train", "eval"))
     kept = list(Prepare(recipe, held_out, augment=of(recipe))(train, tally))
     counts = Counter({step: entry["rows"] for step, entry in tally.to_dict().items()})
     assert counts["read"] == 107

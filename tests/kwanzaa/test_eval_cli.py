@@ -91,7 +91,7 @@ def test_any_data_has_a_loss_a_perplexity_and_answers(adapter, run_cria, tmp_pat
     """Rows of every kind that trains, without the contract: the losses are those of the tokens that training labels."""
     from cria_tricks.adapter.opening import open_folder
     from cria_tricks.data.batches import PadToLongest
-    from cria_tricks.data.rows import read_jsonl
+    from cria_tricks.data.rows import read_file
     from cria_tricks.data.tokens import tokenize, trained
     from cria_tricks.load.losses import full_loss_sum
 
@@ -105,7 +105,7 @@ def test_any_data_has_a_loss_a_perplexity_and_answers(adapter, run_cria, tmp_pat
     length = found["text_length"]
     assert length == 320, "of the adapter's own recipe"
     model, tokenizer = open_folder(adapter)
-    rows = tokenize(read_jsonl(data), tokenizer, length).rows
+    rows = tokenize(read_file(data), tokenizer, length).rows
     assert len(rows) > len(KINDS), "the text takes several rows"
     with torch.no_grad():
         loss = sum(full_loss_sum(model, PadToLongest(0)([row])).item() for row in rows)
@@ -147,7 +147,7 @@ def test_the_loss_below_the_adapter_is_the_base_models(bf16, apart, adapter, run
 
     from cria_tricks import models
     from cria_tricks.adapter.opening import open_folder
-    from cria_tricks.data.rows import read_jsonl
+    from cria_tricks.data.rows import read_file
     from cria_tricks.kwanzaa.generate import reference_loss
 
     one = ["--data", str(ROWS), "--limit", "1", "--max-new-tokens", "1"]  # bf16 is slow where it is emulated
@@ -157,7 +157,7 @@ def test_the_loss_below_the_adapter_is_the_base_models(bf16, apart, adapter, run
         adapted, tokenizer = open_folder(adapter)
     assert adapted.dtype == (torch.bfloat16 if bf16 else torch.float32)
     plain = AutoModelForCausalLM.from_pretrained(models.find("random:tiny").path, dtype=adapted.dtype).eval()
-    loss, tokens = reference_loss(plain, tokenizer, read_jsonl(ROWS)[0])
+    loss, tokens = reference_loss(plain, tokenizer, read_file(ROWS)[0])
     assert json.loads(stdout)["systems"]["base"]["loss"]["value"] == pytest.approx(loss / tokens, rel=apart)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from cria_tricks.data import sources
 from cria_tricks.data.duplicates import Guard
-from cria_tricks.data.rows import read_jsonl
+from cria_tricks.data.rows import read_file
 from cria_tricks.kwanzaa.prompt import QARow, read_rows
 from cria_tricks.kwanzaa.scores import SCORERS, kind
 from tools import notebooks
@@ -72,7 +72,7 @@ def rows(real_data) -> dict[str, QARow]:
     rows = {
         f"{part} {number}": row
         for part in ("train", "eval")
-        for number, row in enumerate(read_rows(read_jsonl(real_data / f"kwanzaa_{part}.jsonl")), 1)
+        for number, row in enumerate(read_rows(read_file(real_data / f"kwanzaa_{part}.jsonl")), 1)
     }
     assert len(rows) == 134
     return rows

@@ -1,1 +1,0 @@
-"""Token shards: prepare texts once, on files, and train on them through a memory map."""
