@@ -112,7 +112,7 @@ def _objects(path: Path) -> Raw:
 
 def _parsed(line: str, where: str) -> Any:
     try:
-        return json.loads(line, object_pairs_hook=_without_repeats)
+        return json.loads(line.rstrip(), object_pairs_hook=_without_repeats)
     except _Repeated as error:
         raise _twice(error, where) from None
     except json.JSONDecodeError as error:

@@ -87,7 +87,7 @@ def test_a_line_separator_inside_a_string_is_no_end_of_a_line(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("d.jsonl", b'{"text": "a"}\n{"text": ', "{path}:2: not valid JSON: Expecting value at column 10"),
+        ("d.jsonl", b'{"text": "a"}\n{"text":\n', "{path}:2: not valid JSON: Expecting value at column 9"),
         ("d.jsonl", b'{"text": "a"}\n' + b"[" * 100_000, "{path}:2: not a row: maximum recursion depth exceeded"),
         ("d.jsonl", b'{"text": ' + b"9" * 5000 + b"}", "{path}:1: not a row: Exceeds the limit"),
         ("d.jsonl", b'{"text": "a"}\n[1]', "{path}:2: a row must be a JSON object, not list"),
