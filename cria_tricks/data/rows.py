@@ -287,19 +287,22 @@ def _chat(messages: list[Any], row: Mapping[str, Any], where: str) -> Chat:
         where: its place, and how the messages are called in it.
     """
     place, _, name = where.rpartition(": ")
+    called = where
+    if name != "messages":
+        called = f"{where}: messages"
     before = ""
     found = []
     untrained = []
     for index, message in enumerate(messages):
-        checked = _message(message, f"{where}[{index}]" if name == "messages" else f"{where}: messages[{index}]")
+        at = f"{called}[{index}]"
+        checked = _message(message, at)
         role = checked["role"]
         if not _may_follow(role, before, index):
-            at = f"{where}[{index}]" if name == "messages" else f"{where}: messages[{index}]"
             raise BadInput(
                 f"{at}.role is {role} after {before or 'nothing'}; the order is: system (or none), then user and "
                 "assistant in turn (results of tools between two answers)"
             )
-        if role == "assistant" and not _is_trained(message, f"{where}[{index}]"):
+        if role == "assistant" and not _is_trained(message, at):
             untrained.append(index)
         before = role
         found.append(checked)

@@ -161,7 +161,9 @@ def both(data: Data, seed: int) -> tuple[OpenedSource, DataSource]:
         BadInput: as :func:`find` does, or if no row can be held out.
     """
     train = open_rows(data.train, "train", contract=data.contract, stream=data.stream)
-    name = data.eval or (data.train if is_named(data.train) else "")
+    name = data.eval
+    if not name and is_named(data.train):
+        name = data.train
     if name:
         return train, find(name, "eval", contract=data.contract)
     if train.count is None:
@@ -201,7 +203,10 @@ def open_rows(name: str, part: Part, *, contract: bool = False, stream: bool = F
         BadInput: if there is no such data set. A wrong row is found when it is read.
     """
     found = place(name, part)
-    rows, described = _from_hub(found, part, stream) if isinstance(found, str) else _from_files(found, name, part)
+    if isinstance(found, str):
+        rows, described = _from_hub(found, part, stream)
+    else:
+        rows, described = _from_files(found, name, part)
     if contract:
         rows, described = _with_contract(rows, described)
     if not stream:

@@ -355,10 +355,10 @@ def _other_begin(chat: Chat, turn: int, ids: list[int], prefix: list[int], token
     spans = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True).get("offset_mapping")
     if not spans:  # a tokenizer in Python does not know them
         return _shared(ids, prefix) + ends_at_prompt
-    places = (
-        place for place, (start, end) in enumerate(spans) if (start >= shared if ends_at_prompt else end > shared)
-    )
-    return next(places, len(ids))
+    for place, (start, end) in enumerate(spans):
+        if start >= shared or (end > shared and not ends_at_prompt):
+            return place
+    return len(ids)
 
 
 def _rewritten(chat: Chat) -> BadInput:
@@ -376,12 +376,11 @@ def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 def _ends(ids: Sequence[int], begin: int, until: int, tokenizer: Any) -> list[int]:
     """List the places behind tokens that end a turn: the EOS tokens, or if there are none, those of the template."""
-    for token in (tokenizer.eos_token_id, None):
-        end_token = ends.of_template(tokenizer) if token is None else token
-        found = [place + 1 for place in range(begin, until) if ids[place] == end_token]
-        if found:
-            return found
-    return []
+    found = [place + 1 for place in range(begin, until) if ids[place] == tokenizer.eos_token_id]
+    if found:
+        return found
+    end = ends.of_template(tokenizer)
+    return [place + 1 for place in range(begin, until) if ids[place] == end]
 
 
 def _without_reasoning(content: str) -> str:
