@@ -15,7 +15,7 @@ from cria_tricks.common.names import same
 from cria_tricks.common.values import parts
 from cria_tricks.models import adapter_config
 from cria_tricks.models.catalogue import short_name
-from cria_tricks.settings import Data, Eval, Frozen, Lora, Parallel, Prompt, Side, Train, Tricks
+from cria_tricks.settings import NAMED_SETS, Data, Eval, Frozen, Lora, Parallel, Prompt, Side, Train, Tricks
 
 
 class Recipe(Frozen):
@@ -151,8 +151,8 @@ def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
         else:
             place[name] = _choice(field, text.strip())
         values = build(values, where).model_dump(mode="json", exclude_unset=True)
-    if "data.train" in set_fields and "data.eval" not in set_fields:
-        values["data"]["eval"] = ""  # the recipe's evaluation rows belong to the rows that it names
+    if "data.train" in set_fields and "data.eval" not in set_fields and recipe.data.eval in NAMED_SETS:
+        values["data"]["eval"] = ""  # a set that a recipe names belongs to the rows that it names
     return build(values, "recipe")
 
 

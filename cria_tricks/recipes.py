@@ -23,7 +23,7 @@ def smoke(device: Device | None = None) -> Recipe:
     return Recipe(
         name="smoke",
         model="smollm2",
-        data=Data(train="nguzo_saba", eval="nguzo_saba", max_length=1024),
+        data=Data(train="nguzo_saba", max_length=1024),
         tricks=Tricks(
             gradient_accumulation=4,
             precision=best_precision(device),

@@ -22,6 +22,10 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+NAMED_SETS = ("nguzo_saba", "history_notes", "kwanzaa", "kwanzaa_curated")
+"""The data sets that have a name, and evaluation rows of their own."""
+
+
 class Data(Frozen):
     """Where the rows come from: a name, a file (JSON, CSV, TSV, Parquet, text), a folder of texts, or a hub data set.
 
@@ -34,7 +38,7 @@ class Data(Frozen):
     train: str = Field("nguzo_saba", min_length=1, description="the training rows", examples=["my.jsonl"])
     eval: str = Field(
         "",
-        description="the evaluation rows; empty: those of the named set, else a twentieth of the training rows",
+        description="the evaluation rows; empty, as after data.train=FILE: a twentieth of the training rows",
         examples=["held_out.jsonl"],
     )
     contract: bool = Field(False, description="every system prompt becomes one that shows the answer contract")

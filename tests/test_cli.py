@@ -313,7 +313,7 @@ def test_explain(run_cria):
 
 GROUPS = {
     "Before you train": ("plan", "film", "data"),
-    "Train": ("prepare", "train", "launch"),
+    "Train": ("train", "launch"),
     "After training": ("chat", "eval", "card", "verify", "merge", "export", "publish", "compare"),
     "Learn the techniques": ("tricks", "explain"),
     "Check this machine": ("doctor", "bench"),

@@ -10,6 +10,7 @@ CHANGED = {
     "store/checkpoints.py: Checkpoints",
     "bill/products.py: Blocks",
     "bill/products.py: Products",
+    "data/stream.py: Position",
     "load/model.py: Loaded",
     "tricks/nf4.py: Quantized",
 }

@@ -62,8 +62,8 @@ CASES = {
     },
     # what is to be read and written
     "train smoke --set model=nobody/nothing": NOT_HERE,
-    "train smoke --set data.train=none.jsonl": "data.train=none.jsonl: no such file; give a .jsonl file",
-    "train smoke --set data.eval=none.jsonl": "data.eval=none.jsonl: no such file; give a .jsonl file",
+    "train smoke --set data.train=none.jsonl": "data.train=none.jsonl: no such file; give a .jsonl, .json",
+    "train smoke --set data.eval=none.jsonl": "data.eval=none.jsonl: no such file; give a .jsonl, .json",
     "train smoke --set data.train={folder}/empty": "data {folder}/empty: the folder holds no .txt file",
     "train smoke --set data.train={folder}/wrong.jsonl": "{folder}/wrong.jsonl:2: the key 'text' is there twice",
     "train smoke --set data.train={folder}/latin.jsonl": "latin.jsonl:1: not UTF-8 text (byte 13 of the line)",
@@ -111,9 +111,8 @@ CASES = {
     "eval --reference --data none.jsonl": "--data none.jsonl: no such file",
     "eval --reference --limit 0": "Invalid value for '--limit'",
     "chat": "Missing argument",
-    "publish {folder}/run name": "name: is no name of a repository on the hub; write OWNER/NAME",
+    "publish {folder}/run name": "'name': is no name of a repository on the hub: it needs the name of its owner",
     "publish {folder}/run a/b --tag 1": "--tag 1: is no version; write it as v0.1.0",
-    "report {folder}/none.json": "{folder}/none.json",
 }  # fmt: skip
 
 

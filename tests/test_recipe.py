@@ -49,7 +49,7 @@ name = "custom"
 model = "smollm2"
 [data]
 train = "nguzo_saba"
-eval = "nguzo_saba"
+eval = ""
 contract = false
 max_length = 2048
 overflow = "truncate"

@@ -137,7 +137,7 @@ def test_only_the_first_process_reports_and_traces(rank, tmp_path):
     recipe = with_settings(Recipe(), settings)
     folders = Folders(recipe, tmp_path / "run", False, {}, print)
     watch, progress = Monitor(tmp_path / "m", 0), ShowProgress(Console(), 1)
-    job = Job(recipe, resolve(recipe), World(rank, 2, 2), {}, folders, False, Console(), 0.0)
+    job = Job(recipe, resolve(recipe), World(rank, 2, 2), None, None, folders, False, Console(), 0.0)
     with training._onlookers(job, watch, progress) as found:
         names = [type(callback).__name__ for callback in found]
     between = [] if rank else ["Profile", "Tracker"]

@@ -24,4 +24,6 @@ def with_contract(chat: Chat) -> Chat:
     if not chat.messages:
         raise BadInput(f"data.contract=true: {chat.where}: is no chat, so it has no system prompt; set it to false")
     turns = [turn for turn in chat.messages if turn["role"] != "system"]
-    return replace(chat, messages=({"role": "system", "content": CONTRACT}, *turns))
+    messages = ({"role": "system", "content": CONTRACT}, *turns)
+    later = len(messages) - len(chat.messages)  # 1 if it had no system message
+    return replace(chat, messages=messages, untrained=tuple(turn + later for turn in chat.untrained))

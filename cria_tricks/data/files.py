@@ -12,6 +12,7 @@ import json
 import re
 import reprlib
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -36,7 +37,8 @@ def raw_rows(path: Path) -> Raw:
     Raises:
         BadInput: naming the file and the line of what cannot be read.
     """
-    ending = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    is_zipped = path.suffix.lower() == ".gz"
+    ending = Path(path.stem if is_zipped else path.name).suffix.lower()
     try:
         if ending == ".parquet":
             yield from _parquet(path)
@@ -44,13 +46,15 @@ def raw_rows(path: Path) -> Raw:
             yield from _table(path, TABLES[ending])
         else:
             yield from _json(path)
-    except (OSError, EOFError) as error:  # EOFError: a gzip file that was cut short
+    except (OSError, EOFError, zlib.error) as error:  # the last two: a gzip file that was cut short, or damaged
         why = getattr(error, "strerror", None) or first_line(error)
         raise BadInput(f"data {path}: cannot be read: {why}") from None
 
 
 def _opened(path: Path) -> BinaryIO:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+    if path.suffix.lower() == ".gz":
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    return path.open("rb")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -61,12 +65,17 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         if is_utf_16:
             # In a text file, lines would also end at a lone carriage return, and so the numbers would differ.
             decoded: TextIO = io.TextIOWrapper(file, "utf-16", newline="\n")
-            yield from enumerate(decoded, 1)
+            number = 0
+            try:
+                for number, line in enumerate(decoded, 1):
+                    yield number, line
+            except UnicodeDecodeError:
+                raise BadInput(f"data {path}:{number + 1}: not UTF-16 text; save the file as UTF-8") from None
             return
         # In binary, lines end at a line feed alone: U+2028 is no end of a line, and may stand inside a JSON string.
-        for number, line in enumerate(file, 1):
+        for number, content in enumerate(file, 1):
             try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                text = content.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 raise BadInput(
                     f"data {path}:{number}: not UTF-8 text (byte {error.start} of the line); save the file as UTF-8"
@@ -150,23 +159,27 @@ def _table(path: Path, between: str) -> Raw:
     def counted() -> Iterator[str]:
         for number, line in _lines(path):
             last[0] = number
-            yield line
+            yield line.replace("\r\n", "\n")
 
     rows = csv.reader(counted(), delimiter=between, strict=True)
     names: list[str] = []
+    begins = 1
     try:
         for cells in rows:
-            where = f"{path}:{last[0]}"
+            where = f"{path}:{begins}"
+            begins = last[0] + 1
             if not cells:  # a blank line
                 continue
             if not names:
                 names = [name.strip() for name in cells]
+                if len(set(names)) < len(names):
+                    raise BadInput(f"{where}: the column {repeated(names)!r} is there twice; keep one")
                 continue
             if len(cells) != len(names):
                 raise BadInput(f"{where}: has {len(cells)} cells, and the first line names {len(names)} columns")
             yield {name: cell or None for name, cell in zip(names, cells, strict=True)}, where
     except csv.Error as error:
-        raise BadInput(f"{path}:{last[0]}: no row of a table: {error}") from None
+        raise BadInput(f"{path}:{begins}: no row of a table: {error}") from None
 
 
 def _parquet(path: Path) -> Raw:

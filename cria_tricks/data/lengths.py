@@ -142,15 +142,14 @@ def padded_mean(lengths: Sequence[int], batch: int) -> float:
 
 
 def _refuse_far_or_large(recipe: Recipe) -> None:
-    size = 0
+    files: set[Path] = set()
     names = {"train": recipe.data.train, "eval": recipe.data.eval or recipe.data.train}
     for part, name in names.items():
         path = sources.ours(name, part) if name in sources.OURS else usable_path(f"data.{part}", name)
         if name in ("kwanzaa", sources.CURATED) or not path.exists():
             raise _Unread(f"data.{part}={name} is not read from the network")
-        files = path.rglob("*.txt") if path.is_dir() else [path]
-        size += sum(file.stat().st_size for file in files)
-    if size > LARGEST:
+        files |= set(path.rglob("*.txt")) if path.is_dir() else {path}
+    if sum(file.stat().st_size for file in files) > LARGEST:
         raise _Unread(f"its files hold more than {LARGEST // 1000} kB")
 
 
@@ -188,7 +187,8 @@ class _Tokenizer:
             file = folder / "chat_template.jinja"
             if file.is_file():
                 self.chat_template = file.read_text(encoding="utf-8")
-            self._render = _compiled(self.chat_template) if self.chat_template else None
+            if self.chat_template:
+                _compiled(self.chat_template)
         except Exception as error:  # each library raises its own errors; training will report a broken tokenizer
             raise _Unread(f"the tokenizer in {folder} cannot be read without transformers") from error
         self._ids.no_truncation()
@@ -209,12 +209,15 @@ class _Tokenizer:
         ids: list[int] = self._ids.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], tokenize: bool = True, **options: Any) -> Any:
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], tokenize: bool = True, chat_template: str = "", **options: Any
+    ) -> Any:
         """Write turns as text, by the chat template, and tokenise them if asked to."""
         options = {"add_generation_prompt": False, "tools": None, "documents": None, **self._special, **options}
-        assert self._render is not None, "it is asked for only where there is a template"
-        text = self._render(messages=messages, **options)
-        return self(text, add_special_tokens=False)["input_ids"] if tokenize else text
+        text = _compiled(chat_template or self.chat_template)(messages=messages, **options)
+        if not tokenize:
+            return text
+        return self(text, add_special_tokens=False)["input_ids"]
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -227,6 +230,11 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+@functools.lru_cache(maxsize=4)
 def _compiled(template: str) -> Any:
     """Compile a chat template as transformers does: in a sandbox without access to Python, with the same options."""
     # Most estimates take rows as full, and need no chat template.
@@ -239,6 +247,6 @@ def _compiled(template: str) -> Any:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
     return environment.from_string(template).render

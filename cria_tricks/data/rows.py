@@ -51,7 +51,6 @@ UNREAD_ROW = {
     "audio": "holds audio; only text is trained here",
     "chosen": "is of preferences, which are not trained here; write messages",
     "rejected": "is of preferences, which are not trained here; write messages",
-    "weight": "of a row has no meaning here; give each answer a weight of 0 or 1 in messages",
 }
 """Fields of a row that would change what is trained, and are not read."""
 UNREAD_MESSAGE = {
@@ -162,7 +161,7 @@ def reading(path: str | Path) -> Iterator[Chat]:
         found = True
         yield row
     if not found:
-        raise BadInput(f"data {path}: no rows; one JSON object a line is expected")
+        raise BadInput(f"data {path}: no rows in it")
 
 
 def check_rows(rows: Iterable[tuple[Any, str]]) -> Iterator[Chat]:
@@ -184,21 +183,30 @@ def _checked(row: dict[str, Any], where: str) -> Chat:
     for name, why in UNREAD_ROW.items():
         if row.get(name):
             raise BadInput(f"{where}: {name} {why}")
+    for name in ("weight", "train"):
+        if row.get(name) is not None:
+            raise BadInput(f"{where}: {name} of a whole row is not read; give answers a weight of 0 or 1 in messages")
     if row.get("messages") is not None:
-        return _chat(_list(row, "messages", where), row, f"{where}: messages")
-    if row.get("prompt") is not None and "completion" in row:
+        return _chat([*_system(row, where), *_list(row, "messages", where)], row, f"{where}: messages")
+    if _has(row, "prompt", "completion"):
         return _completion(row, where)
     if row.get("conversations") is not None:
         return _chat(_sharegpt(row, where), row, f"{where}: conversations as messages")
     for asked, given, answer in ASKED:
-        if row.get(asked) is not None and row.get(answer) is not None:
+        if _has(row, asked, answer):
             return _chat(_answered(row, asked, given, answer, where), row, f"{where}: messages")
     if row.get("text") is not None:
         return Chat((), "", "", where, _text(row, "text", where))
+    named = [str(name) for name, value in row.items() if value is not None]
     raise BadInput(
-        f"{where}: has the fields {', '.join(map(str, row)) or 'none'}; a row needs messages, prompt and completion, "
+        f"{where}: has the fields {', '.join(named) or 'none'}; a row needs messages, prompt and completion, "
         "conversations, instruction and output (or response), question and answer, or text"
     )
+
+
+def _has(row: Mapping[str, Any], *fields: str) -> bool:
+    """Tell whether a row is of the form with these fields; a table has all columns, also those of other forms."""
+    return all(name in row for name in fields) and any(row[name] is not None for name in fields)
 
 
 def _text(row: Mapping[str, Any], name: str, where: str, *, may_be_empty: bool = False) -> str:
@@ -222,8 +230,11 @@ def _list(row: Mapping[str, Any], name: str, where: str) -> list[Any]:
 def _completion(row: dict[str, Any], where: str) -> Chat:
     """Read a prompt with its completion: two texts, or two lists of messages, of which the second is trained."""
     if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
-        before = [_without_loss(message) for message in row["prompt"]]
+        before = [*_system(row, where), *(_without_loss(message) for message in row["prompt"])]
         return _chat([*before, *row["completion"]], row, f"{where}: prompt and completion as messages")
+    for name in ("system", "tools"):
+        if row.get(name):
+            raise BadInput(f"{where}: {name} has no place beside a prompt and a completion of text; write messages")
     completion = _text(row, "completion", where)
     return Chat((), _text(row, "prompt", where, may_be_empty=True), completion, where)
 
@@ -249,7 +260,7 @@ def _sharegpt(row: dict[str, Any], where: str) -> list[Any]:
         if not isinstance(turn["value"], str):
             raise BadInput(f"{place}.value must be text, not {type(turn['value']).__name__}")
         rest = {name: value for name, value in turn.items() if name not in ("from", "value")}
-        messages.append({"role": SHAREGPT[said], "content": turn["value"], **rest})
+        messages.append({**rest, "role": SHAREGPT[said], "content": turn["value"]})
     return messages
 
 
@@ -385,7 +396,7 @@ def _calls(message: Mapping[str, Any], place: str) -> list[Any]:
                 arguments = json.loads(arguments or "{}")
             except ValueError:
                 raise BadInput(f"{place}.tool_calls[{number}].function.arguments is not valid JSON") from None
-        found.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
+        found.append(_said({**call, "type": "function", "function": {**function, "arguments": arguments}}))
     return found
 
 
@@ -398,12 +409,22 @@ def _tools(row: Mapping[str, Any], where: str) -> tuple[dict[str, Any], ...]:
             raise BadInput(f"{where}: tools is a text that is not valid JSON") from None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadInput(f"{where}: tools must be a list of objects")
-    return tuple(tools)
+    return tuple(map(_said, tools))
+
+
+def _said(value: Any) -> Any:
+    """Leave out what is null: a table gives each object the fields of all others in its column."""
+    if isinstance(value, dict):
+        return {name: _said(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_said(inner) for inner in value]
+    return value
 
 
 def _is_trained(message: Mapping[str, Any], place: str) -> bool:
     """Tell whether an answer is trained, by OpenAI's ``weight`` (0 or 1), or ``train`` (false or true)."""
     said = [message[name] for name in ("weight", "train") if message.get(name) is not None]
-    if any(value not in (0, 1) for value in said):
-        raise BadInput(f"{place} has the weight {reprlib.repr(said[0])}; an answer is trained (1) or not (0)")
+    for value in said:
+        if value not in (0, 1):
+            raise BadInput(f"{place} has the weight {reprlib.repr(value)}; an answer is trained (1) or not (0)")
     return all(said)

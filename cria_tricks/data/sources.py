@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from cria_tricks.common import atomic_files
 from cria_tricks.common.cache import cache_folder
@@ -21,7 +21,7 @@ from cria_tricks.data.contract_prompt import with_contract
 from cria_tricks.data.files import ENDINGS
 from cria_tricks.data.rows import Chat, check_rows, read_file, reading
 from cria_tricks.models import network
-from cria_tricks.settings import Data
+from cria_tricks.settings import NAMED_SETS, Data
 
 GLANCE = 1000
 """How many rows :func:`glance` checks, before a run does anything slow."""
@@ -115,7 +115,7 @@ class Streamed(OpenedSource):
     """The rows of a stream, which begins at once: nobody counts them first.
 
     Attributes:
-        fingerprint: a hash of the files, or of the hub data set's name and version.
+        fingerprint: a hash of each file's name, size and time, or of the hub data set's name.
     """
 
     fingerprint: str = ""
@@ -134,8 +134,8 @@ def find(name: str, part: Part, *, contract: bool = False) -> DataSource:
 
     Args:
         name: ``nguzo_saba`` or ``history_notes`` (ours, inside the package), ``kwanzaa`` (downloaded once, hash
-            checked), ``kwanzaa_curated`` (chosen rows of ``kwanzaa``, then ``history_notes``), a local file of JSON
-            lines or of text, a folder of ``.txt`` files, or a hub data set ``owner/name`` or ``owner/name:split``.
+            checked), ``kwanzaa_curated`` (chosen rows of ``kwanzaa``, then ``history_notes``), a local file, a folder
+            of ``.txt`` files, or a hub data set ``owner/name`` or ``owner/name:split``.
         part: ``"train"`` or ``"eval"``. If a hub data set is named without a split, training takes the split ``train``,
             and evaluation the first of ``validation``, ``eval`` and ``test`` that exists.
         contract: whether each row gets the system prompt that shows the answer contract (``data.contract``).
@@ -162,32 +162,26 @@ def both(data: Data, seed: int) -> tuple[OpenedSource, DataSource]:
     """
     train = open_rows(data.train, "train", contract=data.contract, stream=data.stream)
     name = data.eval
-    if not name and is_named(data.train):
+    if not name and data.train in NAMED_SETS:
         name = data.train
     if name:
         return train, find(name, "eval", contract=data.contract)
     if train.count is None:
         raise BadInput("data.eval is not named, and nothing can be held out of a stream; set data.eval=FILE")
     number = min(MOST_HELD_OUT, max(1, round(train.count / 20)))
-    if number == train.count:
+    if number >= train.count:
         raise BadInput(
-            f"data.eval is not named, and data.train={data.train} has one row, so none can be held out; set "
-            "data.eval=FILE"
+            f"data.eval is not named, and data.train={data.train} has too few rows to hold one out; set data.eval=FILE"
         )
     chosen = set(random.Random(seed).sample(range(train.count), number))
-
-    def part(is_held_out: bool) -> Iterator[Chat]:
-        return (row for place, row in enumerate(train.rows) if (place in chosen) == is_held_out)
-
-    rest = Again(lambda: part(False))
-    held_out = list(part(True))
-    of_train = f"{train.description}, without {number} rows that are held out"
-    return OpenedSource(rest, of_train), DataSource(held_out, f"{number} rows held out of {train.description}")
-
-
-def is_named(name: str) -> bool:
-    """Tell whether a name means one of the sets that have evaluation rows of their own."""
-    return name in (*OURS, "kwanzaa", CURATED)
+    held_out = [row for place, row in enumerate(train.rows) if place in chosen]
+    keys = {row.key for row in held_out}  # a row that is there twice is held out twice
+    rest = Again(lambda: (row for row in train.rows if row.key not in keys))
+    said = f"{number} row{'s' * (number > 1)}"
+    return (
+        OpenedSource(rest, f"{train.description}, without {said} held out"),
+        DataSource(held_out, f"{said} held out of {train.description}"),
+    )
 
 
 def open_rows(name: str, part: Part, *, contract: bool = False, stream: bool = False) -> OpenedSource:
@@ -208,21 +202,17 @@ def open_rows(name: str, part: Part, *, contract: bool = False, stream: bool = F
     else:
         rows, described = _from_files(found, name, part)
     if contract:
-        rows, described = _with_contract(rows, described)
+        bare = rows
+        rows = Again(lambda: map(with_contract, bare))
+        described = f"{described}; the contract is in every system prompt"
     if not stream:
         return OpenedSource(rows, described)
-    digest = hashlib.sha256(described.encode())
+    about = [described]
     for file in _files_of(found):
-        with file.open("rb") as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
-    fingerprint = digest.hexdigest()
+        known = file.stat()
+        about.append(f"{file.name} {known.st_size} {known.st_mtime_ns}")
+    fingerprint = hashlib.sha256("\n".join(about).encode()).hexdigest()
     return Streamed(rows, f"{described.replace(', {rows} rows', '')}, streamed", fingerprint)
-
-
-def _with_contract(rows: Iterable[Chat], described: str) -> tuple[Iterable[Chat], str]:
-    if all(with_contract(row) == row for row in itertools.islice(rows, GLANCE)):  # as in history_notes
-        return rows, described
-    return Again(lambda: map(with_contract, rows)), f"{described}; the contract is in every system prompt"
 
 
 def _from_files(found: Path, name: str, part: Part) -> tuple[Iterable[Chat], str]:
@@ -387,8 +377,15 @@ def _from_hub(name: str, part: Part, stream: bool) -> tuple[Iterable[Chat], str]
     except Exception as error:  # the library raises many kinds: offline, gated, missing, unknown split
         raise BadInput(f"data.{part}={name}: cannot be loaded from the hub: {network.why(error)}") from None
 
+    def raw() -> Iterator[tuple[Any, str]]:
+        try:
+            for number, row in enumerate(loaded, 1):
+                yield dict(row), f"{hub_id}:{split} row {number}"
+        except OSError as error:  # a stream whose network fails
+            raise BadInput(f"data.{part}={name}: cannot be read from the hub: {network.why(error)}") from None
+
     def read() -> Iterator[Chat]:
-        return check_rows((dict(row), f"{hub_id}:{split} row {number}") for number, row in enumerate(loaded))
+        return check_rows(raw())
 
     return Again(read), f"{hub_id} ({split}), {{rows}} rows, from the Hugging Face hub"
 

@@ -7,9 +7,10 @@ says whether it is trained. The system loads the pages that are read, and drops 
 import contextlib
 import itertools
 import tempfile
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -49,48 +50,53 @@ class MappedRows(Sequence[TokenRow]):
 def mapped(tokenized: Tokenized) -> TokenRows:
     """Write all rows into a file of their own, and return them mapped.
 
-    The file lies in the cache's folder, which is on a disk also where ``/tmp`` is memory. It has no name as soon as it
-    is mapped, so the system frees it when the process ends, however that ends. Each process of a run writes its own,
-    because processes on several machines may share no disk.
+    The file lies in the cache's folder, which is on a disk also where ``/tmp`` is memory. It never has a name, so the
+    system frees it when the process ends, however that ends. Each process of a run writes its own, because processes on
+    several machines may share no disk.
 
     Raises:
         BadInput: as :func:`cria_tricks.data.tokens.tokenize` does.
         Unwritten: if the disk is full.
     """
     folder = cache_folder() / "tokens"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as place:
-            file = Path(place) / "rows.arrow"
-            lengths, trained, highest_id = _write(tokenized, file)
-            tokenized.refuse_if_empty()
-            rows = MappedRows(file)
-    except OSError as error:
-        raise Unwritten(folder, error.strerror or str(error), error.errno) from None
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(tempfile.TemporaryFile(dir=folder))
+        except OSError as error:
+            raise Unwritten(folder, error.strerror or str(error), error.errno) from None
+        lengths, trained, highest_id = _write(tokenized, file, folder)
+        tokenized.refuse_if_empty()
+        rows = MappedRows(Path(f"/dev/fd/{file.fileno()}"))
     return TokenRows(rows, tokenized.cut, tokenized.dropped, tokenized.tally, lengths, trained, highest_id)
 
 
-def _write(tokenized: Tokenized, file: Path) -> tuple[np.ndarray, np.ndarray, int]:
+def _write(tokenized: Tokenized, file: BinaryIO, folder: Path) -> tuple[np.ndarray, np.ndarray, int]:
     """Write the rows, and return what a run asks of all of them: tokens and trained tokens of each, the largest id."""
     # As above.
     import pyarrow
 
     schema = pyarrow.schema({"input_ids": pyarrow.list_(pyarrow.int32()), "is_trained": pyarrow.list_(pyarrow.bool_())})
-    lengths: list[int] = []
-    trained: list[int] = []
+    lengths = array("q")
+    trained = array("q")
     highest_id = 0
-    with contextlib.closing(pyarrow.ipc.new_stream(str(file), schema)) as out:
-        for rows in _batches(tokenized):
-            ids = [row["input_ids"] for row in rows]
-            is_trained = [[label != IGNORED for label in row["labels"]] for row in rows]
-            out.write_batch(pyarrow.record_batch([ids, is_trained], schema))
-            lengths += map(len, ids)
-            trained += map(sum, is_trained)
-            highest_id = max(highest_id, *map(max, ids))
+    remaining = iter(tokenized)
+    out = _or_unwritten(folder, pyarrow.ipc.new_stream, file, schema)
+    while rows := list(itertools.islice(remaining, AT_ONCE)):
+        ids = [row["input_ids"] for row in rows]
+        is_trained = [[label != IGNORED for label in row["labels"]] for row in rows]
+        _or_unwritten(folder, out.write_batch, pyarrow.record_batch([ids, is_trained], schema))
+        lengths.extend(map(len, ids))
+        trained.extend(map(sum, is_trained))
+        highest_id = max(highest_id, *map(max, ids))
+    _or_unwritten(folder, out.close)
+    _or_unwritten(folder, file.flush)
     return np.array(lengths, np.int64), np.array(trained, np.int64), highest_id
 
 
-def _batches(rows: Iterator[TokenRow] | Tokenized) -> Iterator[list[TokenRow]]:
-    remaining = iter(rows)
-    while batch := list(itertools.islice(remaining, AT_ONCE)):
-        yield batch
+def _or_unwritten(folder: Path, write: Callable[..., Any], *arguments: Any) -> Any:
+    """Write, and turn a full disk into one line."""
+    try:
+        return write(*arguments)
+    except OSError as error:
+        raise Unwritten(folder, error.strerror or str(error), error.errno) from None

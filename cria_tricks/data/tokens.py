@@ -26,7 +26,7 @@ def _unknown() -> np.ndarray:
     return np.empty(0, np.int64)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class TokenRows:
     """The tokenised rows of a data set, and how many rows were cut or left out.
 
@@ -167,7 +167,7 @@ class Tokenized:
         if self.given:
             return
         if not self.dropped:
-            raise BadInput(f"data.train: {self.tally.in_words()}, so there is nothing to train on")
+            raise BadInput(f"{self.tally.in_words() or 'no rows'}, so there is nothing to train on")
         raise BadInput(
             f"{self.first_dropped}: all {self.dropped} rows are longer than data.max_length={self.max_length} tokens "
             "and were dropped; raise it, or set data.overflow=truncate"
@@ -204,7 +204,7 @@ def _once(text: str, tokenizer: Any, **options: Any) -> list[int]:
     in them already.
     """
     ids = list(tokenizer(text, **options)["input_ids"])
-    while ids and ids[-1] == tokenizer.eos_token_id:
+    while ids and ids[-1] == getattr(tokenizer, "eos_token_id", None):
         ids.pop()
     begins = getattr(tokenizer, "bos_token_id", None)
     while begins is not None and ids[:2] == [begins, begins]:
@@ -316,19 +316,21 @@ def _answer(chat: Chat, turn: int, ids: list[int], tokenizer: Any) -> tuple[int,
     begin = len(prefix)
     if ids[:begin] != prefix:
         begin = _other_begin(chat, turn, ids, prefix, tokenizer)
-    # The next turn may change how this one ends, so only what both ways of writing share is certain.
+    # The next turn may change how this one ends, so only what both ways of writing share is certain. Train up to the
+    # token that ends the turn. The template may write more after it, such as a line break; that is not trained.
     until = _shared(ids, written(turn + 1))
-    if until <= begin and turn + 2 <= len(chat.messages):  # the template leaves reasoning out of all but the last turn
-        found = _ends(ids, begin, _shared(ids, written(turn + 2)), tokenizer)
-        if not found:
-            raise _rewritten(chat)
-        return begin, found[0]
-    # Train up to the token that ends the turn. The template may write more after it, such as a line break; that is not
-    # trained.
     found = _ends(ids, begin, until, tokenizer)
     if found:
         return begin, found[-1]
-    return begin, None if until == len(ids) else until
+    if turn + 2 <= len(chat.messages):  # some templates write reasoning in the last turn alone
+        found = _ends(ids, begin, _shared(ids, written(turn + 2)), tokenizer)
+        if found:
+            return begin, found[0]
+        if until <= begin:
+            raise _rewritten(chat)
+    if until == len(ids):
+        return begin, None
+    return begin, until
 
 
 def _other_begin(chat: Chat, turn: int, ids: list[int], prefix: list[int], tokenizer: Any) -> int:
@@ -344,13 +346,9 @@ def _other_begin(chat: Chat, turn: int, ids: list[int], prefix: list[int], token
     whole = template(chat.messages, tokenizer, chat.where, chat.tools, **options)
     before = template(chat.messages[:turn], tokenizer, chat.where, chat.tools, add_generation_prompt=True, **options)
     shared = _shared(whole, before)
-    at = 0
-    for message in chat.messages[:turn]:
-        said = _without_reasoning(message["content"])
-        found = whole.find(said, at, shared)
-        if found < 0 and message["role"] != "tool":  # a template may write the result of a tool as JSON
-            raise _rewritten(chat)
-        at = max(at, found + len(said))
+    asked = template(chat.messages[:turn], tokenizer, chat.where, chat.tools, **options)
+    if shared < _shared(asked, before):
+        raise _rewritten(chat)
     ends_at_prompt = shared == len(before)
     spans = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True).get("offset_mapping")
     if not spans:  # a tokenizer in Python does not know them
@@ -363,8 +361,8 @@ def _other_begin(chat: Chat, turn: int, ids: list[int], prefix: list[int], token
 
 def _rewritten(chat: Chat) -> BadInput:
     return BadInput(
-        f"{chat.where}: this model's chat template rewrites earlier turns, so the assistant's tokens cannot be told "
-        "from the prompt; use rows with one assistant turn"
+        f"{chat.where}: this model's chat template writes the turns before an answer differently once the answer "
+        "follows, so its tokens cannot be told from the prompt; use rows with one answer, or another model"
     )
 
 
@@ -401,13 +399,20 @@ def refuse_unwritten(chat: Chat, tokenizer: Any) -> None:
     last = max(chat.trained_turns)
     wanted: dict[str, str] = {}
     for number, message in enumerate(chat.messages):
+        place = f"messages[{number}]"
         if message.get("tool_calls") and "tool_calls" not in known:
             raise BadInput(
-                f"{chat.where}: messages[{number}].tool_calls: this model's chat template writes no calls of tools; "
-                "take another model, or write the call as content"
+                f"{chat.where}: {place}.tool_calls: this model's chat template writes no calls of tools; take another "
+                "model, or write the call as content"
             )
-        if message["role"] in ("system", "user") or number == last:
-            wanted[f"messages[{number}].content of {message['role']}"] = _without_reasoning(message["content"])
+        reasons = [name for name in REASONING if name in message]
+        if reasons and not any(name in known for name in (*REASONING, "think")):
+            raise BadInput(
+                f"{chat.where}: {place}.{reasons[0]}: this model's chat template writes no reasoning; take it out of "
+                "the row"
+            )
+        if message["role"] in ("system", "user") or number in chat.trained_turns:
+            wanted[f"{place}.content of {message['role']}"] = _without_reasoning(message["content"])
     for name in REASONING:
         wanted[f"messages[{last}].{name}"] = chat.messages[last].get(name, "")
     reasoning, mark, _ = chat.messages[last]["content"].rpartition("</think>")
@@ -455,6 +460,8 @@ def template(
     options = {"tokenize": True, "return_dict": False, "date_string": DATE, **options}
     if tools:
         options["tools"] = list(tools)
+    if "strftime_now" in str(tokenizer.chat_template):  # else it writes the day of today
+        options["chat_template"] = f"{{% macro strftime_now(form) %}}{DATE}{{% endmacro %}}{tokenizer.chat_template}"
     try:
         return tokenizer.apply_chat_template(_named_for(messages, str(tokenizer.chat_template)), **options)
     except Exception as error:  # a template is a program that came with the model, and may refuse a row

@@ -112,7 +112,7 @@ class Augment:
                 continue
             copy = KINDS[kind](row, draw)
             if copy and _keeps(row, copy):
-                yield kind, copy
+                yield kind, replace(copy, tools=chat.tools, untrained=chat.untrained)
 
 
 def _keeps(row: QARow, copy: Chat) -> bool:

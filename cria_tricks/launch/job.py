@@ -139,7 +139,7 @@ def _recipe(name: str, settings: list[str], machine: Flavor, limit: int) -> Reci
 def _refuse_unreachable(recipe: Recipe) -> None:
     """Refuse data, models and folders that are only on this machine, because the job runs on another."""
     for part in ("train", "eval"):
-        name = getattr(recipe.data, part)
+        name = getattr(recipe.data, part) or recipe.data.train
         on_the_hub = models.is_hub_id(name.partition(":")[0]) and not Path(name).suffix and not Path(name).exists()
         if name not in OURS and not on_the_hub:
             raise BadInput(f"data.{part}={name}: a job cannot reach files of this machine; upload it (hf upload)")

@@ -13,6 +13,7 @@ from cria_tricks.data.sources import DataSource, OpenedSource
 from cria_tricks.models import weight_files
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
+from cria_tricks.settings import NAMED_SETS
 from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import describe
 from cria_tricks.store.run_folder import Folders
@@ -82,7 +83,7 @@ def checked(
     # Rank 0 sends the Folders to the other ranks, which pickles them. A console cannot be pickled, but a Voice can.
     folders = world.on_rank_zero(lambda: Folders(recipe, out, resume, about, Voice(console)))
     job = Job(recipe, plan, world, train_rows, held_out, folders, other_base, console, began)
-    if not recipe.data.eval:
+    if not recipe.data.eval and recipe.data.train not in NAMED_SETS:
         console.print(f"data.eval: {held_out.description}", markup=False, highlight=False)
     job.warn(plan.warnings)
     job.warn(too_few_to_answer)

@@ -118,7 +118,9 @@ def test_a_row_that_training_refuses_is_refused_by_the_plan(tmp_path, run_cria):
 
 
 def test_a_plan_is_of_the_rows_that_are_there_unless_the_worst_case_is_asked_for(run_cria, file):
-    sets = [word for one in ("model=random:tiny", f"data.train={file}") for word in ("--set", one)]
+    sets = [
+        word for one in ("model=random:tiny", f"data.train={file}", "data.eval=nguzo_saba") for word in ("--set", one)
+    ]
     asked = ("plan", "smoke", "--gpu", "t4", "--rows", "1000", *sets)
     found, full = (json.loads(run_cria(*asked, *more, "--json")[1]) for more in ([], ["--rows-full"]))
     there = read(recipe(file, "data.max_length=1024"))

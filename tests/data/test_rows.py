@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cria_tricks.common.errors import BadInput
+from cria_tricks.data.contract_prompt import with_contract
 from cria_tricks.data.rows import Chat, check_rows, read_file
 
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
@@ -98,11 +99,13 @@ def test_a_line_separator_inside_a_string_is_no_end_of_a_line(tmp_path):
         ("d.json", b'[{"text": "a", "text": "b"}]', "{path}:1: the key 'text' is there twice"),
         ("d.json", b"[" * 100_000, "{path}:1: not a row: maximum recursion depth exceeded"),
         ("d.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}', "data {path}:2: not UTF-8 text (byte 13 of the line); save"),
-        ("d.jsonl", b"\n  \n", "data {path}: no rows; one JSON object a line is expected"),
+        ("d.jsonl", b"\n  \n", "data {path}: no rows in it"),
         ("d.jsonl", None, "data {path}: cannot be read: No such file or directory"),
         ("d.csv", b"prompt,completion\na,b\n\na,b,c\n", "{path}:4: has 3 cells, and the first line names 2 columns"),
         ("d.csv", b'prompt,completion\n"a\n\nb",c\n"a"b,c\n', "{path}:5: no row of a table: "),
         ("d.csv", b"prompt,completion\na,\n", "{path}:2: completion must be text, not NoneType"),
+        ("d.csv", b"text,text\na,b\n", "{path}:1: the column 'text' is there twice; keep one"),
+        ("d.jsonl", '{"text": "é"}'.encode("utf-16")[:-1], "data {path}:1: not UTF-16 text; save the file as UTF-8"),
         ("d.parquet", b"PAR1 no", "data {path}: cannot be read as Parquet: "),
         ("d.jsonl.gz", gzip.compress(b'{"text": "a"}' * 99)[:30], "data {path}: cannot be read: Compressed file ended"),
         ("d.jsonl.gz", b'{"text": "a"}', "data {path}: cannot be read: Not a gzipped file"),
@@ -128,6 +131,7 @@ def turns(*said: tuple[object, object]) -> list[dict]:
     ("content", "said"),
     [
         (GOOD, "user Hi, assistant Hello"),
+        ({**GOOD, "system": "s"}, "system s, user Hi, assistant Hello"),
         (messages(("developer", "s"), ("user", "a"), ("assistant", "b")), "system s, user a, assistant b"),
         ({"conversations": turns(("human", "a"), ("gpt", "b"))}, "user a, assistant b"),
         ({"conversations": turns(("system", "s"), ("user", "a"), ("gpt", "b"))}, "system s, user a, assistant b"),
@@ -139,7 +143,8 @@ def turns(*said: tuple[object, object]) -> list[dict]:
         ({"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]},
          "user a, assistant b"),
         ({"prompt": "p", "completion": "    c", "text": "t"}, "p -> '    c'"),
-        ({"prompt": None, "completion": "c", "text": "t"}, "text t"),
+        ({"prompt": None, "completion": "c", "text": "t"}, " -> 'c'"),
+        ({"prompt": None, "completion": None, "text": "t"}, "text t"),
         ({"prompt": "", "completion": "c"}, " -> 'c'"),
         ({"conversations": turns(("human", "a"), ("gpt", "b")), "instruction": "i", "output": "o"},
          "user a, assistant b"),
@@ -175,13 +180,19 @@ def test_an_answer_without_weight_is_read_and_not_trained(field):
     assert "has the weight 0.5" in refused({"messages": [turns[0], {**turns[1], "weight": 0.5}]})
 
 
+def test_the_contract_moves_no_weight():
+    turns = [*GOOD["messages"], {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+    turns[1] = {**turns[1], "weight": 0}
+    assert with_contract(row({"messages": turns})).trained_turns == [4]
+
+
 def test_of_a_prompt_of_messages_no_answer_is_trained():
     prompt = [*GOOD["messages"], {"role": "user", "content": "c"}]
     assert row({"prompt": prompt, "completion": [{"role": "assistant", "content": "d"}]}).untrained == (1,)
 
 
 def test_tools_their_calls_and_reasoning_are_kept():
-    call = {"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    call = {"id": "1", "function": {"name": "add", "arguments": '{"a": 1, "b": null}'}}
     found = row(
         {
             "messages": [
@@ -238,6 +249,10 @@ def test_tools_their_calls_and_reasoning_are_kept():
          "messages[1].refusal is an answer that is no content; write it as content"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"name": "x"}]}]},
          "messages[1].tool_calls[0] must be an object with a function, which has a name"),
+        ({**GOOD, "weight": 0}, "weight of a whole row is not read; give answers a weight of 0 or 1 in messages"),
+        ({"prompt": "p", "completion": "c", "system": "s"},
+         "system has no place beside a prompt and a completion of text; write messages"),
+        ({"instruction": "i", "output": None, "text": "all"}, "output must be text, not NoneType"),
         ({**GOOD, "tools": "{"}, "tools is a text that is not valid JSON"),
         ({**GOOD, "functions": [1]}, "functions is OpenAI's older form; write tools"),
     ],

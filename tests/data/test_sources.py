@@ -142,7 +142,7 @@ def test_a_hub_data_set(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: ["train", "test"])
-    assert sources.find("owner/name", "train").rows[0].where == "owner/name:train row 0"
+    assert sources.find("owner/name", "train").rows[0].where == "owner/name:train row 1"
     sources.find("owner/name", "eval")
     sources.find("owner/name:train[:10%]", "eval")
     assert asked == [("owner/name", "train"), ("owner/name", "test"), ("owner/name", "train[:10%]")]
@@ -245,7 +245,7 @@ def test_the_split_of_a_hub_set(part, splits, taken, monkeypatch):
         return
     found = sources.find("owner/name", part)
     assert found.description == f"owner/name ({taken}), 2 rows, from the Hugging Face hub"
-    assert [row.where for row in found.rows] == [f"owner/name:{taken} row {number}" for number in (0, 1)]
+    assert [row.where for row in found.rows] == [f"owner/name:{taken} row {number}" for number in (1, 2)]
 
 
 def test_a_download_that_breaks_off_says_how_to_go_on(public_repository, monkeypatch):
@@ -278,12 +278,19 @@ def test_without_a_name_some_training_rows_are_held_out(rows, held, tmp_path):
     again, other = sources.both(data, 0)[1], sources.both(data, 1)[1]
     assert again.rows == held_out.rows
     assert other.rows != held_out.rows or rows == 2
-    assert held_out.description.startswith(f"{held} rows held out of d.jsonl, {rows} rows")
+    assert held_out.description.startswith(f"{held} row{'s' * (held > 1)} held out of d.jsonl, {rows} rows")
+
+
+def test_a_row_that_is_there_twice_is_held_out_twice(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n % 10}", "completion": "b"}) + "\n" for n in range(40)))
+    train, held_out = sources.both(Data(train=str(path)), 0)
+    assert {row.key for row in train.rows}.isdisjoint(row.key for row in held_out.rows)
 
 
 def test_a_named_set_has_its_own_evaluation_rows_and_one_row_cannot_be_divided(tmp_path):
     assert sources.both(Data(train="nguzo_saba"), 0)[1] == sources.find("nguzo_saba", "eval")
-    with pytest.raises(BadInput, match="has one row, so none can be held out; set data.eval=FILE"):
+    with pytest.raises(BadInput, match="has too few rows to hold one out; set data.eval=FILE"):
         sources.both(Data(train=pairs(tmp_path, 1)), 0)
     with pytest.raises(BadInput, match="nothing can be held out of a stream; set data.eval=FILE"):
         sources.both(Data(train=pairs(tmp_path, 9), stream=True), 0)

@@ -83,7 +83,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer):
     odd = copy.deepcopy(tokenizer)
     odd.chat_template = "{% for m in messages %}{{ messages | length }} {{ m['content'] }}{% endfor %}"
     turns = (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
-    with pytest.raises(BadInput, match="rewrites earlier turns"):
+    with pytest.raises(BadInput, match="before an answer differently"):
         tokenize([chat(*turns)], odd, 256)
 
 
@@ -321,6 +321,7 @@ THOUGHT = {"role": "assistant", "content": "It is I.", "reasoning_content": "Let
         (LAST, TWO, ["It is I.<|im_end|>", "You.<|im_end|>"]),
         (REASONS, (ONE[0], THOUGHT), ["<think>Let me see.</think>It is I.<|im_end|>"]),
         (REASONS, (ONE[0], THOUGHT, *TWO[2:]), ["It is I.<|im_end|>", "You.<|im_end|>"]),
+        (REASONS, (ONE[0], {**THOUGHT, "content": "<b>It</b>"}, *TWO[2:]), ["<b>It</b><|im_end|>", "You.<|im_end|>"]),
         (PLAIN, (*ONE, TWO[2], {"role": "assistant", "content": "You.", "weight": 0}), ["It is I.<|im_end|>"]),
     ],
 )
@@ -333,13 +334,16 @@ def test_the_answers_are_found_in_templates_of_many_kinds(template, turns, runs,
     [
         (PLAIN.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}"),
          (("system", "Be kind."), *ONE), {}, "messages[0].content of system is left out by this model's chat template"),
-        (PLAIN, (ONE[0], THOUGHT), {}, "messages[1].reasoning_content is left out by this model's chat template"),
+        (PLAIN, (ONE[0], THOUGHT), {}, "messages[1].reasoning_content: this model's chat template writes no reasoning"),
         (PLAIN.replace("m['content'] }}", "m['content'].split('</think>')[-1] }}"),
          (ONE[0], ("assistant", "<think>Hm.</think>Yes.")), {}, "messages[1].content before </think> is left out"),
         (PLAIN, ONE, {"tools": [{"type": "function"}]}, "tools: this model's chat template writes no tools"),
         (PLAIN, (ONE[0], {"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}), {},
          "messages[1].tool_calls: this model's chat template writes no calls of tools"),
-        (PLAIN.replace("{{ m['content'] }}", "{{ loop.length }}{{ m['content'] }}"), TWO, {}, "rewrites earlier turns"),
+        (PLAIN.replace("{{ m['content'] }}", "{{ loop.length }}{{ m['content'] }}"), TWO, {},
+         "before an answer differ"),
+        (PLAIN.replace("{{ m['content'] }}", "{{ m['content'] }}{% if loop.last %} Be brief.{% endif %}"), ONE, {},
+         "before an answer differ"),  # a reminder in the last turn alone
     ],
 )  # fmt: skip
 def test_what_a_template_would_leave_out_is_refused(template, turns, row, said, tokenizer):
@@ -352,6 +356,13 @@ def test_what_a_template_would_leave_out_is_refused(template, turns, row, said, 
 def test_reasoning_is_given_under_the_name_that_the_template_reads(tokenizer):
     gpt = REASONS.replace("reasoning_content", "thinking")
     assert trained_text(gpt, tokenizer, ONE[0], THOUGHT) == ["<think>Let me see.</think>It is I.<|im_end|>"]
+
+
+def test_a_template_that_writes_the_day_writes_the_same_on_every_day(tokenizer):
+    dated = PLAIN + "{{ strftime_now('%d %b %Y') }}"
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = dated
+    assert tokenizer.decode(tokenize([chat(*ONE)], tokenizer, 256).rows[0]["input_ids"]).endswith("26 Jul 2024")
 
 
 class Adds(Words):

@@ -40,6 +40,8 @@ class Letters:
 
     def apply_chat_template(self, messages, add_generation_prompt=False, **options):
         text = "".join(f"<{m['role']}>{m['content']}\x02" for m in messages)
+        if not options.get("tokenize", True):
+            return text
         return list((text + "<assistant>" * add_generation_prompt).encode())
 
     def decode(self, ids, skip_special_tokens):
