@@ -12,8 +12,7 @@ from cria_tricks.common import interrupts
 from cria_tricks.kwanzaa.answers import Answers, Written
 from cria_tricks.kwanzaa.summary import Scored, summarise
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.report.compare import ABSENT, compare, table_lines
-from cria_tricks.report.runs import read_all
+from cria_tricks.report.compare import ABSENT, compare, read_all, table_lines
 from tests.kwanzaa import made
 
 MIB = 2**20
@@ -33,6 +32,7 @@ def report(losses: tuple[float, ...] = (3.0, 2.0), lines: dict[str, int] = LINES
         "base": {"tokenizer": {"tokenizer.json": "abc"}},
         "steps": len(losses),
         "planned_steps": len(losses),
+        "train_loss": sum(losses) / len(losses),
         "eval_loss_before": history[0]["eval_loss"],
         "eval_loss_after": history[-1]["eval_loss"],
         "seconds": 90.0,
@@ -118,14 +118,18 @@ def test_equal_recipes_are_said_to_be_equal(tmp_path, run_cria):
 
 
 def test_losses_times_and_peaks(two):
+    edited = json.loads((two[1] / "report.json").read_text()) | {"planned_steps": 4}
+    (two[1] / "report.json").write_text(json.dumps(edited))
     found = lines(compared(two))
-    assert found["optimizer steps"] == ("2 of 2", "3 of 3")
+    assert found["optimizer steps"] == ("2", "3")
+    assert found["planned steps"] == ("2", "4")
     assert found["evaluation loss, first"] == ("3.1000", "3.1000")
     assert found["evaluation loss, last"] == ("2.1000", "1.8500")
     assert found["evaluation loss, best"] == ("2.1000", "1.6000")
-    assert found["training loss, first step"] == ("3.0000", "3.0000")
-    assert found["training loss, last step"] == ("2.0000", "1.7500")
+    assert found["training loss, mean over steps"] == ("2.5000", "2.0833")
     assert found["time, with loading"] == ("1.5 min", "1.5 min")
+    assert found["seconds of a step"] == ("1.25", "1.25")
+    assert found["trainable parameters"] == ("1,000", "1,000")
     assert found["tokens per second"] == ("1,234", "1,234")
     assert found["peak of a step, predicted"] == ("90.0 MiB", "90.0 MiB")
     assert found["peak of a step, measured"] == ("89.0 MiB", "89.0 MiB")
@@ -168,7 +172,7 @@ def test_scores_have_intervals_and_what_is_missing_is_a_dash(tmp_path, two):
     unfinished = run(tmp_path / "unfinished")
     finished = run(tmp_path / "finished", reported=report())
     found = compared([unfinished, *two, finished])
-    assert lines(found)["optimizer steps"] == ("-", "2 of 2", "3 of 3", "2 of 2")
+    assert lines(found)["optimizer steps"] == ("-", "2", "3", "2")
     assert lines(found)["cria eval: format"] == ("-", "1.000 [1.000, 1.000]", "1.000 [1.000, 1.000]", "-")
     refusal = found["scores"]["refusal"]
     assert [score and score["value"] for score in refusal] == [None, 1.0, 0.5, None]
@@ -253,7 +257,7 @@ def test_a_real_run_is_read(trained, tmp_path, run_cria):
     kept = json.loads((trained / "report.json").read_text())
     assert found["recipe"] == {}
     figures = found["figures"]
-    assert figures["eval_loss_last"] == [kept["eval_loss_after"], None]
-    assert figures["predicted_peak_bytes"] == [kept["estimated_peak_bytes"], None]
+    assert figures["eval_loss_after"] == [kept["eval_loss_after"], None]
+    assert figures["estimated_peak_bytes"] == [kept["estimated_peak_bytes"], None]
     assert None not in [each[0] for each in figures.values()]
-    assert lines(found)["optimizer steps"] == ("2 of 2", "-")
+    assert lines(found)["optimizer steps"] == ("2", "-")

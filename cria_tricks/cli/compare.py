@@ -21,18 +21,16 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare runs: what differs in their recipes, losses, time, memory and scores."""
-    from cria_tricks.report.compare import compare as side_by_side
-    from cria_tricks.report.compare import table_lines
-    from cria_tricks.report.runs import read_all
+    from cria_tricks.report import compare
 
-    found = side_by_side(read_all(runs))
+    found = compare.compare(compare.read_all(runs))
     if as_json:
         print(json.dumps(found, indent=2, allow_nan=False))
         return
     screen.wrapped(Text(found["verdict"], style="bold"), "")
     names = [escape(run["name"]) for run in found["runs"]]  # a folder's name may hold brackets
     shown = table("", *names)
-    for line in table_lines(found):
+    for line in compare.table_lines(found):
         shown.add_row(*map(Text, line))
     screen.wrapped(shown, "")
     if not found["recipe"]:

@@ -44,8 +44,9 @@ GONE = {
 INSTEAD = {
     "--collectives": "NVIDIA's nccl-tests measure a link; the lesson on interconnects has a script that does so",
     "--hang": "py-spy dump --pid PID shows where a process waits; see the page When it hangs",
+    "--figure": "cria data FILE --json gives the numbers, and --show N the rows",
 }
-"""An option that ``cria doctor`` had once -> what to use in its place."""
+"""Options that commands had once, each with what does its work now."""
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
 from cria_tricks.common.errors import FORESEEN, in_one_line, is_out_of_memory
@@ -88,14 +87,6 @@ def cure(name: str) -> str:
     """Say what to do about an installed package that cannot be used."""
     if is_needed(name):
         return f"{_install(name)} --force-reinstall"
-    where = importlib.util.find_spec(name)
-    folder = Path(where.origin).parent if where and where.origin else None
-    try:
-        files = importlib.metadata.distribution(distribution(name)).files
-    except importlib.metadata.PackageNotFoundError:
-        files = None
-    if files is None:
-        return f"{OURS} does not need it: delete {folder}"  # pip did not put it there
     return f"{OURS} does not need it: pip uninstall -y {distribution(name)}"
 
 

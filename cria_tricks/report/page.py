@@ -38,50 +38,51 @@ def write(folder: Path, report: Mapping[str, Any]) -> None:
 
 def markdown(report: Mapping[str, Any]) -> str:
     """Return the text of report.md."""
-    switched = [f"`{key} = {json.dumps(value)}`" for key, value in report["recipe"]["tricks"].items()]
+    recipe = report["recipe"]
+    ran = what_ran.in_words(Recipe.model_validate(recipe), report["model"], report["data"]["train_kinds"])
+    switched = [f"`{key} = {json.dumps(value)}`" for key, value in recipe["tricks"].items()]
     versions = [f"{name} {version}" for name, version in report["versions"].items()]
-    warnings = [f"- {sentence}" for sentence in report["warnings"]] or ["none"]
-    lines = [
-        *_what_ran(report),
+    lines = [f"# {recipe['name']}: {report['model']}", "", ran, ""]
+    if report["model_note"]:
+        lines += [report["model_note"], ""]
+    lines += [
         *markdown_table(("what", "value"), _numbers(report)),
-        "",
-        "![loss and memory by step](report.png)",
-        "",
+        *("", "![loss and memory by step](report.png)", ""),
         *_answers(report["history"]),
         *_memory(report),
         *_compared(report),
         *_sampled(report),
         *_profiled(report),
         *_data(report["data"]),
-        *("## Switches", "", ", ".join(switched), ""),
-        *("## Warnings", "", *warnings, ""),
-        *("## Versions", "", ", ".join(versions), ""),
+        *_section("Switches", ", ".join(switched)),
+        *_section("Warnings", *[f"- {sentence}" for sentence in report["warnings"]] or ["none"]),
+        *_section("Versions", ", ".join(versions)),
     ]
     return "\n".join(lines)
 
 
-def _what_ran(report: Mapping[str, Any]) -> list[str]:
-    """Return the title, and what was trained in one sentence."""
-    recipe = report["recipe"]
-    ran = what_ran.in_words(Recipe.model_validate(recipe), report["model"], report["data"]["train_kinds"])
-    lines = [f"# {recipe['name']}: {report['model']}", "", ran, ""]
-    if report["model_note"]:
-        lines += [report["model_note"], ""]
-    return lines
+def _section(title: str, *lines: str) -> list[str]:
+    return [f"## {title}", "", *lines, ""]
 
 
 def _numbers(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the lines of the first table: a name and a value each."""
     parameters = report["parameters"]
+    step = report["step_seconds"]
+    best = []
+    if report.get("best"):
+        lowest, _ = by_loss.lowest(report["history"])
+        best = [("lowest evaluation loss, kept in `best`", what_ran.best(report["best"], lowest))]
     return [
         ("evaluation loss before", _loss(report["eval_loss_before"])),
         ("evaluation loss after", _loss(report["eval_loss_after"])),
-        *_best(report),
+        *best,
         ("training loss, mean over steps", _loss(report["train_loss"])),
         ("optimizer steps", f"{report['steps']} of {report['planned_steps']}, {report['skipped_steps']} skipped"),
         ("tokens per second", f"{report['tokens_per_second']:,.0f}"),
         ("trained tokens per second", f"{report['trained_tokens_per_second']:,.0f}"),
-        *_seconds(report["step_seconds"]),
+        ("seconds of a step, measured", f"{step['measured']:.2f}"),
+        ("seconds of a step, predicted", _predicted(step)),
         ("MFU, model FLOP utilisation", _utilisation(report["utilisation"])),
         ("peak memory", human(report["peak_bytes"])),
         ("trainable parameters", f"{parameters['trainable']:,} of {parameters['total']:,}"),
@@ -91,29 +92,20 @@ def _numbers(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _best(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the line about the weights that ``train.keep_best`` has kept; nothing if it was off."""
-    kept = report.get("best")
-    if not kept:
-        return []
-    lowest, _ = by_loss.lowest(report["history"])
-    return [("lowest evaluation loss, kept in `best`", what_ran.best(kept, lowest))]
+def _loss(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.4f}"
 
 
-def _seconds(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the lines that set the predicted seconds of a step beside the measured ones."""
-    said = "no rates of this device; cria doctor --calibrate measures them"
-    if found["predicted"] is not None:
-        backed = {
-            "measured here": "as calibrated here",
-            "measured cards": "by measured cards",
-            "no run": "no public run backs it",
-        }
-        said = f"{found['low']:.2f} to {found['high']:.2f}, {backed.get(found['by'], 'by public runs')}"
-    return [
-        ("seconds of a step, measured", f"{found['measured']:.2f}"),
-        ("seconds of a step, predicted", said),
-    ]
+def _predicted(step: Mapping[str, Any]) -> str:
+    """Return the range of the predicted seconds of a step, and what backs it."""
+    if step["predicted"] is None:
+        return "no rates of this device; cria doctor --calibrate measures them"
+    backed = {
+        "measured here": "as calibrated here",
+        "measured cards": "by measured cards",
+        "no run": "no public run backs it",
+    }
+    return f"{step['low']:.2f} to {step['high']:.2f}, {backed.get(step['by'], 'by public runs')}"
 
 
 def _utilisation(found: Mapping[str, Any] | None) -> str:
@@ -128,30 +120,23 @@ def _utilisation(found: Mapping[str, Any] | None) -> str:
     return said
 
 
-def _loss(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.4f}"
-
-
 def _answers(history: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the section with the answers of ``eval.samples``: for each row a table of steps; nothing without any."""
-    tables: dict[int, list[tuple[str, str]]] = {}
-    questions: dict[int, str] = {}
+    tables: dict[str, list[tuple[str, str]]] = {}
     for entry in history:
         for found in entry.get("eval_answers", ()):
-            questions[found["row"]] = found["question"]
+            asked = f"Row {found['row'] + 1} of the evaluation rows: {literal(one_line(found['question'], QUESTION))}"
             answer = literal(answer_line(found["answer"], ANSWER))
-            tables.setdefault(found["row"], []).append((str(entry["step"]), answer))
+            tables.setdefault(asked, []).append((str(entry["step"]), answer))
     lines = []
-    for row, answers in tables.items():
-        asked = literal(one_line(questions[row], QUESTION))
-        lines += [f"Row {row + 1} of the evaluation rows: {asked}", ""]
-        lines += [*markdown_table(("step", "answer"), answers), ""]
+    for asked, answers in tables.items():
+        lines += [asked, "", *markdown_table(("step", "answer"), answers), ""]
     return ["## Answers during training", "", *lines] if lines else []
 
 
 def _memory(report: Mapping[str, Any]) -> list[str]:
     """Return the section with the peaks by phase."""
-    title = "## Peak memory by phase"
+    title = "Peak memory by phase"
     # ``monitor`` has one entry for each process, so its length is the world size. Rank 0 measured the peaks.
     if len(report["monitor"]) > 1:
         title += ", first process"
@@ -163,7 +148,7 @@ def _memory(report: Mapping[str, Any]) -> list[str]:
     for name, phase in report["memory"].items():
         around = phase.get("reserved_bytes", phase.get("process_bytes", 0))
         rows.append((name, human(phase["allocated_bytes"]), human(around)))
-    return [title, "", *markdown_table(("phase", "live", beside), rows), ""]
+    return _section(title, *markdown_table(("phase", "live", beside), rows))
 
 
 def _compared(report: Mapping[str, Any]) -> list[str]:
@@ -179,18 +164,13 @@ def _compared(report: Mapping[str, Any]) -> list[str]:
     if "measured_by_process" in found:
         each = ", ".join(map(human, found["measured_by_process"]))
         rows.append(("measured, each process", each, "in the order of their ranks"))
-    if found["reserved"]:
-        ways = "expandable segments" if found["reserved"]["expandable_segments"] else "no expandable segments"
-        rows.append(
-            ("reserved, estimated", human(found["reserved"]["estimated_bytes"]), f"with what may stay unused; {ways}")
-        )
-        rows.append(("reserved, measured", human(found["reserved"]["measured_bytes"]), "by torch's allocator"))
-    return [
-        "## Estimated and measured, largest training step",
-        "",
-        *markdown_table(("what", "bytes", "why"), rows),
-        "",
-    ]
+    reserved = found["reserved"]
+    if reserved:
+        ways = "expandable segments" if reserved["expandable_segments"] else "no expandable segments"
+        why = f"with what may stay unused; {ways}"
+        rows.append(("reserved, estimated", human(reserved["estimated_bytes"]), why))
+        rows.append(("reserved, measured", human(reserved["measured_bytes"]), "by torch's allocator"))
+    return _section("Estimated and measured, largest training step", *markdown_table(("what", "bytes", "why"), rows))
 
 
 def _sampled(report: Mapping[str, Any]) -> list[str]:
@@ -198,14 +178,9 @@ def _sampled(report: Mapping[str, Any]) -> list[str]:
     sampled = [found for found in report.get("monitor") or [] if found]
     if not sampled:
         return []
-    return [
-        "## The machine meanwhile",
-        "",
-        f"{sampled[0]['samples']} samples over {sampled[0]['seconds']:,.0f} seconds, in `monitor.jsonl`.",
-        "",
-        *markdown_table(("what", "mean", "peak"), monitor.table(sampled)),
-        "",
-    ]
+    said = f"{sampled[0]['samples']} samples over {sampled[0]['seconds']:,.0f} seconds, in `monitor.jsonl`."
+    table = markdown_table(("what", "mean", "peak"), monitor.table(sampled))
+    return _section("The machine meanwhile", said, "", *table)
 
 
 def _profiled(report: Mapping[str, Any]) -> list[str]:
@@ -215,35 +190,25 @@ def _profiled(report: Mapping[str, Any]) -> list[str]:
         return []
     first, last = traced["steps"]
     files = ", ".join(f"`{name}`" for name in traced["files"])
+    spent = f"{traced['seconds']:.3f} seconds on the {traced['device']} in all"
+    said = f"Operators of steps {first} to {last}, {spent}; to look at: {files}."
     rows = [
         (f"`{row['name']}`", str(row["calls"]), f"{row['seconds']:.3f}", f"{row['share']:.1%}")
         for row in traced["operators"]
     ]
-    return [
-        "## Where the time goes",
-        "",
-        f"Operators of steps {first} to {last}, {traced['seconds']:.3f} seconds on the {traced['device']} in all; "
-        f"to look at: {files}.",
-        "",
-        *markdown_table(("operator", "calls", "seconds", "share"), rows),
-        "",
-    ]
+    return _section("Where the time goes", said, "", *markdown_table(("operator", "calls", "seconds", "share"), rows))
 
 
 def _data(data: Mapping[str, Any]) -> list[str]:
     """Return the section about the rows, with a table of those that were read, left out, added, cut and kept."""
+    kinds = what_ran.rows_in_words(data["eval_kinds"])
     lines = [
-        "## Data",
-        "",
         f"- train: {data['train']}; {data['train_tokens']:,} tokens, {data['train_trained_tokens']:,} trained, "
         f"{data['train_rows_cut']} rows cut, {data['train_rows_dropped']} dropped",
         f"- eval: {data['eval']}; {data['eval_tokens']:,} tokens, {data['eval_trained_tokens']:,} with a loss, "
-        f"{data['eval_rows_cut']} rows cut, {data['eval_rows_dropped']} dropped; "
-        f"{what_ran.rows_in_words(data['eval_kinds'])}",
-        "",
+        f"{data['eval_rows_cut']} rows cut, {data['eval_rows_dropped']} dropped; {kinds}",
     ]
-    counts = data["train_steps"]
-    rows = [(step, f"{entry['rows']:,}", f"{entry['words']:,}") for step, entry in counts.items()]
+    rows = [(step, f"{entry['rows']:,}", f"{entry['words']:,}") for step, entry in data["train_steps"].items()]
     if rows:
-        lines += [*markdown_table(("training rows", "rows", "words"), rows), ""]
-    return lines
+        lines += ["", *markdown_table(("training rows", "rows", "words"), rows)]
+    return _section("Data", *lines)

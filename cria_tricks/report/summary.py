@@ -49,10 +49,16 @@ def summarise(
     Returns:
         The data. ``cria train --json`` and ``report.json`` show its keys to users, so do not rename them.
     """
+    seconds = _over_steps(run, "step_seconds")
+    losses = [entry["eval_loss"] for entry in run.evaluations] or [None]
+    phases = [phase["allocated_bytes"] for phase in meter.phases.values()]
     return {
-        **_losses(run),
-        **_speeds(run),
-        "peak_bytes": _peak_bytes(run, meter),
+        "eval_loss_before": losses[0],
+        "eval_loss_after": losses[-1],
+        "train_loss": _over_steps(run, "loss") / len(run.training),
+        "tokens_per_second": _over_steps(run, "tokens") / seconds,
+        "trained_tokens_per_second": _over_steps(run, "trained_tokens") / seconds,
+        "peak_bytes": max(phases + _step_peaks(run)),
         "seconds": meter.spent()["seconds"],
         "device": plan.device.name,
         "attention_kernel": run.attention_kernel,
@@ -70,7 +76,7 @@ def summarise(
         "stopped_early": dict(run.stopped_early) or None,
         "memory": meter.phases,
         "parameters": dict(parameters),
-        "data": {**descriptions, **_data(plan, run, rows["train"], rows["eval"])},
+        "data": {**descriptions, **_data(plan, run, rows)},
         "versions": versions(),
         "recipe": recipe.model_dump(mode="json"),
         "plan": plan.to_dict(),
@@ -78,36 +84,9 @@ def summarise(
     }
 
 
-def _losses(run: Run) -> dict[str, float | None]:
-    """Return the first and the last evaluation loss, and the mean of the training loss over the steps."""
-    before = after = None
-    if run.evaluations:
-        before = run.evaluations[0]["eval_loss"]
-        after = run.evaluations[-1]["eval_loss"]
-    return {
-        "eval_loss_before": before,
-        "eval_loss_after": after,
-        "train_loss": _over_steps(run, "loss") / len(run.training),
-    }
-
-
-def _speeds(run: Run) -> dict[str, float]:
-    seconds = _over_steps(run, "step_seconds")
-    return {
-        "tokens_per_second": _over_steps(run, "tokens") / seconds,
-        "trained_tokens_per_second": _over_steps(run, "trained_tokens") / seconds,
-    }
-
-
 def _over_steps(run: Run, key: str) -> Any:
     """Return the sum of one measured value over all training steps."""
     return sum(entry[key] for entry in run.training)
-
-
-def _peak_bytes(run: Run, meter: Meter) -> int:
-    """Return the highest peak of any phase or step [bytes]."""
-    phases = [phase["allocated_bytes"] for phase in meter.phases.values()]
-    return max(phases + _step_peaks(run))
 
 
 def _step_peaks(run: Run) -> list[int]:
@@ -118,23 +97,21 @@ def _step_peaks(run: Run) -> list[int]:
     return [entry["peak_bytes"] for entry in run.training if "peak_bytes" in entry]
 
 
-def _data(plan: Plan, run: Run, train: TokenRows | Stream, held_out: TokenRows | Stream) -> dict[str, Any]:
+def _data(plan: Plan, run: Run, rows: Mapping[str, TokenRows | Stream]) -> dict[str, Any]:
     """Return the counts of rows and tokens of both parts: as read and prepared, and as seen in training."""
-    return {
-        "train_rows": train.count,
+    found: dict[str, Any] = {}
+    for name, part in rows.items():
+        found |= {
+            f"{name}_rows": part.count,
+            f"{name}_tokens": part.tokens,
+            f"{name}_trained_tokens": part.trained_tokens,
+            f"{name}_rows_cut": part.cut,
+            f"{name}_rows_dropped": part.dropped,
+            f"{name}_kinds": dict(part.tally.kinds),
+        }
+    return found | {
         "train_rows_packed_into": run.train_rows if plan.collator else None,
-        "train_tokens": train.tokens,
-        "train_trained_tokens": train.trained_tokens,
-        "train_rows_cut": train.cut,
-        "train_rows_dropped": train.dropped,
-        "train_steps": train.tally.to_dict(),
-        "train_kinds": dict(train.tally.kinds),
-        "eval_rows": held_out.count,
-        "eval_tokens": held_out.tokens,
-        "eval_trained_tokens": held_out.trained_tokens,
-        "eval_rows_cut": held_out.cut,
-        "eval_rows_dropped": held_out.dropped,
-        "eval_kinds": dict(held_out.tally.kinds),
+        "train_steps": rows["train"].tally.to_dict(),
         "tokens_seen": _over_steps(run, "tokens"),
         "trained_tokens_seen": _over_steps(run, "trained_tokens"),
     }
@@ -161,33 +138,24 @@ def compare(memory: Bill | None, run: Run, meter: Meter) -> dict[str, Any]:
     lines = [asdict(line) for line in memory.lines]
     if memory.workspaces.bytes:
         lines.append(asdict(memory.workspaces))
-    measured = unexplained = ratio = None
+    estimate: dict[str, Any] = {"lines": lines}
+    estimate |= dict.fromkeys(("measured_bytes", "unexplained_bytes", "ratio", "reserved"))
     peaks = _step_peaks(run)
     if peaks:
         measured = max(peaks)
-        unexplained = measured - memory.allocated_bytes
-        ratio = memory.allocated_bytes / measured
-    return {
-        "estimated_peak_bytes": memory.allocated_bytes,
-        "estimate": {
-            "lines": lines,
+        estimate |= {
             "measured_bytes": measured,
-            "unexplained_bytes": unexplained,
-            "ratio": ratio,
-            "reserved": _reserved(memory, meter),
-        },
-    }
-
-
-def _reserved(memory: Bill, meter: Meter) -> dict[str, Any] | None:
-    measured = [phase["reserved_bytes"] for phase in meter.phases.values() if "reserved_bytes" in phase]
-    if not measured:
-        return None
-    return {
-        "estimated_bytes": memory.reserved_bytes,
-        "measured_bytes": max(measured),
-        "expandable_segments": memory.facts.expandable_segments,
-    }
+            "unexplained_bytes": measured - memory.allocated_bytes,
+            "ratio": memory.allocated_bytes / measured,
+        }
+    reserved = [phase["reserved_bytes"] for phase in meter.phases.values() if "reserved_bytes" in phase]
+    if reserved:
+        estimate["reserved"] = {
+            "estimated_bytes": memory.reserved_bytes,
+            "measured_bytes": max(reserved),
+            "expandable_segments": memory.facts.expandable_segments,
+        }
+    return {"estimated_peak_bytes": memory.allocated_bytes, "estimate": estimate}
 
 
 def compare_seconds(predicted: Setting | None, run: Run) -> dict[str, Any]:

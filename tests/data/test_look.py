@@ -3,19 +3,17 @@
 import fnmatch
 import importlib.util
 import json
-from collections import Counter
 
 import pytest
 
 from cria_tricks import models
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data import lengths, sources
-from cria_tricks.data.look import Look, RowLook, leaks, look
-from cria_tricks.data.look_problems import problems
+from cria_tricks.data.look import EMPTY, PLACEHOLDER, PLAIN, Look, RowLook, leaks, look, problems
 from cria_tricks.data.rows import Chat
 from cria_tricks.data.sources import DataSource
 from cria_tricks.data.tokens import tokenize
-from cria_tricks.kwanzaa.scores import EMPTY, kind_and_answer
+from cria_tricks.kwanzaa.scores import kind_and_answer
 
 QUESTIONS = "bread river seven stone paper light crown house music water".split()
 
@@ -59,7 +57,7 @@ def test_rows_get_the_kind_of_their_answer():
         )
     ]
     assert [kind for kind, _ in found] == [
-        "answer", "refusal", "placeholder", EMPTY, "chat", "chat", "completion", "text",
+        "answer", "refusal", PLACEHOLDER, EMPTY, "chat", "chat", *PLAIN[1:],
     ]  # fmt: skip
     assert [answer for _, answer in found[:4]] == [
         "It is so.", "The documents do not say.", "[This answer would explain it.]", "",
@@ -67,9 +65,8 @@ def test_rows_get_the_kind_of_their_answer():
 
 
 def test_the_kinds_of_our_own_sets_are_those_that_an_evaluation_counts():
-    found = look(sources.find("history_notes", "train"), kind_and_answer, None, 2048).to_dict()
-    assert {kind: entry["rows"] for kind, entry in found["kinds"].items()} == {"answer": 272, "refusal": 85}
-    assert sum(entry["share"] for entry in found["kinds"].values()) == 1
+    found = look(sources.find("history_notes", "train"), kind_and_answer, None, 2048)
+    assert found.kinds == {"answer": 272, "refusal": 85}
 
 
 def test_the_real_rows_are_sixty_five_placeholders_twenty_six_refusals_sixteen_answers(real_data):
@@ -77,29 +74,28 @@ def test_the_real_rows_are_sixty_five_placeholders_twenty_six_refusals_sixteen_a
     held_out = sources.find(str(real_data / "kwanzaa_eval.jsonl"), "eval")
     found = look(train, kind_and_answer, None, 2048)
     assert found.kinds == {"placeholder": 65, "refusal": 26, "answer": 16}
-    assert found.commonest_openings()[0] == ("[This answer would synthesize", 43)
     met = leaks(train.rows, held_out.rows)
     assert (met.rows, met.same, met.held_out) == (15, 2, 8), "docs/reference/data.md says so"
 
 
 def test_lengths_are_those_of_training(smollm2):
     source = sources.find("nguzo_saba", "train")
-    tokens = look(source, kind_and_answer, smollm2, 2048).to_dict()["tokens"]
+    tokens = look(source, kind_and_answer, smollm2, 2048).counts()
     trained = tokenize(source.rows, smollm2, 2048)
     each = sorted(len(row["input_ids"]) for row in trained.rows)
-    assert (tokens["total"], tokens["trained"]) == (trained.tokens, trained.trained_tokens)
-    assert (tokens["min"], tokens["max"]) == (each[0], each[-1])
-    assert each[15] == tokens["median"], "the lower one of the two in the middle of 32"
-    assert each[30] == tokens["p95"], "31 of 32 rows are 97 %, 30 are 94 %"
-    shorter = look(source, kind_and_answer, smollm2, 420).to_dict()["tokens"]
-    assert shorter["rows_longer"] == tokenize(source.rows, smollm2, 420).cut > 0
-    assert shorter["max"] == tokens["max"], "of whole rows, before any cut"
+    assert (tokens["tokens"], tokens["trained tokens"]) == (trained.tokens, trained.trained_tokens)
+    assert (tokens["shortest row"], tokens["longest row"]) == (each[0], each[-1])
+    assert each[15] == tokens["median row"], "the lower one of the two in the middle of 32"
+    assert each[30] == tokens["95 % of rows at most"], "31 of 32 rows are 97 %, 30 are 94 %"
+    shorter = look(source, kind_and_answer, smollm2, 420).counts()
+    assert shorter["rows too long"] == tokenize(source.rows, smollm2, 420).cut > 0
+    assert shorter["longest row"] == tokens["longest row"], "of whole rows, before any cut"
 
 
 def test_of_an_even_number_of_rows_the_median_is_the_lower_one_in_the_middle():
-    rows = tuple(RowLook("here", "chat", "chat", "a", "b", tokens=tokens) for tokens in (40, 10, 20, 30))
-    tokens = Look("made up", rows, 2048, (), (), Counter()).to_dict()["tokens"]
-    assert (tokens["min"], tokens["median"], tokens["p95"], tokens["max"]) == (10, 20, 40, 40)
+    rows = tuple(RowLook("here", "chat", "a", "b", tokens=tokens) for tokens in (40, 10, 20, 30))
+    found = Look("made up", rows, 2048, (), ()).counts()
+    assert list(found.values())[3:7] == [10, 20, 40, 40], "shortest, median, 95 %, longest"
 
 
 def test_the_first_token_of_the_answer_must_be_within_the_length(smollm2):
@@ -109,21 +105,12 @@ def test_the_first_token_of_the_answer_must_be_within_the_length(smollm2):
     assert not looked(row, tokenizer=smollm2, max_length=prompt + 1).rows[0].cut_to_nothing
 
 
-def test_an_answer_that_occurs_twice_is_shown_and_one_that_occurs_once_is_not():
-    found = looked(chat("a", "Yes."), chat("b", "Yes. "), chat("c", "No."), chat("d", "It is the first of all."))
-    assert found.commonest_answers() == [("Yes.", 2)]
-    assert looked(chat("d", "It is the first of all."), chat("e", "It is the first of two.")).commonest_openings() == [
-        ("It is the first", 2)
-    ]
-
-
-def test_a_text_is_never_too_long_and_becomes_several_rows(smollm2):
+def test_a_text_is_never_too_long_because_it_becomes_several_rows(smollm2):
     text = Chat((), "", "", "here", " ".join(QUESTIONS * 20))
     found = looked(text, tokenizer=smollm2, max_length=64)
-    tokens = found.to_dict()["tokens"]
-    assert tokens["rows_longer"] == 0
-    assert tokens["rows_of_texts"] == tokenize([text], smollm2, 64).count > 1
-    assert tokens["trained"] == tokens["total"] - 1
+    tokens = found.counts()
+    assert tokens["rows too long"] == 0
+    assert tokens["trained tokens"] == tokens["tokens"] - 1 > 64
     assert whats(text, tokenizer=smollm2, max_length=64) == []
 
 
@@ -132,8 +119,8 @@ def test_too_long_rows_are_those_that_training_cuts_or_refuses(smollm2):
     refused = chat("word " * 80, "No.", where="rows.jsonl:2")
     found = problems({"train": looked(cut, refused, tokenizer=smollm2, max_length=64)}, None)
     assert [problem.what for problem in found] == [
-        "1 training row has no answer within the first data.max_length=64 tokens",
-        "1 training row is longer than data.max_length=64 tokens",
+        "training rows without an answer in the first data.max_length=64 tokens",
+        "training rows longer than data.max_length=64 tokens",
     ]
     assert found[0].first == "rows.jsonl:2"
     with pytest.raises(BadInput, match=r"rows.jsonl:2: the prompt alone"):
@@ -149,7 +136,7 @@ def test_rows_that_do_not_fit_the_model_are_a_problem_and_not_an_end():
         chat_template = None
 
     found = problems({"train": looked(chat("a", "b"), tokenizer=NoTemplate())}, None)
-    assert [problem.what for problem in found] == ["1 training row does not fit this model"]
+    assert [problem.what for problem in found] == ["training rows that do not fit this model"]
     assert "has no chat template" in found[0].first
 
 
@@ -176,7 +163,8 @@ def test_an_answer_is_worth_a_line_from_five_percent_and_three_rows_on():
     several = [chat(f"{word}?", f"About {word}.") for word in QUESTIONS * 5]
     same = [chat(f"{number}?", "I do not know.") for number in range(3)]
     assert whats(*several[:10], *same[:2]) == [], "two rows are few"
-    assert whats(*several[:10], *same) == ['3 of 13 rows have the same answer, "I do not know."']
+    (problem,) = problems({"train": looked(*several[:10], *same)}, None)
+    assert (problem.what, problem.rows) == ('training rows with the same answer, "I do not know."', 3)
     unlike = [chat(f"{number}?", f"It is {number}.") for number in range(58)]
     assert whats(*unlike, *same) == [], "3 of 61 are less than 5 %"
 
@@ -184,9 +172,9 @@ def test_an_answer_is_worth_a_line_from_five_percent_and_three_rows_on():
 def test_empty_answers_and_rows_without_the_contract_are_named():
     rows = [chat("a", contract("")), chat("b", "Plain."), chat("c", contract("[This answer would be long.]"))]
     assert whats(*rows) == [
-        "1 of 3 answers are placeholders, which announce an answer and give none",
-        "1 of 3 answers hold no text",
-        "1 training row does not keep the answer contract, and the others do",
+        "placeholders, which announce an answer and give none",
+        "answers without text",
+        "training rows that do not keep the answer contract, as others do",
     ]
     assert whats(chat("b", "Plain.")) == [], "none has to"
 
@@ -203,13 +191,9 @@ def test_leaks_are_counted_from_both_sides():
     assert found.first == ("rows.jsonl:7", held_out[0].where)
     assert found.held_out == 2, "the other evaluation row is nearly the same question"
     (problem,) = problems({"train": looked(*train), "eval": looked(*held_out)}, found)
-    assert "2 training rows ask what an evaluation row asks" in problem.what
+    assert problem.what == "training rows that ask what an evaluation row asks, or nearly (2 word for word)"
+    assert problem.rows == 2
     assert problem.do.startswith("data.leakage=drop")
-
-
-def test_system_prompts_are_counted():
-    rows = [chat("a", "1", "Be brief."), chat("b", "2", "Be kind."), chat("c", "3", "Be kind."), chat("d", "4")]
-    assert looked(*rows).to_dict()["system_prompts"] == {"different": 2, "rows_without": 1}
 
 
 @pytest.fixture
@@ -226,23 +210,21 @@ def test_the_command_says_the_verdict_first_and_ends_well(run_cria, file, monkey
     assert (code, stderr) == (0, "")
     first, *rest = [line.rstrip() for line in stdout.splitlines()]
     assert first == "11 training rows: 1 thing to act on"
-    assert "- 1 training row repeats an earlier row word for word (first: mine.jsonl:11):" in rest
+    assert "- training rows that repeat an earlier row word for word: 1 (first:" in rest
     assert "  answer: About [bread]." in rest, "brackets are no markup"
     assert max(map(len, rest)) <= 80
     assert run_cria("data", file, "--strict")[0] == 1
     assert run_cria("data", "nguzo_saba", "--strict")[0] == 0
 
 
-def test_the_command_gives_one_document_and_a_picture(run_cria, file, tmp_path):
-    picture = tmp_path / "look.png"
-    code, stdout, _ = run_cria("data", file, "--eval", file, "--json", "--figure", picture)
+def test_the_command_gives_one_document(run_cria, file):
+    code, stdout, _ = run_cria("data", file, "--eval", file, "--json")
     assert code == 0
     found = json.loads(stdout)
-    assert found["train"]["forms"] == {"completion": 11}
+    assert (found["train"]["rows of kind completion"], found["eval"]["exact duplicates"]) == (11, 1)
     assert found["leaks"]["rows"] == found["leaks"]["held_out"] == 11
     assert {problem["rows"] for problem in found["problems"]} == {11, 1}
     assert found["notes"] == []
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_long_example_is_cut_to_the_width(run_cria, tmp_path, monkeypatch):
@@ -257,7 +239,7 @@ def test_a_long_example_is_cut_to_the_width(run_cria, tmp_path, monkeypatch):
 def test_a_tokenizer_that_cannot_be_had_leaves_out_the_lengths_alone(run_cria, file):
     code, stdout, _ = run_cria("data", file, "--model", "meta-llama/Llama-3.2-1B", "--offline", "--json")
     found = json.loads(stdout)
-    assert (code, found["train"]["tokens"], found["train"]["rows"]) == (0, None, 11)
+    assert (code, "tokens" in found["train"], found["train"]["rows"]) == (0, False, 11)
     assert found["notes"][0].startswith("no lengths: model meta-llama/Llama-3.2-1B: cannot be loaded")
     assert "note: no lengths" in run_cria("data", file, "--model", "meta-llama/Llama-3.2-1B", "--offline")[1]
 
@@ -286,7 +268,7 @@ def test_of_a_hub_model_only_the_small_files_are_downloaded(monkeypatch, online)
         (["none.jsonl"], "none.jsonl: no such file"),
         (["nguzo_saba", "--eval", "none.jsonl"], "--eval none.jsonl: no such file"),
         (["nguzo_saba", "--model", "smolm2"], "did you mean smollm2?"),
-        (["nguzo_saba", "--figure", "x.pdf"], "--figure x.pdf: must end with .png"),
+        (["nguzo_saba", "--figure", "x.png"], "No such option: --figure; cria data FILE --json gives the numbers"),
         ([""], "the data set: is empty"),
     ],
 )
