@@ -103,7 +103,7 @@ def adapter(trained, tmp_path):
         about["data"]["train_kinds"] = kinds
         (folder / "provenance.json").write_text(json.dumps(about))
         (folder / "manifest.json").unlink()
-        atomic_files._write_manifest(folder)
+        atomic_files.write_manifest(folder)
         return folder
 
     return made
