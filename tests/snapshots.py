@@ -10,11 +10,13 @@ import contextlib
 import io
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from cria_tricks.cli import app, main
+from cria_tricks.common.units import human
 from cria_tricks.doctor import machine
 from cria_tricks.hardware import T4
 
@@ -40,15 +42,18 @@ _examine = machine.examine
 
 def _pretended() -> dict[str, Any]:
     """What ``cria doctor`` finds on a made-up machine with a T4."""
-    found = _examine(T4)
-    found["device"] |= {"free": "14.6 GiB"}
-    found["bf16"]["torch_says"] = True
-    found["attention"] = {"masked": "memory-efficient", "maskless": "math", "maskless, expand_kv": "memory-efficient"}
-    found["bitsandbytes"] = {"backend": "cuda", "library": "libbitsandbytes_cuda128.so"}
+    found = _examine()
     return found | {
+        "device": asdict(T4) | {"memory": human(T4.memory_bytes), "free_bytes": 0, "free": "14.6 GiB"},
+        "bf16": {"runs": "emulated", "torch_says": True},
         "python": "3.12.0",
         "cuda": "12.8",
         "versions": {name: None if name == "flash-attn" else "1.2.3" for name in found["versions"]},
+        "colab": None,
+        "bitsandbytes": {"backend": "cuda", "library": "libbitsandbytes_cuda128.so"},
+        "paging": machine._paging(T4, "cuda"),
+        "attention": {"masked": "memory-efficient", "maskless": "math", "maskless, expand_kv": "memory-efficient"},
+        "toggles": machine.toggles(T4),
     }
 
 

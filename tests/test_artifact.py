@@ -95,7 +95,7 @@ def flip_one_bit(path):
     ("damage", "said"),
     [
         (lambda f: (f / "adapter_model.safetensors").unlink(), "adapter_model.safetensors is missing"),
-        (lambda f: (f / "README.md").write_text(""), "README.md has 0 bytes, not the 7"),
+        (lambda f: (f / "README.md").write_text(""), "README.md has other content"),
         (lambda f: flip_one_bit(f / "adapter_model.safetensors"), "adapter_model.safetensors has other content"),
         (lambda f: (f / MANIFEST).unlink(), "has no manifest.json"),
         (lambda f: (f / MANIFEST).write_text("{"), "manifest.json is damaged"),

@@ -235,7 +235,7 @@ def test_published_twice_the_card_there_is_the_folders_and_its_code_runs(
                 text = file.read_text().replace(str(base), SMOLLM2)
                 file.write_text(re.sub("\n# short.*", f"\n# short {tag}", text))
         (folder / "manifest.json").unlink()
-        atomic_files._write_manifest(folder)
+        atomic_files.write_manifest(folder)
         code, _, stderr = run_cria("publish", folder, "owner/name", "--tag", tag, "--yes")
         assert code == 0, stderr
         there = hub.repos["owner/name"].files["README.md"].decode()
@@ -250,7 +250,7 @@ def test_published_twice_the_card_there_is_the_folders_and_its_code_runs(
         (again / name).write_bytes(content.replace(SMOLLM2.encode(), str(base).encode()) if text else content)
     shutil.copy(run(peft, rows, quantization) / "provenance.json", again)
     (again / "manifest.json").unlink()
-    atomic_files._write_manifest(again)
+    atomic_files.write_manifest(again)
     assert run_code_of(again)["printed"] == run_code_of(run(peft, rows, quantization))["printed"]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cria_tricks.doctor.explain import off_the_capstone
+from cria_tricks.predict.toggles import off_the_capstone
 from cria_tricks.tricks import INFERENCE, TRICKS, trick_name
 from tools import techniques
 

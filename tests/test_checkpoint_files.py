@@ -97,7 +97,7 @@ def test_a_checkpoint_without_a_readable_run_is_damaged(content, kept, tmp_path)
     if content:
         (newest / "run.json").write_text(content)
     (newest / "manifest.json").unlink()
-    atomic_files._write_manifest(newest)
+    atomic_files.write_manifest(newest)
     assert found.newest().step == 2
     assert kept.said == [f"{newest} is damaged (run.json cannot be read): going on from checkpoint-2 instead"]
 

@@ -273,7 +273,7 @@ def test_a_pickle_with_a_forged_manifest_is_refused_and_never_run(name, halted, 
     newest = tmp_path / "out" / "checkpoint-4"
     torch.save(Evil(), newest / name)
     (newest / "manifest.json").unlink()
-    atomic_files._write_manifest(newest)
+    atomic_files.write_manifest(newest)
     with pytest.raises(BadInput, match="cannot be loaded") as caught:
         train(tiny_model, rows, tmp_path / "out", *sets, eval_rows=rows[:2], resume=True)
     assert "\n" not in str(caught.value)

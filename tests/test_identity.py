@@ -167,7 +167,7 @@ def test_an_old_adapter_with_a_relative_base_does_not_ask_the_hub_either(place):
     config = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": "models/base"}
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     (adapter / atomic_files.MANIFEST).unlink()
-    atomic_files._write_manifest(adapter)
+    atomic_files.write_manifest(adapter)
     with pytest.raises(BadInput, match="was trained over the folder models/base, which is not there"):
         open_folder(adapter)
     from cria_tricks.adapter.publish import _unusable_base

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cria_tricks.adapter import prompts
+from cria_tricks.adapter.chat import Format, prompt_format, try_format, write_prompt
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data.contract_prompt import CONTRACT
@@ -27,9 +27,9 @@ def test_a_prompt_is_what_training_put_before_the_answer(tokenizer):
         before = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label == IGNORED]
         if chat is CHAT:  # a line break after the answer is no answer either
             before = before[: len(before) - 1]
-        assert prompts.write(tokenizer, said)["input_ids"].tolist() == [before]
+        assert write_prompt(tokenizer, said)["input_ids"].tolist() == [before]
     [row] = chunks(document(TEXT, tokenizer), 64, 1)
-    assert prompts.write(tokenizer, TEXT.text)["input_ids"].tolist() == [row["input_ids"][:-1]], "the end is to come"
+    assert write_prompt(tokenizer, TEXT.text)["input_ids"].tolist() == [row["input_ids"][:-1]], "the end is to come"
 
 
 def test_the_date_in_a_template_is_that_of_training(tokenizer):
@@ -38,13 +38,13 @@ def test_the_date_in_a_template_is_that_of_training(tokenizer):
             self.options = options
             return tokenizer.apply_chat_template(messages, **options)
 
-    prompts.write(dated := Dated(), [USER])
+    write_prompt(dated := Dated(), [USER])
     assert dated.options["date_string"] == "26 Jul 2024"
 
 
 def test_an_empty_prompt_is_refused(tokenizer):
     with pytest.raises(BadInput, match="the prompt has no tokens"):
-        prompts.write(tokenizer, "")
+        write_prompt(tokenizer, "")
 
 
 def folder_of(folder: Path, kinds: object) -> Path:
@@ -66,12 +66,12 @@ def folder_of(folder: Path, kinds: object) -> Path:
         ({"completion": 1, "text": 2}, False, "each prompt is given as it is"),
     ],
 )
-def test_the_format_is_the_one_that_was_trained(kinds, template, said, tmp_path):
-    form = prompts.of_folder(folder_of(tmp_path, kinds), raw=False)
+def test_the_format_is_the_one_that_was_trained(kinds, template, said, tokenizer, tmp_path):
+    form = prompt_format(folder_of(tmp_path, kinds), tokenizer)
     assert form.template == template
     assert said in form.note
     assert bool(form.note) == bool(said)
-    raw = prompts.of_folder(tmp_path, raw=True)
+    raw = prompt_format(tmp_path, tokenizer, raw=True)
     assert (raw.template, raw.note) == (False, "")
 
 
@@ -79,17 +79,16 @@ def test_the_format_is_the_one_that_was_trained(kinds, template, said, tmp_path)
 def test_without_a_word_on_it_the_tokenizer_decides(content, tokenizer, tmp_path):
     if content:
         (tmp_path / "provenance.json").write_text(content)
-    assert prompts.of_folder(tmp_path, raw=False) is None
-    form = prompts.of_tokenizer(tokenizer)
+    form = prompt_format(tmp_path, tokenizer)
     assert form.template
-    assert "the tokenizer has a chat template, so prompts are written by it; --raw" in form.note
+    assert "the tokenizer has a chat template: prompts are written as chats; --raw" in form.note
 
     class Plain:
         chat_template = None
 
-    form = prompts.of_tokenizer(Plain())
+    form = prompt_format(tmp_path, Plain())
     assert not form.template
-    assert "has no chat template, so each prompt is given as it is" in form.note
+    assert "has no chat template: each prompt is given as it is" in form.note
 
 
 @pytest.fixture
@@ -103,7 +102,7 @@ def adapter(trained, tmp_path):
         about["data"]["train_kinds"] = kinds
         (folder / "provenance.json").write_text(json.dumps(about))
         (folder / "manifest.json").unlink()
-        atomic_files._write_manifest(folder)
+        atomic_files.write_manifest(folder)
         return folder
 
     return made
@@ -188,10 +187,7 @@ def test_chat_begins_with_the_contract_if_every_training_row_did(trained, heard,
         ({"text": 1}, [], "it was trained on plain text, loss on all tokens but the first of each document"),
     ],
 )
-def test_a_system_message_where_there_is_none_is_refused_before_anything_is_loaded(
-    kinds, options, why, adapter, run_cria, monkeypatch
-):
-    monkeypatch.setattr("cria_tricks.adapter.chat.open_folder", lambda *given, **options: pytest.fail("loaded"))
+def test_a_system_message_where_there_is_no_place_for_one_is_refused(kinds, options, why, adapter, run_cria):
     code, stdout, stderr = run_cria("chat", adapter(**kinds), "--system", "Be brief.", "--prompt", "Hi", *options)
     assert (code, stdout) == (2, "")
     assert stderr == f"error: --system: there is no place for a system message: {why}; put it into the prompt\n"
@@ -207,9 +203,9 @@ def test_a_system_message_where_there_is_none_is_refused_before_anything_is_load
 )
 def test_a_template_without_a_system_message_is_not_given_one(template, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    prompts.try_template(tokenizer, None)
+    try_format(tokenizer, Format(True, ""), None)
     with pytest.raises(BadInput, match="--system: this model's chat template has no system message"):
-        prompts.try_template(tokenizer, "Be brief.")
+        try_format(tokenizer, Format(True, ""), "Be brief.")
 
 
 def test_a_folder_of_plain_peft_is_asked_by_its_tokenizers_template(tiny_model, tokenizer, tmp_path, heard, run_cria):
@@ -225,7 +221,7 @@ def test_a_folder_of_plain_peft_is_asked_by_its_tokenizers_template(tiny_model, 
     (tmp_path / "a" / "chat_template.jinja").unlink()
     code, _, stderr = run_cria("chat", tmp_path / "a", "--prompt", "Hi")
     assert (code, heard[1:]) == (0, ["Hi"])
-    assert "has no chat template, so each prompt is given as it is" in stderr
+    assert "has no chat template: each prompt is given as it is" in stderr
     code, _, stderr = run_cria("chat", tmp_path / "a", "--prompt", "Hi", "--system", "Be brief.")
     assert code == 2
     assert "--system: there is no place for a system message: it is not known what was trained" in stderr

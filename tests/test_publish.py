@@ -37,7 +37,7 @@ def adapter(trained, tmp_path) -> Path:
 
 def sealed(folder: Path) -> Path:
     (folder / "manifest.json").unlink()
-    atomic_files._write_manifest(folder)
+    atomic_files.write_manifest(folder)
     return folder
 
 

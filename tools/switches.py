@@ -3,10 +3,13 @@
 python -m tools.switches
 """
 
+import re
 from pathlib import Path
+from types import ModuleType
 
 from cria_tricks.common.markdown_table import cell, markdown_table
-from cria_tricks.doctor.explain import COLUMNS, table
+from cria_tricks.parallel import BESIDE, STRATEGIES
+from cria_tricks.tricks import INFERENCE, TRICKS, card
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "switches.md"
 MARKS = {
@@ -14,14 +17,25 @@ MARKS = {
     "parallel": ("<!-- the table of strategies: the same command -->", "<!-- end of the strategies -->"),
 }
 """The HTML comments before and after each table in the page."""
+GROUPS: dict[str, tuple[ModuleType, ...]] = {
+    "tricks": (*TRICKS, *INFERENCE),
+    "parallel": (*STRATEGIES.values(), *BESIDE),
+}
+COLUMNS = ("set", "saves", "costs", "claim", "bound", "lesson")
+
+
+def row(trick: ModuleType) -> list[str]:
+    """Return the row of a technique, with :data:`COLUMNS`."""
+    about = card(trick)
+    settings = getattr(trick, "SWITCHES", ()) or (trick.COMMAND,)
+    saves = re.sub(r"\s*\[[a-zA-Z, ]+\]$", "", about["Saves"])  # without the unit at its end
+    bound = about["Claim"].partition(":")[2].strip() or "sums in another order round otherwise"
+    return [", ".join(f"`{one}`" for one in settings), saves, about["Costs"], trick.CLAIM, bound, trick.LESSON]
 
 
 def markdown(group: str) -> str:
-    """Return a table in Markdown, as it stands on the page; the groups are those of ``table``."""
-    rows = []
-    for row in table(group):
-        row["set"] = ", ".join(f"`{part}`" for part in row["set"].split(", "))
-        rows.append([cell(row[column]) for column in COLUMNS])
+    """Return a table in Markdown, as it stands on the page; the groups are those of :data:`GROUPS`."""
+    rows = [[cell(text) for text in row(trick)] for trick in GROUPS[group]]
     return "\n".join(markdown_table(COLUMNS, rows))
 
 

@@ -5,7 +5,7 @@ import re
 from types import ModuleType
 
 from cria_tricks.common.markdown_table import table
-from cria_tricks.doctor.explain import off_the_capstone
+from cria_tricks.predict.toggles import off_the_capstone
 from cria_tricks.tricks import INFERENCE, TRICKS, card, trick_name
 
 INDEX = "reference/techniques.md"

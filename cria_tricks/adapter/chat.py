@@ -1,21 +1,26 @@
 """Talk with a trained adapter: its prompt format, its answers, and the turns of a conversation."""
 
 import contextlib
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LogitsProcessorList
 
-from cria_tricks.adapter import prompts
+from cria_tricks.adapter.folder import PROVENANCE, RECIPE
 from cria_tricks.adapter.opening import open_folder
-from cria_tricks.adapter.prompts import Format
-from cria_tricks.common.errors import usable_path
+from cria_tricks.common.errors import BadInput, first_line, usable_path
+from cria_tricks.data.contract_prompt import CONTRACT
+from cria_tricks.data.tokens import DATE
 from cria_tricks.load import cache
 from cria_tricks.load.adapters import without_adapter
 from cria_tricks.load.answering import RefuseNaN
 from cria_tricks.models import ends, pretrained
+from cria_tricks.recipe import from_toml
+from cria_tricks.trainer import what_ran
 
 
 def open_for_chat(
@@ -34,18 +39,130 @@ def open_for_chat(
         BadInput: as :func:`open_folder`; also for a system message if the format has no place for one.
     """
     folder = usable_path("adapter", folder)
-    if system is None and not raw:
-        system = prompts.trained_system(folder)
-    # If the folder tells the format, refuse a useless system message now: loading the model takes long.
-    form = prompts.of_folder(folder, raw)
-    if form:
-        prompts.refuse_system(form, system)
     model, tokenizer = open_folder(folder, **loading)
-    form = form or prompts.of_tokenizer(tokenizer)
-    prompts.refuse_system(form, system)
-    if form.template:
-        prompts.try_template(tokenizer, system)
+    if system is None and not raw:
+        system = trained_system(folder)
+    form = prompt_format(folder, tokenizer, raw)
+    try_format(tokenizer, form, system)
     return Conversation(model, tokenizer, form, system, max_new_tokens)
+
+
+@dataclass(frozen=True)
+class Format:
+    """The format in which prompts are written.
+
+    Attributes:
+        template: if true, the tokenizer's chat template writes the whole conversation as one prompt. If false, the
+            model gets each text unchanged, without the turns before it.
+        why: the reason for this format, as the end of a sentence.
+        note: a message for the user; empty if the format is the expected one.
+    """
+
+    template: bool
+    why: str
+    note: str = ""
+
+
+def trained_kinds(folder: Path) -> dict[str, int]:
+    """Read how many rows of each kind (chat, completion, text) an adapter was trained on; empty if it is not known.
+
+    Plain peft writes no provenance. A damaged file is treated like a missing one here, because every function that
+    loads the folder refuses it anyway.
+    """
+    try:
+        kinds = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))["data"]["train_kinds"]
+        return {kind: int(kinds[kind]) for kind in what_ran.KINDS if kinds.get(kind)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def prompt_format(folder: Path, tokenizer: Any, raw: bool = False) -> Format:
+    """Choose the format of the training rows; if they are not known, the chat template, if the tokenizer has one.
+
+    Args:
+        folder: folder of an adapter or a whole model.
+        tokenizer: its tokenizer.
+        raw: whether the user wants the model to get every text unchanged, even if it was trained on chats.
+    """
+    if raw:
+        return Format(False, "--raw gives the text as it is")
+    kinds = trained_kinds(folder)
+    if kinds:
+        why = f"it was trained on {what_ran.rows_in_words(kinds)}"
+        template = "chat" in kinds
+    else:
+        # An empty template counts as one, too: it is broken, and try_format then tells the user.
+        template = tokenizer.chat_template is not None
+        why = f"it is not known what was trained, and the tokenizer has {'a' if template else 'no'} chat template"
+    if not template:
+        return Format(False, why, f"{why}: each prompt is given as it is")
+    if set(kinds) == {"chat"}:
+        return Format(True, why)
+    return Format(True, why, f"{why}: prompts are written as chats; --raw gives them as they are")
+
+
+def trained_system(folder: Path) -> str | None:
+    """Return the system message of every training row, if the recipe has put one there (``data.contract``)."""
+    recipe = folder / RECIPE
+    if recipe.is_file() and from_toml(recipe).data.contract:
+        return CONTRACT
+    return None
+
+
+def try_format(tokenizer: Any, form: Format, system: str | None) -> None:
+    """Write a test question, so that a broken template or a useless system message is found before the user types.
+
+    Args:
+        tokenizer: the adapter's tokenizer.
+        form: the format of prompts.
+        system: the system message, if there is one. Some templates refuse it, others leave it out silently.
+
+    Raises:
+        BadInput: if the template is broken, or the system message has no place in the prompt.
+    """
+    if system and not form.template:
+        raise BadInput(f"--system: there is no place for a system message: {form.why}; put it into the prompt")
+    if not form.template:
+        return
+    question = {"role": "user", "content": "?"}
+    write_prompt(tokenizer, [question])
+    if not system:
+        return
+    written = ""
+    with contextlib.suppress(Exception):  # a template that refuses the message leaves nothing written
+        messages = [{"role": "system", "content": system}, question]
+        written = tokenizer.apply_chat_template(messages, tokenize=False, date_string=DATE)
+    if system.strip() not in written:
+        raise BadInput("--system: this model's chat template has no system message; put it into the prompt")
+
+
+def write_prompt(tokenizer: Any, said: str | Sequence[Mapping[str, str]]) -> Any:
+    """Tokenise a prompt as training does.
+
+    Args:
+        tokenizer: the adapter's tokenizer.
+        said: one text, which is tokenised unchanged; or the messages so far, which the chat template writes.
+
+    Returns:
+        ``input_ids`` and ``attention_mask``, each of shape (1, T).
+
+    Raises:
+        BadInput: if the prompt has no tokens; if the tokenizer has no chat template, or a broken one.
+    """
+    if isinstance(said, str):
+        prompt = tokenizer(said, return_tensors="pt", return_token_type_ids=False)
+        if not prompt["input_ids"].numel():
+            raise BadInput("the prompt has no tokens; write some text")
+        return prompt
+    try:
+        prompt = tokenizer.apply_chat_template(
+            list(said), add_generation_prompt=True, return_tensors="pt", return_dict=True, date_string=DATE
+        )
+    except Exception as error:  # a template is a small program, so it can raise anything
+        raise BadInput(f"the tokenizer's chat template fails: {first_line(error)}; is the folder whole?") from None
+    if not prompt["input_ids"].numel():
+        raise BadInput("the tokenizer's chat template writes nothing; is the folder whole?")
+    return prompt
 
 
 def answer(
@@ -72,7 +189,7 @@ def answer(
         BadInput: if the prompt cannot be written.
         Diverged: if the logits of the first token are NaN.
     """
-    prompt = prompts.write(tokenizer, said).to(model.device)
+    prompt = write_prompt(tokenizer, said).to(model.device)
     pretrained.refuse_unknown_tokens(model, int(prompt["input_ids"].max()), "this model")
     max_new_tokens = pretrained.room(model, prompt["input_ids"].shape[1], max_new_tokens)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Export a model as GGUF files for Ollama and llama.cpp, and prove each file before it gets its name.
+"""Export a model as GGUF files with a Modelfile for Ollama and llama.cpp, and prove each file before it gets its name.
 
 Llama and Qwen2 with a byte-level BPE tokenizer are written; llama.cpp has a script for others. It differs from
 transformers in three ways:
@@ -12,10 +12,14 @@ transformers in three ways:
 The proof reads the file again with transformers. Each weight must be the model's, rounded to the file's type. The
 logits must be those of the model's own code over these weights, so the settings are right. Template, special tokens and
 the tokens of a prompt must be the same. What 8 bits do to the model's logits is reported.
+
+Ollama does not run the Jinja template of a GGUF file. It recognises some common ones; for others it would give the
+model a prompt that it was not trained on, without an error. So the pieces between the messages are read off from
+conversations that the Jinja template writes, are compared with it on other ones, and go into the Modelfile.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,11 +31,12 @@ from gguf import GGMLQuantizationType as Kind
 from tokenizers import Tokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from cria_tricks.adapter import modelfile, prompts
+from cria_tricks.adapter.chat import prompt_format, trained_system, write_prompt
 from cria_tricks.adapter.merge import merge
 from cria_tricks.adapter.opening import base_of
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, usable_path
+from cria_tricks.data.tokens import DATE
 from cria_tricks.load import host_memory
 from cria_tricks.load.model import quiet_libraries
 from cria_tricks.models import ends, pretrained
@@ -109,11 +114,11 @@ def export(
     """
     folder = usable_path("adapter", folder)
     wanted = list(dict.fromkeys(kind.lower() for kind in kinds or KINDS))
-    unknown = [kind for kind in wanted if kind not in KINDS]
     if to != "gguf":
         raise BadInput(f"--to {to}: there is gguf")
-    if unknown:
-        raise BadInput(f"--type {unknown[0]}: there are f16 and q8_0; ollama create --quantize makes others of f16")
+    for kind in wanted:
+        if kind not in KINDS:
+            raise BadInput(f"--type {kind}: there are f16 and q8_0; ollama create --quantize makes others of f16")
     target = usable_path("--out", out or folder.absolute().parent / "gguf")
     if target.exists():
         raise BadInput(f"--out {target}: is there already; name a new folder")
@@ -122,14 +127,14 @@ def export(
     tokenizer = pretrained.tokenizer(whole, str(whole))
     if not _pre(tokenizer) or isinstance(tokenizer.chat_template, dict):
         raise _unwritten(whole, f"has a tokenizer that is no byte-level BPE like {', '.join(PRE)} with one template")
-    chats = (prompts.of_folder(whole, raw=False) or prompts.of_tokenizer(tokenizer)).template
+    chats = prompt_format(whole, tokenizer).template
     stops = [token for token in ends.stops(tokenizer, ends.named_in(whole)) if tokenizer.convert_ids_to_tokens(token)]
     if not stops:
         raise BadInput(f"{whole}: its tokenizer has no end token, so no answer would end; set eos_token in its config")
     say(f"loading {whole}")
     model = pretrained.causal_lm(whole, str(whole), dtype=torch.float32).eval()
     pretrained.refuse_unknown_tokens(model, max(tokenizer.get_vocab().values()), str(whole))
-    template = modelfile.template(tokenizer, _adds_bos(tokenizer)) if chats else modelfile.PLAIN
+    template = ollama_template(tokenizer, _adds_bos(tokenizer)) if chats else "{{ .Prompt }}"
     found: dict[str, Any] = {
         "folder": str(target),
         "model": str(whole),
@@ -146,7 +151,7 @@ def export(
             proof = _prove(file, kind, model, tokenizer, chats)
             found["files"].append({"file": file.name, "type": kind, "bytes": file.stat().st_size, **proof})
         for_ollama = "model-q8_0.gguf" if "q8_0" in wanted else "model-f16.gguf"
-        text = modelfile.write(for_ollama, template, found["stops"], prompts.trained_system(whole))
+        text = modelfile(for_ollama, template, found["stops"], trained_system(whole))
         (aside / "Modelfile").write_text(text, encoding="utf-8")
         (aside / "export.json").write_text(json.dumps(found, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     return found
@@ -312,7 +317,7 @@ def _prove(file: Path, kind: str, model: Any, tokenizer: Any, chats: bool) -> di
     """Compare a GGUF file with the model that it was written from, and say what rounding did to the logits."""
     reader = gguf.GGUFReader(file)
     read, its_tokenizer = pretrained.gguf(file, file.name)
-    prompt = prompts.write(tokenizer, [{"role": "user", "content": HARD}] if chats else HARD)["input_ids"]
+    prompt = write_prompt(tokenizer, [{"role": "user", "content": HARD}] if chats else HARD)["input_ids"]
     _refuse_other_tokens(file, reader, its_tokenizer, tokenizer, tokenizer.decode(prompt[0]))
     for tensor in reader.tensors:
         if tensor.name == "rope_freqs.weight":  # transformers does not read it
@@ -358,3 +363,83 @@ def _refuse_other_tokens(file: Path, reader: Any, read: Any, tokenizer: Any, tex
     ids = Tokenizer.from_str(json.dumps(parts)).encode(text, add_special_tokens=False).ids
     if ids != tokenizer(text, add_special_tokens=False)["input_ids"]:
         raise BadInput(f"{file.name}: its tokenizer cuts a prompt into other tokens than the model's")
+
+
+SYSTEM, USER, ANSWER, LAST = "SYSTEM-7", "USER-7", "ANSWER-7", "LAST-7"
+"""Messages that no template contains. They mark where a message goes."""
+ROLES = {"s": "system", "u": "user", "a": "assistant"}
+TRIED = ("u", "su", "uau", "suauau")
+"""The conversations on which the pieces are compared with the Jinja template, by the roles of their messages."""
+
+
+def ollama_template(tokenizer: Any, bos: bool) -> str:
+    """Return the chat template in Ollama's language, which is that of Go.
+
+    Args:
+        tokenizer: transformers' tokenizer, with a chat template.
+        bos: whether llama.cpp puts the BOS token before every prompt; then it is left out of the template, because
+            two of them would be another prompt than in training.
+
+    Returns:
+        The template; empty if the Jinja template is not made of fixed pieces.
+    """
+
+    def jinja(messages: Sequence[Mapping[str, str]]) -> str:
+        # Some templates write today's date. The Modelfile has the date that was in the training rows.
+        written = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, date_string=DATE)
+        return written.removeprefix(tokenizer.bos_token) if bos else written
+
+    marks = zip("suau", (SYSTEM, USER, ANSWER, LAST), strict=True)
+    whole = [{"role": ROLES[role], "content": mark} for role, mark in marks]
+    try:
+        before_system, _, rest = jinja(whole).partition(SYSTEM)
+        after_system, _, rest = rest.partition(USER)
+        after_user, _, rest = rest.partition(ANSWER)
+        after_answer = rest.partition(LAST)[0]
+        without_system = jinja(whole[1:2]).partition(USER)[0]
+        for roles in TRIED:
+            messages = [{"role": ROLES[role], "content": f"Say {n}, please."} for n, role in enumerate(roles)]
+            text = without_system
+            for message in messages:
+                content = message["content"]
+                if message["role"] == "system":
+                    text = before_system + content + after_system
+                else:
+                    text += content + (after_user if message["role"] == "user" else after_answer)
+            if text != jinja(messages):
+                return ""
+    except Exception:  # a template is a small program, and may refuse these conversations in its own words
+        return ""
+    pieces = (before_system, after_system, after_user, after_answer, without_system)
+    if any("{{" in piece or '"""' in piece for piece in pieces):  # Ollama would read these as its own signs
+        return ""
+    system = "{{ if .System }}" + before_system + "{{ .System }}" + after_system
+    user = '{{ if eq $m.Role "user" }}{{ $m.Content }}' + after_user
+    answer = '{{ else if eq $m.Role "assistant" }}{{ $m.Content }}' + after_answer
+    # Ollama joins all system messages in .System. They are in .Messages, too, so the loop leaves them out.
+    loop = "{{ range $i, $m := .Messages }}" + user + answer + "{{ end }}{{ end }}"
+    return system + "{{ else }}" + without_system + "{{ end }}" + loop
+
+
+def modelfile(file: str, ollamas: str, stops: Sequence[str], system: str | None = None) -> str:
+    """Return the text of a Modelfile.
+
+    Args:
+        file: the name of the GGUF file beside it.
+        ollamas: the template in Ollama's language; empty if there is none.
+        stops: the tokens that end an answer.
+        system: the system message that every training row had, if the template is to write it by default.
+    """
+    lines = [f"FROM ./{file}"]
+    if ollamas:
+        lines.append(f'TEMPLATE """{ollamas}"""')
+    else:
+        lines.append(
+            "# The chat template is not made of fixed pieces: write a TEMPLATE by hand, or Ollama guesses one."
+        )
+    if system:
+        lines.append(f'SYSTEM """{system}"""')
+    lines += [f'PARAMETER stop "{stop}"' for stop in stops]
+    # Greedy decoding, as in ``cria chat``: the same question gets the same answer.
+    lines.append("PARAMETER temperature 0")
+    return "\n".join(lines) + "\n"

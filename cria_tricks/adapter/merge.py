@@ -26,9 +26,9 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from cria_tricks.adapter import model_card
+from cria_tricks.adapter.chat import trained_kinds
 from cria_tricks.adapter.folder import CONFIGS, PROVENANCE, RECIPE, write_provenance
 from cria_tricks.adapter.opening import base_of, open_folder, other_than_trained_over
-from cria_tricks.adapter.prompts import trained_kinds
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, first_line, is_out_of_memory, usable_path
 from cria_tricks.data import sources

@@ -5,10 +5,15 @@ Each command imports its part of the package when it is called, so that ``cria -
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import json
+import re
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -17,25 +22,38 @@ from rich.text import Text
 
 from cria_tricks.cli.app import LEARN, MACHINE, Json, app, aside, screen
 from cria_tricks.common.console import table
+from cria_tricks.common.errors import BadInput
 from cria_tricks.common.lessons import number_of
+from cria_tricks.common.names import hint, nearest, plain
 
 
 @app.command(rich_help_panel=LEARN, epilog="Example: cria tricks")
 def tricks(as_json: Json = False) -> None:
     """List the techniques: how to switch each on, whether it works here, what it saves, and its lesson."""
-    from cria_tricks.doctor import explain, machine
+    from cria_tricks import tricks as techniques
+    from cria_tricks.doctor import machine
     from cria_tricks.hardware import this_device
+    from cria_tricks.predict.toggles import off_the_capstone
 
     device = this_device()
     toggles = machine.toggles(device)
     status = {entry["set"].removeprefix("tricks."): entry["status"] for entry in toggles}
-    saved = explain.off_the_capstone()
-    rows: list[dict[str, Any]] = [dict(row) for row in explain.table()]
-    for row in rows:
-        settings = row["set"].split(", ")
-        # What has no switch works everywhere, and is not counted among the switches.
-        row["here"] = {one: status.get(one, "always") for one in settings}
-        row["off_the_capstone_bytes"] = {one: saved[one] for one in settings if one in saved}
+    saved = off_the_capstone()
+    rows: list[dict[str, Any]] = []
+    for trick in (*techniques.TRICKS, *techniques.INFERENCE):
+        about = described(trick)
+        settings = about["settings"] or (about["command"],)
+        rows.append(
+            {
+                "name": about["name"],
+                "set": ", ".join(settings),
+                "claim": trick.CLAIM,
+                "lesson": about["lesson"],
+                # What has no switch works everywhere, and is not counted among the switches.
+                "here": {one: status.get(one, "always") for one in settings},
+                "off_the_capstone_bytes": {one: saved[one] for one in settings if one in saved},
+            }
+        )
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -78,25 +96,72 @@ def explain(
     """Show a technique's card, the reference lines that matter, and the plain Hugging Face code it stands for."""
     from rich.syntax import Syntax
 
-    from cria_tricks.doctor.explain import explain as look_up
-
-    about = look_up(trick)
+    about = described(technique(trick))
     if as_json:
-        print(json.dumps(dataclasses.asdict(about), indent=2))
+        print(json.dumps(about, indent=2))
         return
     card = Table.grid(padding=(0, 2))
-    for line, text in about.card.items():
+    for line, text in about["card"].items():
         card.add_row(line, Text(text))
-    screen.wrapped(Text(about.title, style="bold"), "", card)
-    sets = "  ".join(f"--set {about.group}.{setting}" for setting in about.settings) or about.command
+    screen.wrapped(Text(about["title"], style="bold"), "", card)
+    sets = "  ".join(f"--set {about['group']}.{setting}" for setting in about["settings"]) or about["command"]
     for title, code in (
-        (f"From scratch, in cria_tricks/{about.group}/{about.name}.py", about.reference),
-        (f"In plain code of the libraries; here: {sets}", about.plain),
+        (f"From scratch, in cria_tricks/{about['group']}/{about['name']}.py", about["reference"]),
+        (f"In plain code of the libraries; here: {sets}", about["plain"]),
     ):
         # A Syntax would be cut at the edge of the terminal. Its text is not, and can be copied as it is.
         coloured = Syntax("", "python", theme="ansi_dark", background_color="default").highlight(code)
         screen.wrapped("", Text(title, style="bold"), "")
         screen.print(coloured, soft_wrap=True, end="")
+
+
+def technique(name: str) -> ModuleType:
+    """Find the module of a technique by its name or by one of its settings, in any letter case.
+
+    Raises:
+        BadInput: for an unknown name; the message suggests the nearest known one.
+    """
+    from cria_tricks import parallel, tricks
+
+    modules = (*tricks.TRICKS, *tricks.INFERENCE, *parallel.STRATEGIES.values(), *parallel.BESIDE)
+    known = {tricks.trick_name(trick): trick for trick in modules}
+    there_are = f"there are {', '.join(known)}"
+    # "peft=lora" finds lora. "quantization" alone finds nothing, because it could mean int8 or nf4.
+    for trick in modules:
+        for switch in getattr(trick, "SWITCHES", ()):
+            known.setdefault(switch.removesuffix("=true"), trick)
+    # Without a number of blocks or of micro-batches, which is a choice of the user's.
+    wanted = re.sub(r"^(tricks|parallel)\.|=true$|=\d+$", "", plain(name))
+    if wanted not in known:
+        raise BadInput(f"unknown trick {name}: {hint(nearest(wanted, known), there_are)}")
+    return known[wanted]
+
+
+def described(trick: ModuleType) -> dict[str, Any]:
+    """Collect what the module of a technique says about it.
+
+    Returns:
+        ``name``; ``title`` and ``card``, from the module's docstring; ``group``, the part of a recipe that switches it
+        on; ``settings``, those that do; ``command``, which uses a technique without settings; ``reference``, the source
+        code of the from-scratch reference, as far as it matters; ``plain``, the Hugging Face code that the setting
+        stands for; and ``lesson``.
+    """
+    from cria_tricks.tricks import CARD, card, trick_name
+
+    fields = card(trick)
+    # REFERENCE holds names inside the module, such as "pack" or "Quantized.forward".
+    parts = [functools.reduce(getattr, place.split("."), trick) for place in trick.REFERENCE]
+    return {
+        "name": trick_name(trick),
+        "title": fields["title"],
+        "card": {line: fields[line] for line in CARD},
+        "group": trick.__name__.split(".")[-2],
+        "settings": getattr(trick, "SWITCHES", ()),
+        "command": getattr(trick, "COMMAND", ""),
+        "reference": "\n\n\n".join(textwrap.dedent(inspect.getsource(part)).rstrip() for part in parts),
+        "plain": trick.PLAIN.strip(),
+        "lesson": trick.LESSON,
+    }
 
 
 @app.command(rich_help_panel=MACHINE, epilog="Example: cria doctor --selftest")

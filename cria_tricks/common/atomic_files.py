@@ -16,15 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.common.errors import (
-    AGAIN,
-    FORESEEN,
-    WHOLE,
-    BadInput,
-    OutOfMemory,
-    Unwritten,
-    is_out_of_memory,
-)
+from cria_tricks.common.errors import FORESEEN, BadInput, Unwritten
 
 MANIFEST = "manifest.json"
 ASIDE = ".partial"
@@ -48,7 +40,6 @@ def new_folder(folder: Path, *, manifest: bool = True) -> Iterator[Path]:
 
     Raises:
         Unwritten: if the disk is full, broken or protected.
-        OutOfMemory: if there was not enough memory to write the files.
     """
     aside = folder.with_name(folder.name + ASIDE)
     old = folder.with_name(folder.name + OLD)
@@ -59,7 +50,11 @@ def new_folder(folder: Path, *, manifest: bool = True) -> Iterator[Path]:
                 shutil.rmtree(leftover, ignore_errors=True)
             aside.mkdir(parents=True)
             yield aside
-            _complete(aside, manifest)
+            if manifest:
+                write_manifest(aside)
+            # Content first: a power cut after the rename must not leave the new name over files that are not written.
+            for path in (*aside.rglob("*"), aside):
+                _sync(path)
             # rename cannot replace a folder that holds files, so the old one is renamed first, and deleted at the end.
             if folder.exists():
                 folder.rename(old)
@@ -72,16 +67,6 @@ def new_folder(folder: Path, *, manifest: bool = True) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _complete(folder: Path, manifest: bool) -> None:
-    """Make a filled folder ready for its final name."""
-    if manifest:
-        _write_manifest(folder)
-    # Content first: a power cut after the rename must not leave the new name over files that are not written.
-    for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
-
-
 def _put_back(old: Path, folder: Path) -> None:
     """Give the old folder its name back, if a process was stopped between the two renames of :func:`new_folder`."""
     if old.exists() and not folder.exists():
@@ -89,7 +74,7 @@ def _put_back(old: Path, folder: Path) -> None:
 
 
 def copy_folder(folder: Path, to: Path) -> None:
-    """Copy a folder with its manifest, as atomically as :func:`new_folder`, and check the copy against the manifest.
+    """Copy a folder with its manifest, as atomically as :func:`new_folder`.
 
     Raises:
         Unwritten: if the copy cannot be written, or differs from what the manifest lists.
@@ -101,21 +86,17 @@ def copy_folder(folder: Path, to: Path) -> None:
             raise OSError(0, f"in the copy {wrong}")  # new_folder makes an Unwritten of it, with this sentence
 
 
-@contextlib.contextmanager
-def new_file(path: Path) -> Iterator[Path]:
-    """Let the ``with`` block write a file under a temporary name, and rename it if the block ends without an error.
-
-    Yields:
-        The temporary name.
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write or replace a small file under a temporary name, and rename it.
 
     Raises:
-        Unwritten, OutOfMemory: as :func:`new_folder`; an older file of this name is still there, unchanged.
+        Unwritten: as :func:`new_folder`; an older file of this name is still there, unchanged.
     """
     aside = path.with_name(path.name + ASIDE)
     try:
         with unwritten_in_one_line(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            yield aside
+            aside.write_bytes(content.encode() if isinstance(content, str) else content)
             _sync(aside)
             aside.replace(path)
             _sync(path.parent)
@@ -123,28 +104,6 @@ def new_file(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
         raise
-
-
-def write_file(path: Path, content: str | bytes) -> None:
-    """Write or replace a small file atomically, as :func:`new_file` does."""
-    with new_file(path) as aside:
-        aside.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-def seal(aside: Path, folder: Path) -> None:
-    """Finish a folder that several starts of a command have filled: write its manifest, and give it its name.
-
-    Args:
-        aside: the folder, complete but for the manifest.
-        folder: its final name, which must be free.
-
-    Raises:
-        Unwritten, OutOfMemory: as :func:`new_folder`.
-    """
-    with unwritten_in_one_line(folder):
-        _complete(aside, manifest=True)
-        aside.rename(folder)
-        _sync(folder.parent)
 
 
 @contextlib.contextmanager
@@ -172,25 +131,19 @@ def damage(folder: Path) -> str:
     """Compare a folder with its manifest, and describe the first difference: ``"optimizer.pt is missing"``.
 
     Returns:
-        An empty string if every file in the manifest is there with the same size and content.
+        An empty string if every file in the manifest is there with the same content.
     """
-    if not (folder / MANIFEST).is_file():
-        return f"{MANIFEST} is missing"
+    name = MANIFEST
     try:
-        wanted = listed(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # unreadable, or other JSON
+        for name, written in listed(folder).items():
+            if entry(folder / name) != written:
+                return f"{name} has other content than was written"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError):  # other JSON, or none
         return f"{MANIFEST} is damaged"
-    for name, written in wanted.items():
-        if not (folder / name).is_file():
-            return f"{name} is missing"
-        try:
-            found = entry(folder / name)
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
-        if found["bytes"] != written["bytes"]:
-            return f"{name} has {found['bytes']} bytes, not the {written['bytes']} that were written"
-        if found["sha256"] != written["sha256"]:
-            return f"{name} has other content than was written"
     return ""
 
 
@@ -201,17 +154,32 @@ def listed(folder: Path) -> dict[str, Any]:
         OSError: if there is no manifest, or it cannot be read.
         ValueError, KeyError, TypeError: if it is not as this module writes it.
     """
-    files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-    for name, about in files.items():
-        if about.keys() != {"bytes", "sha256"} or Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{name} is no file of this folder, or has no size and sha256")
-    return dict(files)
+    files: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+    return files
 
 
 def unlisted(folder: Path) -> tuple[str, ...]:
     """List the files in a folder that its manifest does not name."""
-    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    return tuple(sorted(present - set(listed(folder)) - {MANIFEST}))
+    wanted = listed(folder)
+    return tuple(name for name in _files(folder) if name not in wanted)
+
+
+def write_manifest(folder: Path) -> None:
+    """List all files of a folder in its manifest, with their sizes and hashes."""
+    files = {name: entry(folder / name) for name in _files(folder)}
+    (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n")
+
+
+def _files(folder: Path) -> list[str]:
+    """Return the paths of all files in a folder but its manifest."""
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return [name for name in names if name != MANIFEST]
+
+
+def entry(path: Path) -> dict[str, Any]:
+    """Make a file's entry in the manifest: its size [bytes] and sha256."""
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 @contextlib.contextmanager
@@ -220,7 +188,6 @@ def unwritten_in_one_line(path: Path) -> Iterator[None]:
 
     Raises:
         Unwritten: if the disk is full, broken or protected. Each library raises another error for this.
-        OutOfMemory: if there was not enough memory to write the result.
     """
     try:
         yield
@@ -229,8 +196,6 @@ def unwritten_in_one_line(path: Path) -> Iterator[None]:
     except OSError as error:
         raise Unwritten(path, error.strerror or str(error), error.errno) from None
     except Exception as error:
-        if is_out_of_memory(error):
-            raise OutOfMemory(f"{path}: cannot be written: out of memory; {WHOLE}: {AGAIN}") from None
         # Libraries written in Rust, such as tokenizers, have the system's error number in their message.
         found = re.search(r"\(os error (\d+)\)", str(error))
         if found:
@@ -239,21 +204,6 @@ def unwritten_in_one_line(path: Path) -> Iterator[None]:
         if re.search("SafetensorError|PytorchStreamWriter|inline_container", f"{type(error).__name__} {error}"):
             raise Unwritten(path, "the disk took only a part of it") from None
         raise
-
-
-def _write_manifest(folder: Path) -> None:
-    files = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name != MANIFEST:
-            files[name] = entry(path)
-    (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n")
-
-
-def entry(path: Path) -> dict[str, Any]:
-    """Make a file's entry in the manifest: its size [bytes] and sha256."""
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _sync(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import functools
 import importlib.metadata
-import importlib.util
 import os
 import platform
 from pathlib import Path
@@ -46,12 +45,8 @@ _OVER = {
 }
 
 
-def examine(device: Device | None = None) -> dict[str, Any]:
-    """Describe this machine, or predict what works on another device.
-
-    Args:
-        device: a device other than this machine's, e.g. ``hardware.T4``. What only the machine itself can tell is then
-            ``None``, or empty; ``python``, ``cuda`` and ``versions`` are this machine's all the same.
+def examine() -> dict[str, Any]:
+    """Describe this machine.
 
     Returns:
         - ``device``: ``kind``, ``name``, ``capability``, ``real_bf16``, ``memory_bytes`` and ``free_bytes``, and
@@ -67,10 +62,9 @@ def examine(device: Device | None = None) -> dict[str, Any]:
         - ``attention``: the kernel that really ran, by the call;
         - ``toggles``: see :func:`toggles`.
     """
-    here = device is None
-    device = device or this_device()
-    free = _free_bytes(device) if here else None
-    library = _bitsandbytes() if here else None
+    device = this_device()
+    free = _free_bytes(device)
+    library = _bitsandbytes()
     return {
         "device": {
             "kind": device.kind,
@@ -80,19 +74,19 @@ def examine(device: Device | None = None) -> dict[str, Any]:
             "memory_bytes": device.memory_bytes,
             "memory": human(device.memory_bytes),
             "free_bytes": free,
-            "free": None if free is None else human(free),
+            "free": human(free),
         },
         "bf16": {
             "runs": "real" if device.real_bf16 else "emulated",
-            "torch_says": torch.cuda.is_bf16_supported() if here and device.kind == "cuda" else None,
+            "torch_says": torch.cuda.is_bf16_supported() if device.kind == "cuda" else None,
         },
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
         "versions": {name: _version(name) for name in PACKAGES},
-        "colab": colab() if here else None,
+        "colab": os.environ.get("COLAB_RELEASE_TAG"),
         "bitsandbytes": library,
-        "paging": _paging(device, library),
-        "attention": _attention(device) if here else {},
+        "paging": _paging(device, library["backend"]),
+        "attention": _attention(device),
         "toggles": toggles(device),
     }
 
@@ -171,31 +165,13 @@ def _bitsandbytes() -> dict[str, str | None]:
     return {"backend": backend, "library": Path(native._name).name}
 
 
-def _paging(device: Device, library: dict[str, str | None] | None) -> dict[str, Any]:
-    """Tell whether paged optimizer states can move to the host, and why.
-
-    Args:
-        device: the device in question.
-        library: from :func:`_bitsandbytes`; ``None`` if the device is not this machine's. Then a CUDA library is
-            assumed.
-    """
+def _paging(device: Device, backend: str | None) -> dict[str, Any]:
+    """Tell whether paged optimizer states can move to the host with this backend of bitsandbytes, and why."""
     if device.kind != "cuda":
         return {"works": False, "why": "without CUDA the optimizer's states are in host memory already"}
-    if library is not None and library["backend"] != "cuda":
+    if backend != "cuda":
         return {"works": False, "why": "bitsandbytes has loaded no CUDA library"}
     return {"works": True, "why": "states of 100,000 elements and more move to the host when the card is full"}
-
-
-def colab() -> str | None:
-    """Read the release of Google Colab; ``None`` if this is not Colab."""
-    release = os.environ.get("COLAB_RELEASE_TAG")
-    if release:
-        return release
-    try:
-        found = importlib.util.find_spec("google.colab") is not None
-    except ModuleNotFoundError:  # no package google at all
-        return None
-    return "unknown release" if found else None
 
 
 def _version(name: str) -> str | None:

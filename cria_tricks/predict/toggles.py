@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from cria_tricks import recipes
 from cria_tricks.bill.bill import Bill
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human, speed
 from cria_tricks.hardware.cards import Card
-from cria_tricks.hardware.device import Device
+from cria_tricks.hardware.device import T4, Device
 from cria_tricks.hardware.gpus import Host, rates_of
 from cria_tricks.load.refusals import facts_of, refuse
-from cria_tricks.models.shape import Shape
+from cria_tricks.models.shape import Shape, find_shape
 from cria_tricks.parallel.strategies import traffic
 from cria_tricks.predict.evaluation import AS_LONG_AS_ALLOWED, Evaluated, with_evaluation
 from cria_tricks.predict.links import LINKS, compute_seconds, step_seconds
@@ -216,6 +217,19 @@ def removed(target: Target, recipe: Recipe) -> list[Change]:
             beside = tuple(named(recipe, other) for other in on if other not in (*stays, field))
             found.append(Change(named(recipe, field), beside, target.bill(less), whole))
     return found
+
+
+def off_the_capstone() -> dict[str, int]:
+    """Return how much each switch of the capstone, the course's run on a T4, takes off its peak [bytes].
+
+    Each is switched off alone, together with the switches that need it; a switch that adds bytes has a negative number.
+
+    Returns:
+        Setting, e.g. ``"quantization=nf4"``, -> bytes. Settings that the capstone does not use are left out.
+    """
+    capstone = recipes.capstone(T4)
+    target = Target(find_shape(capstone.model), T4)
+    return {change.set: change.saved_bytes for change in removed(target, capstone)}
 
 
 def without(recipe: Recipe, field: str) -> list[str]:

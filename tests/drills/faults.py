@@ -169,8 +169,7 @@ def sealed(path: str) -> Damage:
     """Write a manifest that fits what lies there, as somebody would who can change the files."""
 
     def damage(place: Path) -> None:
-        (place / path / atomic_files.MANIFEST).unlink()
-        atomic_files._write_manifest(place / path)
+        atomic_files.write_manifest(place / path)
 
     return damage
 
@@ -351,7 +350,7 @@ OTHER: dict[str, tuple[Damage, str]] = {
 ADAPTER: dict[str, tuple[Damage, str]] = {
     "weights changed": (filled(Q, 9.0,
                                "run/adapter/adapter_model.safetensors"), "other content than was written"),
-    "weights cut off": (shortened("run/adapter/adapter_model.safetensors"), "bytes, not the"),
+    "weights cut off": (shortened("run/adapter/adapter_model.safetensors"), "has other content"),
     "weights gone": (gone("run/adapter/adapter_model.safetensors"), "adapter_model.safetensors is missing"),
     "config changed": (fields("run/adapter/adapter_config.json", r=3), "adapter_config.json has"),
     "recipe changed": (appended("run/adapter/recipe.toml"), "recipe.toml has"),

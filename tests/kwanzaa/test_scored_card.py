@@ -100,6 +100,6 @@ def test_cria_card_writes_into_a_whole_folder_and_refuses_the_evaluation_of_anot
     config = adapter / "recipe.toml"
     config.write_text(config.read_text() + "\n")
     (adapter / "manifest.json").unlink()
-    atomic_files._write_manifest(adapter)
+    atomic_files.write_manifest(adapter)
     with pytest.raises(BadInput, match="is of another adapter"):
         write_scores(adapter)
