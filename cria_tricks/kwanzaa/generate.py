@@ -19,8 +19,9 @@ from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.rows import Chat
 from cria_tricks.data.samples import answer_line, question
 from cria_tricks.data.tokens import tokenize, trained
-from cria_tricks.kwanzaa.answers import Answers, Settings, Written
 from cria_tricks.kwanzaa.contract import read_reply
+from cria_tricks.kwanzaa.evaluate import Settings
+from cria_tricks.kwanzaa.summary import Written
 from cria_tricks.load.answering import answer_batch
 from cria_tricks.load.losses import full_loss_sum
 from cria_tricks.models import pretrained
@@ -38,12 +39,8 @@ def fingerprint(folder: Path) -> str:
     """Hash the files of an adapter's folder that decide its answers: not the card, the provenance and the manifest."""
     others = ("README.md", PROVENANCE, atomic_files.MANIFEST)
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in others]
-    return hash_of({path.name: atomic_files.entry(path)["sha256"] for path in files})
-
-
-def hash_of(data: Any) -> str:
-    """Compute the sha256 of plain JSON data."""
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    hashes = {path.name: atomic_files.entry(path)["sha256"] for path in files}
+    return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -63,53 +60,58 @@ class Rows:
     add_eos: bool = False
 
 
-def answer_rows(model: Any, tokenizer: Any, rows: Rows, answers: Answers, settings: Settings, console: Console) -> None:
-    """Answer all rows that are not answered yet, and measure the loss of their references.
+def answer_rows(
+    model: Any, tokenizer: Any, rows: Rows, system: str, settings: Settings, console: Console
+) -> list[Written]:
+    """Answer all rows, and measure the loss of their references.
 
-    Rows with prompts of similar length form a batch, so that it has little padding. The shortest prompts come
-    first, because long ones need more memory: if it runs out, the answers before are saved. A row without a prompt is
+    Rows with prompts of similar length form a batch, so that it has little padding. The batch with the longest prompts
+    comes first, because it needs the most memory: if that does not fit, it is known at once. A row without a prompt is
     not answered.
 
     Args:
         model: a causal language model in eval mode.
         tokenizer: the model's tokenizer.
         rows: what is asked.
-        answers: where each batch is saved when it is done.
+        system: the name of what answers, for the progress.
         settings: how many rows are answered together, and the length limit of an answer.
         console: where progress is shown.
 
+    Returns:
+        The answers, in the order of the rows.
+
     Raises:
-        Diverged: if a loss is not finite or not below :data:`BROKEN`. The batches before it are saved.
-        OutOfMemory: naming a way out. The batches before are saved.
+        Diverged: if a loss is not finite or not below :data:`BROKEN`.
+        OutOfMemory: naming a way out.
     """
     total = len(rows.chats)
-    order = sorted(set(range(total)) - answers.rows.keys(), key=lambda row: (len(rows.prompts[row]), row))
-    done = total - len(order)
-    system = answers.path.stem.removeprefix("answers-")
+    order = sorted(range(total), key=lambda row: len(rows.prompts[row]))
+    batches = [order[begin : begin + settings.batch_size] for begin in range(0, total, settings.batch_size)]
+    answers: dict[int, Written] = {}
     bar = new_bar(console)
     try:
         with bar:
-            task = bar.add_task(system, total=total, completed=done, note="answers")
-            for begin in range(0, len(order), settings.batch_size):
-                batch = order[begin : begin + settings.batch_size]
+            task = bar.add_task(system, total=total, note="answers")
+            for batch in reversed(batches):
                 written = _answered(model, tokenizer, rows, batch, settings.max_new_tokens)
                 # One row at a time: a loss needs the logits of all tokens, while an answer needs only the last token's.
                 losses = [
                     reference_loss(model, tokenizer, rows.chats[row], rows.text_length, add_eos=rows.add_eos)
                     for row in batch
                 ]
-                answers.add({row: Written(*written[row], *loss) for row, loss in zip(batch, losses, strict=True)})
+                for row, loss in zip(batch, losses, strict=True):
+                    answers[row] = Written(*written[row], *loss)
                 bar.advance(task, len(batch))
                 if not console.is_terminal:
-                    console.print(f"{system} {done + begin + len(batch):>4}/{total} rows")
+                    console.print(f"{system} {len(answers):>4}/{total} rows")
                 _show_one(console, rows.chats[batch[0]], written[batch[0]][0])
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise OutOfMemory(
-            f"out of memory with {settings.batch_size} rows at a time; {len(answers.rows)} answers are in "
-            f"{answers.path}, and the same command with a smaller --batch-size goes on after them"
+            f"out of memory with {settings.batch_size} rows at a time; give a smaller --batch-size"
         ) from None
+    return [answers[row] for row in range(total)]
 
 
 def _show_one(console: Console, chat: Chat, answer: str) -> None:
