@@ -11,8 +11,6 @@ from tests.helpers import is_frozen
 
 def test_names_that_are_no_model(tmp_path):
     for name, said in (
-        ("smolm2", "did you mean smollm2?"),
-        ("random:huge", "unknown shape huge; there are tiny, smollm2"),
         (str(tmp_path), "no config.json"),
         (str(tmp_path / "none"), "no such folder"),
         ("a/b/c", "no such folder, and no hub id"),
