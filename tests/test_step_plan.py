@@ -28,7 +28,6 @@ from cria_tricks.tricks import (
     trick_name,
 )
 from cria_tricks.tricks import card as card_of
-from tests.helpers import is_frozen
 
 A100 = Device("cuda", "NVIDIA A100", (8, 0), real_bf16=True, memory_bytes=40 * 2**30)
 CPU = Device("cpu", "some CPU", (0, 0), real_bf16=False, memory_bytes=16 * 2**30)
@@ -461,7 +460,3 @@ def test_each_card_is_read_whole():
         said = " ".join(trick.__doc__.partition("\n\n")[2].split()).replace("Shapes: ", "Shapes ")
         assert " ".join(f"{name} {found[name]}" for name in CARD) == said
         assert trick_name(trick) == trick.__file__.rpartition("/")[2].removesuffix(".py")
-
-
-def test_what_was_made_cannot_be_changed():
-    assert is_frozen(Plan)

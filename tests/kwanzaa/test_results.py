@@ -9,7 +9,6 @@ import pytest
 from cria_tricks.kwanzaa.contract import read_reply
 from cria_tricks.kwanzaa.summary import Scored, Written, markdown, mean, ratio, summarise, table, with_interval
 from cria_tricks.kwanzaa.trivial import trivial_reply
-from tests.helpers import is_frozen
 from tests.kwanzaa.made import GOOD, NOTHING_FOUND, REFUSAL, reply, row
 
 ABOUT = {"data": "made", "rows": 4, "rows_in_data": 4}
@@ -168,7 +167,3 @@ def test_scores_by_kind_of_row(systems):
     assert "| answer, 2 | citation accuracy (F1) |" in text
     one_kind = {name: scored[:2] for name, scored in systems.items()}
     assert "| refusal, 2 |" not in markdown(summarise(one_kind, ABOUT))
-
-
-def test_what_was_made_cannot_be_changed():
-    assert is_frozen(Scored)
