@@ -325,15 +325,6 @@ def test_another_tokenizer_is_refused(tokenizer, folders, tmp_path):
         export(folder)
 
 
-def test_a_model_that_memory_cannot_hold_twice_is_refused_before_it_is_loaded(folders, monkeypatch, run_cria):
-    weights = sum(tensor.numel() for tensor in load_file(folders["llama"] / "model.safetensors").values())
-    monkeypatch.setattr("cria_tricks.load.host_memory.free_memory", lambda: 8 * weights - 1)
-    monkeypatch.setattr(exporting.pretrained, "causal_lm", lambda *given, **more: pytest.fail("loaded"))
-    code, stdout, stderr = run_cria("export", folders["llama"], "--out", "none")
-    assert (code, stdout) == (2, "")
-    assert re.search("has 0.00 billion weights, which take .* of memory, and .* are free; close other", stderr)
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

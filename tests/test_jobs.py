@@ -190,19 +190,6 @@ def test_a_job_that_the_hub_does_not_take_ends_in_one_line(ending, answer, said,
     assert stderr.count("\n") == 1
 
 
-def test_nobody_logged_in_a_wrong_token_and_nobody_there(hub, launch):
-    code, _, stderr = launch(token=None)
-    assert (code, hub.asked) == (2, [])
-    assert "nobody is logged in to the hub; run hf auth login" in stderr
-    code, _, stderr = launch(token="hf_" + "wrong" * 7)
-    assert (code, hub.jobs) == (2, [])
-    assert "is the login's token right?" in stderr
-    hub.url = "http://127.0.0.1:9"
-    code, _, stderr = launch()
-    assert (code, stderr.count("\n")) == (2, 1)
-    assert stderr.startswith("error: --on hf-jobs: the hub does not answer (")
-
-
 @pytest.mark.parametrize(
     "there", [Repo(private=True, files={"adapter_config.json": b"{}"}), Repo(private=False)], ids=["used", "public"]
 )

@@ -375,40 +375,8 @@ SEALED: dict[str, tuple[Damage, str]] = {
     ),
     "no base named": (fields("run/adapter/adapter_config.json", base_model_name_or_path=None), "names no base model"),
 }
-SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 64}
-CONV = {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"], "num_key_value_heads": 1}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2}
 FAMILY: dict[str, tuple[Damage, tuple[str, ...], str]] = {
-    "packed documents see each other": (
-        of_kind("lfm2", **SIZES | CONV),
-        ("tricks.packing=true",),
-        "packing is not exact in models of kind lfm2: .*set tricks.packing=false",
-    ),
-    "packed positions go on": (
-        of_kind("opt", hidden_size=32, ffn_dim=64, word_embed_proj_dim=32, num_hidden_layers=2, num_attention_heads=2),
-        ("tricks.packing=true",),
-        "packing is not exact in models of kind opt: .*set tricks.packing=false",
-    ),
-    "a loss over all positions": (
-        of_kind("bart", d_model=32, decoder_ffn_dim=64, decoder_layers=2, decoder_attention_heads=2),
-        (),
-        "loss is not exact in models of kind bart: .* not .*, the sum over the trained tokens",
-    ),
-    "later tokens are seen": (
-        of_kind("bert", **SIZES),
-        (),
-        "loss is not exact in models of kind bert: .*a token that changes",
-    ),
-    "no checkpointing": (
-        of_kind("ctrl", n_embd=32, dff=64, n_layer=2, n_head=2),
-        ("tricks.gradient_checkpointing=true", "tricks.attention=eager"),
-        "checkpointing is not exact in models of kind ctrl: .*set tricks.gradient_checkpointing=false",
-    ),
-    "a head that scales": (
-        of_kind("cohere", **SIZES),
-        ("tricks.chunked_loss=true",),
-        "tricks.chunked_loss=true.*logit_scale",
-    ),
     "no linear layer to fuse": (
         of_kind("gpt2", **GPT2),
         ("tricks.fused_lora=true",),
@@ -578,7 +546,6 @@ SINGLE = [
     Fault("command: no such technique", "explain nf5", "nf4"),
     Fault("command: no folder of ours", "verify base", "has no manifest.json"),
     Fault("command: merged into a folder that is there", "merge run/adapter --out run", "is there already"),
-    Fault("command: a whole model merged", "merge base --out merged", "is a whole model already"),
     Fault("command: no version", f"{PUBLISH} --tag 1.0", "is no version"),
     Fault("command: published without a network", f"{PUBLISH} --yes", "the network is switched off"),
     Fault("command: an option that went", "doctor --hang 7", "py-spy dump --pid PID"),
