@@ -331,7 +331,6 @@ def test_another_tokenizer_is_refused(tokenizer, folders, tmp_path):
         (("--to", "ggfu"), "--to ggfu: there is gguf"),
         (("--type", "q4_0"), "--type q4_0: there are f16 and q8_0; ollama create --quantize makes others of f16"),
         (("--out", "."), "--out .: is there already; name a new folder"),
-        (("--base", "smollm2"), "is a whole model and has no base below it"),
     ],
 )
 def test_a_wrong_option_is_refused_in_one_line(words, said, folders, run_cria):

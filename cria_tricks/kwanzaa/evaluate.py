@@ -203,10 +203,16 @@ def _answered(
     chats = source.rows[:rows]
     if any(chat.text for chat in chats):
         about["text_length"] = trained_with.max_length
-    length = about.get("text_length", sys.maxsize)
-    asked = Rows(chats, prompt_ids(chats, tokenizer), length, bool(trained_with.eos))
-    found = {"adapter": answer_rows(model, tokenizer, asked, "adapter", settings, console)}
+    asked = Rows(
+        chats,
+        prompt_ids(chats, tokenizer),
+        about.get("text_length", sys.maxsize),
+        bool(trained_with.eos),
+        settings.batch_size,
+        settings.max_new_tokens,
+    )
+    found = {"adapter": answer_rows(model, tokenizer, asked, "adapter", console)}
     if base:
         with without_adapter(model) as below:
-            found["base"] = answer_rows(below, tokenizer, asked, "base", settings, console)
+            found["base"] = answer_rows(below, tokenizer, asked, "base", console)
     return found, about

@@ -11,7 +11,6 @@ from cria_tricks.common.errors import Diverged, OutOfMemory
 from cria_tricks.data.rows import Chat
 from cria_tricks.data.tokens import tokenize
 from cria_tricks.kwanzaa import generate
-from cria_tricks.kwanzaa.evaluate import Settings
 from cria_tricks.load import answering
 from cria_tricks.load.adapters import without_adapter
 from cria_tricks.load.losses import full_loss_sum
@@ -166,18 +165,16 @@ def test_batches_have_prompts_of_like_length_and_answers_come_in_the_order_of_th
     asked = []
 
     def answer(model, tokenizer, batch, longest):
-        if settings.batch_size == 3:
+        if len(batch) == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
         asked.append(batch)
         return make(model, tokenizer, batch, longest)
 
     make = generate.answer_batch
     monkeypatch.setattr(generate, "answer_batch", answer)
-    rows = generate.Rows(CHATS, prompts, text_length=8)
-    settings = Settings(batch_size=2, max_new_tokens=3)
-    found = generate.answer_rows(model, Letters(), rows, "base", settings, Aside())
+    rows = generate.Rows(CHATS, prompts, batch_size=2, max_new_tokens=3)
+    found = generate.answer_rows(model, Letters(), rows, "base", Aside())
     assert asked == [[prompts[1]], [prompts[0], prompts[2]]], "the longest first"
     assert [(each.text, each.tokens) for each in found] == [make(model, Letters(), [ids], 3)[0][:2] for ids in prompts]
-    settings = Settings(batch_size=3)
     with pytest.raises(OutOfMemory, match="with 3 rows at a time; give a smaller --batch-size"):
-        generate.answer_rows(model, Letters(), rows, "base", settings, Aside())
+        generate.answer_rows(model, Letters(), generate.Rows(CHATS, prompts, batch_size=3), "base", Aside())
