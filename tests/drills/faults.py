@@ -583,7 +583,8 @@ WAYS_OUT: dict[str, Callable[["Place", str, re.Match[str]], str]] = {
 """What an error proposes, by its pattern, and the command that does it. Each must then work."""
 NEXT = (
     "16 bits would swallow it|output head is the embedding|network is switched off|data.train=5: no such file"
-    "|its added tokens were not saved|holds NaN or infinity|logits are NaN|cannot be merged: NaNs|16 bits explain"
+    "|its added tokens were not saved|holds NaN or infinity|logits are NaN|its answer is nan|cannot be merged: NaNs"
+    "|16 bits explain"
 )
 """Reasons that may stand in the way next: an adapter merged over a strange base, what only loading or computing shows,
 the drill, and added tokens, which this base does not have either."""
