@@ -18,8 +18,7 @@ from typing import Any
 
 from benchmarks.common import write
 from cria_tricks.bench.case import stamp
-from cria_tricks.kwanzaa.answers import Settings
-from cria_tricks.kwanzaa.evaluate import evaluate
+from cria_tricks.kwanzaa.evaluate import Settings, evaluate
 from cria_tricks.recipe import Recipe
 from cria_tricks.recipes import get
 from cria_tricks.run.run import train

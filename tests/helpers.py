@@ -1,7 +1,6 @@
 """Run a recipe on the tiny model in one call, and stop it where a test wants."""
 
 import os
-from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import torch
@@ -60,15 +59,6 @@ def train(folder: Path, rows, out: Path, *settings: str, eval_rows=(), resume=Fa
 def trained_weights(loaded: Loaded) -> dict[str, torch.Tensor]:
     """A copy of all weights that train."""
     return {name: p.detach().clone() for name, p in loaded.model.named_parameters() if p.requires_grad}
-
-
-def is_frozen(kind: type) -> bool:
-    """Whether no field of a data class can be set once it is made."""
-    try:
-        object.__new__(kind).field = 1
-    except FrozenInstanceError:
-        return True
-    return False
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -103,11 +103,8 @@ def test_settings_are_those_of_the_command_line(settings):
     ("call", "said"),
     [
         (lambda: cria_tricks.plan("kwanza", gpu="t4"), "did you mean kwanzaa?"),
-        (lambda: cria_tricks.plan("kwanzaa", gpu="t5"), "unknown card t5: name it as its maker does, such as rtx3060"),
         (lambda: cria_tricks.plan("kwanzaa", gpu="t4", rows=0), "must be a whole number above 0"),
         (lambda: cria_tricks.plan("kwanzaa", gpu="t4", nproc=0), "nproc=0: must be a whole number above 0"),
-        (lambda: cria_tricks.plan({"model": "smollm2"}), "must be a Recipe, the name of one, or the path of a .toml"),
-        (lambda: cria_tricks.estimate("kwanzaa", gpu="t4", settings=["attn=flash_attention_2"]), "flash_attention_2"),
         (lambda: cria_tricks.estimate("kwanzaa", gpu="t4", settings=["lr=fast"]), "train.learning_rate = 'fast'"),
         (lambda: cria_tricks.train("smok"), "did you mean smoke?"),
     ],

@@ -11,8 +11,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.data.sources import DataSource
 from cria_tricks.recipe import Recipe, field_names, with_settings
 from cria_tricks.store import checkpoints
-from cria_tricks.store.checkpoints import LENGTH, Checkpoint, Checkpoints, describe, other_versions, refuse_another_run
-from tests.helpers import is_frozen
+from cria_tricks.store.checkpoints import LENGTH, Checkpoints, describe, other_versions, refuse_another_run
 
 ABOUT = {"recipe": {"name": "made"}, "rows": {}}
 
@@ -217,7 +216,3 @@ def test_a_description_names_device_processes_and_rows():
     assert list(found["versions"]) == ["device", "processes", "torch", "transformers", "peft", "bitsandbytes"]
     assert (found["versions"]["device"], found["versions"]["processes"]) == ("Tesla T4", 1)
     assert describe(Recipe(), {}, "cpu", 3)["versions"]["processes"] == 3
-
-
-def test_what_was_made_cannot_be_changed():
-    assert is_frozen(Checkpoint)

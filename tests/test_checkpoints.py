@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import os
 import random
 import re
@@ -19,10 +18,8 @@ from transformers import TrainerCallback
 
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, Interrupted, OutOfMemory, Unwritten
-from cria_tricks.data.rows import Chat
-from cria_tricks.data.sources import DataSource
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.store.checkpoints import Checkpoints, describe, other_versions, refuse_another_run
+from cria_tricks.store.checkpoints import Checkpoints, describe, refuse_another_run
 from cria_tricks.trainer.fit import fit
 from cria_tricks.trainer.resumable import ResumableTrainer
 from cria_tricks.tricks.optimizer_in_backward import StepInBackward
@@ -253,15 +250,6 @@ def test_the_run_resumed_past_a_damaged_checkpoint_is_the_uninterrupted_one(
     same(*whole("tricks.precision=fp16"), *resumed)
 
 
-def test_with_none_whole_it_stops_and_touches_nothing(halted, tmp_path):
-    shutil.copytree(halted[0], tmp_path / "out")
-    for step in (2, 4):
-        (tmp_path / "out" / f"checkpoint-{step}" / "optimizer.pt").unlink()
-    with pytest.raises(BadInput, match="none of the checkpoints in .* is whole .*optimizer.pt is missing"):
-        Checkpoints(tmp_path / "out").newest()
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-2", "checkpoint-4"]
-
-
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "scaler.pt"])
 def test_a_pickle_with_a_forged_manifest_is_refused_and_never_run(name, halted, tiny_model, rows, tmp_path):
     class Evil:
@@ -390,31 +378,6 @@ def test_out_of_memory_in_the_optimizer_step_saves_nothing_half_done(tiny_model,
     with pytest.raises(OutOfMemory, match=r"optimizer step of step 4; the newest checkpoint is .*checkpoint-2"):
         train(tiny_model, rows, tmp_path, *SETS, callbacks=[full])
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
-
-
-def test_another_recipe_is_refused_with_the_fields_that_differ():
-    source = DataSource([Chat((), "a", "b", "x:1")], "")
-    other = DataSource([Chat((), "a", "c", "x:1")], "")
-    before = describe(with_settings(Recipe(), ["lora.r=4"]), {"train": source, "eval": source}, "cpu")
-    before = json.loads(json.dumps(before))
-    free = ["lora.r=4", "name=x", "train.save_steps=3", "train.save_minutes=1", "train.mirror=x", "data.train=moved"]
-    now = describe(with_settings(Recipe(), [*free, "train.time_budget=3m"]), {"train": source, "eval": source}, "cpu")
-    refuse_another_run(before, now, Path("c"))  # nothing that is trained differs
-    now = describe(with_settings(Recipe(), ["train.seed=1"]), {"train": other, "eval": source}, "cpu")
-    said = r"c is of another recipe: lora.r \(4, now 16\), train.seed \(42, now 1\), data.train \(other rows\); set"
-    with pytest.raises(BadInput, match=said):
-        refuse_another_run(before, now, Path("c"))
-    with pytest.raises(BadInput, match="another version of cria_tricks"):
-        refuse_another_run({"recipe": {"lora": {"rank": 3}}}, now, Path("c"))
-
-
-def test_other_versions_are_told():
-    now = describe(Recipe(), {}, "cpu")
-    assert other_versions(now, now) == []
-    before = {"versions": {**now["versions"], "torch": "1.0", "device": "Tesla T4"}}
-    assert other_versions(before, now)[0].startswith("device Tesla T4 is now cpu, torch 1.0 is now 2.")
-    [said] = other_versions(describe(Recipe(), {}, "cpu", processes=2), now)
-    assert said == "processes 2 is now 1: the resumed run may differ in the last bits"
 
 
 CONSTANT = ("train.schedule=constant", "train.warmup_ratio=0")

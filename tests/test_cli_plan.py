@@ -272,19 +272,13 @@ CONFIG = {
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--gpu", "t5"], "unknown card t5: name it as its maker does, such as rtx3060"),
         (["--gpu", "abacus"], "unknown card abacus: name it as its maker does, such as rtx3060 or a100-80, or give"),
-        (["--set", "data.max_length=-1"], "data.max_length = '-1': must be greater than or equal to 8"),
-        (["--set", "train.batch_size=0"], "train.batch_size = '0': must be greater than or equal to 1"),
         (["--set", "tricks.attention=flash_attention_2"], "flash_attention_2"),
         (["--rows", "-1"], "--rows -1: must be a whole number above 0"),
         (["--rows", "many"], "--rows"),
-        (["--model", "lama"], "model lama: no such folder, and no hub id (owner/name)"),
         (["--model", "{bert}"], "we cannot estimate model_type 'bert'"),
         (["--model", "{less}"], "its config.json has no vocab_size"),
-        (["--model", "{broken}"], "cannot be read as JSON"),
         (["--set", "tricks.peft=side_network", "--set", "side.blocks=99"], "side.blocks=99: smollm2 has 30"),
-        (["--no-such-option"], "see cria --help"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -293,7 +287,6 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(run_cria, tmp_path, arguments
     files = {
         "bert": json.dumps(CONFIG | {"model_type": "bert"}),
         "less": json.dumps({field: value for field, value in CONFIG.items() if field != "vocab_size"}),
-        "broken": "{",
     }
     for name, text in files.items():
         (tmp_path / f"{name}.json").write_text(text)

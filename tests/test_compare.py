@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from cria_tricks.common import interrupts
-from cria_tricks.kwanzaa.answers import Answers, Written
-from cria_tricks.kwanzaa.summary import Scored, summarise
+from cria_tricks.kwanzaa.summary import Scored, Written, summarise
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.report.compare import ABSENT, compare, read_all, table_lines
 from tests.kwanzaa import made
@@ -63,16 +61,10 @@ def run(
         place = folder / "eval"
         place.mkdir()
         written = {place: Written(text, 7, True, 10.0 + len(text), 20) for place, text in enumerate(texts)}
-        Answers(place / "answers-adapter.jsonl", {"system": "adapter"}).add(written)
         scored = [Scored(ROWS[n], made.reply(text), written[n]) for n, text in enumerate(texts)]
         found = summarise({"adapter": scored}, {"data": data, "rows": len(texts), "rows_in_data": 4})
         (place / "eval.json").write_text(json.dumps(found))
     return folder
-
-
-@pytest.fixture(autouse=True)
-def nothing_to_say(monkeypatch):
-    monkeypatch.setattr(interrupts, "now_saved", lambda words: None)
 
 
 GOOD = (made.GOOD, made.REFUSAL, made.GOOD, made.GOOD)

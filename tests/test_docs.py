@@ -3,10 +3,8 @@
 import ast
 import importlib.metadata
 import importlib.util
-import json
 import re
 import sys
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import plan_data
 from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe, field_names, with_settings
-from cria_tricks.tricks import TRICKS
 from tools import pages
 from tools.figures import with_blocks
 
@@ -236,83 +233,6 @@ def ours() -> list[tuple[str, str]]:
         named = re.findall(r"`([\w./-]+\.py)\b", text)
         found += [(path.relative_to(ROOT).as_posix(), name) for name in named]
     return found
-
-
-SWITCHES = {trick.__name__.rpartition(".")[2]: trick.SWITCHES for trick in TRICKS}
-LESSON_OF = {trick.__name__.rpartition(".")[2]: trick.LESSON for trick in TRICKS}
-NEVER = (
-    r"\b[Nn]o (?:GPU|card)s?(?: of ours)? has (?:\w+ )?(?P<verb>run|timed|measured|confirmed|shown|tried|tested)\b",
-    r"\b(?:never|not)(?: \w+)? (?P<verb2>run|ran|timed|measured|tried|tested|confirmed)(?: \w+){0,3} (?:GPU|card)\b",
-    r"(?:GPU|card)\b.*\b[Ww]e have not run (?:it|them)\b",
-    r"\b[Ww]e (?P<verb3>measured|timed) no (?:GPU|card)s?\b",
-    r"\b[Nn]o (?:result|figure|number)s?(?: \w+)? (?:from|of|on) (?:a|any) (?:GPU|card)\b",
-)
-"""What a text says where no card has run something. A text that means a T4 or another card names it."""
-SHOWN_BY = {"stream_layers": "streaming_in_the_trainer", "keep_attention": "kept_attention"}
-"""Technique -> a test of ``tests/gpu`` that runs it, if none has its switch in its name."""
-TIMED_IN = {"fused_lora": "fused_lora", "fused_blocks": "fused"}
-"""Technique -> its key in the study ``fused`` of a card."""
-OF_OURS = [ROOT / "README.md", *PAGES, *(ROOT / "lessons").glob("*.py"), *(ROOT / "notebooks").glob("*.py")]
-OF_OURS += [*(ROOT / "cria_tricks").rglob("*.py"), *(path for path in (ROOT / "tests").glob("test_*.py"))]
-
-
-@cache
-def _run_by_a_card() -> tuple[set[str], set[str]]:
-    """The techniques of which ``benchmarks/results`` has a time by a card, and those that a test has run on one."""
-    timed, run = set(), set()
-    folders = [path for path in (ROOT / "benchmarks/results").iterdir() if path.name not in ("cpu", "dry-run")]
-    for path in (path for folder in folders for path in folder.glob("*.json")):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        cases = [case for case in found.get("cases", ()) if case["status"] == "ok" and case["seconds"]]
-        on = {word.removeprefix("tricks.") for case in cases for word in case["settings"]}
-        timed |= {name for name, switches in SWITCHES.items() if on & set(switches)}
-        timed |= {name for name, key in TIMED_IN.items() if key in found}
-    for path in (path for folder in folders for path in folder.glob("gpu_tests.txt")):
-        passed = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("PASSED")]
-        for name, switches in SWITCHES.items():
-            signs = [f"[{switch}]" for switch in switches] + [SHOWN_BY.get(name, "[none]")]
-            if any(sign in line for line in passed for sign in signs):
-                run.add(name)
-    return timed, run | timed
-
-
-def _denied(text: str, own: Iterable[str]) -> list[str]:
-    """The sentences of a text that say of a technique that no card has run it, although one has."""
-    timed, run = _run_by_a_card()
-    sentences = re.split(r"(?<=[.!?])\s+", " ".join(re.sub(r"^[ ]*(?:# ?>?|>) ?", "", text, flags=re.M).split()))
-    said = []
-    for before, sentence in zip(["", *sentences], sentences, strict=False):
-        both = f"{before} {sentence}"
-        for match in filter(None, (re.search(pattern, both) for pattern in NEVER)):
-            if match.end() <= len(before):
-                continue  # it was found with the sentence before
-            verb = next((verb for verb in match.groupdict().values() if verb), "run")
-            near = both.lower().replace(" ", "_").replace("-", "_")
-            named = {*own, *(name for name in SWITCHES if re.search(rf"(?<![a-z0-9]){name}(?![a-z0-9])", near))}
-            if named & (timed if verb in ("timed", "measured") else run) or "result" in match[0]:
-                said.append(sentence)
-    return said
-
-
-def test_no_text_says_that_no_card_has_run_a_technique_that_one_has_run():
-    for own, old in (
-        (["fused_lora"], "# > exact within rounding; no GPU has timed it yet / about 25 minutes"),
-        ([], "Fused LoRA is ours. It has never run on a GPU of ours."),
-        ([], "as is ``stream_layers``, whose copies on a stream of their own no GPU has run yet."),
-        (["adamw_8bit"], "On a CUDA card one kernel does it all. We have read its source, but\n# we have not run it."),
-        (["paged_optimizer"], "(in our model; we measured no card)."),
-        ([], "We have no result from a GPU yet."),
-    ):
-        assert _denied(old, own), old
-        assert not _denied(re.sub("GPU|card", "T4", old).replace("we have not", "no T4 has"), own), old
-    said = []
-    for path in OF_OURS:
-        if path == Path(__file__):
-            continue
-        own = [name for name, lesson in LESSON_OF.items() if path.stem == lesson]
-        own += [path.stem] * (path.parent.name == "tricks" and path.stem in SWITCHES)
-        said += [f"{path.relative_to(ROOT)}: {words}" for words in _denied(path.read_text(encoding="utf-8"), own)]
-    assert not said, "\n".join(said)
 
 
 def test_files_that_are_named_are_there():

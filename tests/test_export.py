@@ -324,22 +324,12 @@ def test_another_tokenizer_is_refused(tokenizer, folders, tmp_path):
         export(folder)
 
 
-def test_a_model_that_memory_cannot_hold_twice_is_refused_before_it_is_loaded(folders, monkeypatch, run_cria):
-    weights = sum(tensor.numel() for tensor in load_file(folders["llama"] / "model.safetensors").values())
-    monkeypatch.setattr("cria_tricks.load.host_memory.free_memory", lambda: 8 * weights - 1)
-    monkeypatch.setattr(exporting.pretrained, "causal_lm", lambda *given, **more: pytest.fail("loaded"))
-    code, stdout, stderr = run_cria("export", folders["llama"], "--out", "none")
-    assert (code, stdout) == (2, "")
-    assert re.search("has 0.00 billion weights, which take .* of memory, and .* are free; close other", stderr)
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--to", "ggfu"), "--to ggfu: there is gguf"),
         (("--type", "q4_0"), "--type q4_0: there are f16 and q8_0; ollama create --quantize makes others of f16"),
         (("--out", "."), "--out .: is there already; name a new folder"),
-        (("--base", "smollm2"), "is a whole model and has no base below it"),
     ],
 )
 def test_a_wrong_option_is_refused_in_one_line(words, said, folders, run_cria):

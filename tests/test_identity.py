@@ -6,15 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from cria_tricks import models
 from cria_tricks.adapter.folder import trained_over
 from cria_tricks.adapter.merge import merge
-from cria_tricks.adapter.opening import open_folder
 from cria_tricks.common import atomic_files
-from cria_tricks.common.errors import BadInput
 from cria_tricks.models import Weights, identity, pretrained, weight_files
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run.run import train
@@ -61,35 +58,8 @@ def change_a_weight(base: Path) -> None:
     save_file(tensors, base / "model.safetensors", {"format": "pt"})
 
 
-def change_config(base: Path) -> None:
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-
-
-def swap_tensors(base: Path) -> None:
-    tensors = load_file(base / "model.safetensors")
-    one, other = (f"model.layers.{n}.input_layernorm.weight" for n in (0, 1))
-    tensors[one], tensors[other] = tensors[other] * 2, tensors[one]
-    save_file(tensors, base / "model.safetensors", {"format": "pt"})
-
-
-def another_model(base: Path) -> None:
-    """Of the same shape."""
-    tensors = load_file(base / "model.safetensors")
-    draw = torch.Generator().manual_seed(5)
-    save_file(
-        {name: torch.randn(t.shape, generator=draw).to(t.dtype) for name, t in tensors.items()},
-        base / "model.safetensors",
-        {"format": "pt"},
-    )
-
-
-OTHERS = [change_a_weight, change_config, swap_tensors, another_model]
-
-
-@pytest.mark.parametrize("change", OTHERS)
-def test_another_base_is_refused_wherever_one_was_recorded(change, place, run_cria):
-    change(place / "models" / "base")
+def test_another_base_is_refused_wherever_one_was_recorded(place, run_cria):
+    change_a_weight(place / "models" / "base")
     adapter = place / "run" / "adapter"
     commands = [
         ("chat", adapter, "--prompt", "a"),
@@ -97,13 +67,12 @@ def test_another_base_is_refused_wherever_one_was_recorded(change, place, run_cr
         ("eval", adapter, "--data", "nguzo_saba", "--out", "eval"),
         ("train", place / "stopped" / "recipe.toml", "--resume", "--out", place / "stopped"),
     ]
-    file = "config.json" if change is change_config else "model.safetensors"
     for command in commands:
         code, stdout, stderr = run_cria(*command)
         last = stderr.splitlines()[-1]
         assert (code, stdout) == (2, ""), command
         assert "is not the one that it was trained over" in last
-        assert f"{file} was sha256 " in last
+        assert "model.safetensors was sha256 " in last
         assert "--other-base" in last
     assert not (place / "stopped" / "adapter").exists()
     assert not Path("merged").exists()
@@ -161,20 +130,6 @@ def test_a_folder_stays_a_folder_wherever_the_command_runs(place, run_cria, monk
     assert run_cria("train", place / "stopped" / "recipe.toml", "--resume", "--out", place / "stopped")[0] == 0
 
 
-def test_an_old_adapter_with_a_relative_base_does_not_ask_the_hub_either(place):
-    """As this package wrote them before: a name that looks like OWNER/NAME, and a provenance that knows better."""
-    adapter = place / "run" / "adapter"
-    config = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": "models/base"}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
-    (adapter / atomic_files.MANIFEST).unlink()
-    atomic_files.write_manifest(adapter)
-    with pytest.raises(BadInput, match="was trained over the folder models/base, which is not there"):
-        open_folder(adapter)
-    from cria_tricks.adapter.publish import _unusable_base
-
-    assert _unusable_base(adapter) == "its base is models/base, which is not on the hub"
-
-
 def test_answers_over_another_base_are_not_taken_for_those_of_the_recorded_one(place, run_cria, tmp_path):
     shutil.copytree(place / "models" / "base", tmp_path / "base2")
     change_a_weight(tmp_path / "base2")
@@ -184,16 +139,11 @@ def test_answers_over_another_base_are_not_taken_for_those_of_the_recorded_one(p
     code, stdout, stderr = run_cria(*words, "own", "--json")
     assert code == 0, stderr
     own = json.loads(stdout)
-    code, _, stderr = run_cria(*words, "own", "--base", tmp_path / "base2", "--other-base")
-    assert code == 2
-    assert "holds answers that differ in base, base_files" in stderr
     code, stdout, _ = run_cria(*words, "other", "--base", tmp_path / "base2", "--other-base", "--json")
     other = json.loads(stdout)
     assert code == 0
     assert other["base"] == str(tmp_path / "base2") != own["base"]
     assert other["systems"]["base"]["loss"]["value"] != own["systems"]["base"]["loss"]["value"]
-    code, _, stderr = run_cria(*words, "other")
-    assert (code, "differ in base" in stderr) == (2, True)
 
 
 def test_a_file_of_weights_that_nobody_reads_makes_no_other_base(place, run_cria):
@@ -217,24 +167,6 @@ def test_a_resumed_run_takes_the_commit_that_it_began_over(place, run_cria, monk
     code, _, stderr = run_cria("train", stopped / "recipe.toml", "--resume", "--out", stopped)
     assert code == 0, stderr
     assert asked[0] == "c" * 40
-
-
-def test_a_whole_model_has_no_base_to_name(trained, tmp_path):
-    with pytest.raises(BadInput, match="is a whole model and has no base below it"):
-        open_folder(models.find("random:tiny").path, base=tmp_path)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
-def test_another_tokenizer_stops_a_resumed_run_and_is_told_by_a_chat(name, place, run_cria):
-    file = place / "models" / "base" / name
-    file.write_text(file.read_text() + "\n")
-    stopped = place / "stopped"
-    code, _, stderr = run_cria("train", stopped / "recipe.toml", "--resume", "--out", stopped, "--other-base")
-    assert code == 2
-    assert f"the base's tokenizer is another: {name} was sha256" in stderr
-    code, _, stderr = run_cria("chat", place / "run" / "adapter", "--prompt", "a", "--max-new-tokens", 1)
-    assert code == 0, "the adapter brings its own"
-    assert f"warning: {place / 'run' / 'adapter'}: the base's tokenizer has changed since: {name}" in stderr
 
 
 def test_the_merged_model_says_that_its_base_is_another(place, tmp_path):
@@ -315,10 +247,3 @@ def test_a_model_of_the_hub_comes_whole_of_one_commit_without_second_copies(hub,
     asked = len(hub.asked)
     assert models.fetch(found) == found
     assert len(hub.asked) == asked, "it is here already"
-
-
-def test_a_model_that_the_hub_does_not_have_is_one_line(hub, tmp_path, monkeypatch):
-    hub.alone(monkeypatch, tmp_path / "hf")
-    with pytest.raises(BadInput, match=r"model owner/none: cannot be loaded: the hub has no such model") as caught:
-        models.fetch(models.find("owner/none"))
-    assert "\n" not in str(caught.value)

@@ -1,17 +1,12 @@
 """An error of the hub is one line with its true cause; a silent hub is given up; offline, nobody is asked."""
 
 import contextlib
-import os
-import re
 import socket
-import subprocess
-import sys
 import threading
 
 import pytest
 
 from cria_tricks import models
-from cria_tricks.adapter.publish import push
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data import sources
 from cria_tricks.models import network
@@ -74,11 +69,6 @@ def test_a_hub_that_never_answers_is_given_up(hub_at):
     assert "; check the name and the network, or give a local folder" in said
 
 
-def test_a_hub_that_refuses_connections_is_told_as_such(hub_at):
-    hub_at(closed_port())
-    assert "from the hub: the hub does not answer ([Errno " in refused(lambda: find_config("nobody/nothing"))
-
-
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
@@ -99,16 +89,6 @@ def test_an_answer_of_the_hub_is_told_with_its_cause(answer, said, hub_at, monke
         found = refused(lambda: network.config_of("nobody/nothing"))
     assert f"its config.json cannot be had from the hub: {said}" in found
     assert "the network" not in found
-
-
-def test_an_expired_token_is_not_taken_for_a_missing_model():
-    import httpx
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    request = httpx.Request("GET", "https://huggingface.co")
-    answer = httpx.Response(401, headers={"X-Error-Message": 'User Access Token "x" is expired'}, request=request)
-    error = RepositoryNotFoundError("401 Client Error.", response=answer)
-    assert network.refusal("nobody/nothing", error).startswith("the login's token has expired")
 
 
 def test_a_token_that_no_header_can_hold_is_told_as_such(hub_at, monkeypatch):
@@ -172,42 +152,6 @@ def test_offline_a_model_of_the_hub_is_refused_by_name(hub_at, monkeypatch):
         assert not taken
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("train smoke --set model=nobody/nothing --out {out}", "model nobody/nothing: its config.json cannot be had"),
-        ("train kwanzaa_small --out {out}", "data.train=kwanzaa: is not downloaded yet (https://raw.githubusercontent"),
-        ("plan smoke --model nobody/nothing", "model nobody/nothing: its config.json cannot be had from the hub"),
-        ("launch smoke --on torchrun --set model=nobody/nothing", "model nobody/nothing: its config.json cannot"),
-        ("chat {adapter}", "model nobody/nothing: its config.json cannot be had from the hub"),
-        ("eval {adapter} --data nguzo_saba", "model nobody/nothing: its config.json cannot be had from the hub"),
-        ("merge {adapter}", "model nobody/nothing: its config.json cannot be had from the hub"),
-    ],
-)
-def test_offline_every_command_says_what_is_missing_and_asks_nobody(words, said, tmp_path):
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "nobody/nothing"}')
-    (adapter / "adapter_model.safetensors").touch()
-    with hanging() as (port, taken):
-        environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-        environment |= {
-            "HF_ENDPOINT": f"http://127.0.0.1:{port}",
-            "HF_HOME": str(tmp_path),
-            "CRIA_CACHE": str(tmp_path),
-        }
-        given = [word.format(out=tmp_path / "out", adapter=adapter) for word in words.split()]
-        done = subprocess.run(
-            [sys.executable, "-m", "cria_tricks", *given, "--offline"],
-            env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        assert not taken
-    [line] = [line for line in done.stderr.splitlines() if not line.startswith("still ")]  # on a busy machine
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    assert said in line
-    assert re.search("the network is switched off by --offline or HF_HUB_OFFLINE=1", done.stderr)
-
-
 def test_the_cure_of_an_unknown_model_of_the_hub_is_the_nearest_one(monkeypatch):
     from huggingface_hub.errors import GatedRepoError, RemoteEntryNotFoundError, RepositoryNotFoundError
 
@@ -228,23 +172,6 @@ def test_the_cure_of_an_unknown_model_of_the_hub_is_the_nearest_one(monkeypatch)
     ):
         monkeypatch.setattr("huggingface_hub.hf_hub_download", download(error))
         assert said in refused(lambda name=name: network.config_of(name))
-
-
-def test_publishing_to_a_hub_that_cannot_be_reached_ends_in_one_line(hub_at, monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    prepared = {"folder": str(tmp_path), "repo": "owner/name", "tag": "v1.0.0", "private": True, "files": []}
-    hub_at(closed_port())
-    said = refused(lambda: push(prepared))
-    assert re.fullmatch(r"publish: owner/name: the hub does not answer \(.*\); nothing was tagged", said)
-    assert TOKEN not in said
-
-
-def test_publishing_offline_is_refused(hub_at, monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    said = refused(lambda: push({"folder": str(tmp_path), "repo": "owner/name", "tag": "v1.0.0"}))
-    assert said.startswith(
-        "publish: owner/name: can only be reached over the network, and the network is switched off by"
-    )
 
 
 def test_the_real_rows_are_not_waited_for_for_ever(monkeypatch, tmp_path, online):

@@ -23,7 +23,7 @@ from cria_tricks.adapter.publish import (
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, redacted
 from cria_tricks.models.catalogue import SMOLLM2
-from tests.hub import TOKEN, Repo
+from tests.hub import TOKEN
 
 
 @pytest.fixture
@@ -117,24 +117,6 @@ def test_stopped_before_the_tag_the_same_command_goes_on(hub, adapter, publish):
     assert publish(adapter, "--yes")[0] == 0
     assert list(hub.repos["owner/name"].tags) == ["v0.1.0"]
     assert len(hub.paths("PUT")) == sent, "what is there is not sent again"
-
-
-@pytest.mark.parametrize(
-    ("there", "said"),
-    [
-        (Repo(files={"pytorch_model.bin": b"x"}), "holds pytorch_model.bin, which is not of this adapter"),
-        (Repo(files={"tokenizer.model": b"x"}), "holds tokenizer.model, which is not of this adapter"),
-        (Repo(private=False), "--private: owner/name is there already and public"),
-    ],
-)
-def test_a_repository_with_something_else_in_it_is_left_alone(there, said, hub, adapter, publish):
-    hub.repos["owner/name"] = there
-    files = dict(there.files)
-    code, stdout, stderr = publish(adapter, "--private" if "private" in said else "--yes", "--yes")
-    assert (code, stdout) == (2, "")
-    assert said in stderr
-    assert (there.files, there.commits, there.tags) == (files, [], {})
-    assert hub.paths("POST") == []
 
 
 @pytest.mark.parametrize(

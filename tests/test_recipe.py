@@ -22,28 +22,6 @@ from cria_tricks.settings import Tricks
 H200 = Device("cuda", "NVIDIA H200", (9, 0), real_bf16=True, memory_bytes=150 * 10**9)
 
 
-def test_no_toggle_is_on_by_default():
-    assert Tricks() == Tricks(
-        gradient_accumulation=1,
-        gradient_checkpointing=False,
-        keep_attention=False,
-        precision="fp32",
-        quantization="none",
-        double_quantization=False,
-        peft="none",
-        optimizer="adamw",
-        paged_optimizer=False,
-        optimizer_in_backward=False,
-        attention="eager",
-        expand_kv=False,
-        packing=False,
-        chunked_loss=False,
-        lean_preparation=False,
-        fused_lora=False,
-        fused_blocks=False,
-    )
-
-
 DEFAULTS = """
 name = "custom"
 model = "smollm2"
@@ -221,12 +199,6 @@ def test_one_word_in_a_file_is_one_tracker():
     assert build({"train": {"report_to": "trackio"}}, "x", strict=True).train.report_to == ("trackio",)
 
 
-def test_an_error_is_this_line():
-    with pytest.raises(BadInput) as caught:
-        with_settings(Recipe(), ["train.max_steps=-1"])
-    assert str(caught.value) == ("--set train.max_steps=-1: train.max_steps = '-1': must be greater than or equal to 0")
-
-
 @pytest.mark.parametrize("name", recipes.NAMED)
 def test_toml_gives_the_same_recipe_back(name, tmp_path):
     recipe = recipes.get(name)
@@ -296,42 +268,26 @@ def test_set_changes_one_field_of_a_copy():
     [
         ("tricks.quantization=nf5", "did you mean nf4?"),
         ("tricks.quantisation=nf4", "did you mean tricks.quantization?"),
-        ("max_step=3", "unknown field max_step; did you mean train.max_steps?"),
         ("train.max_step=3", "did you mean train.max_steps?"),
-        ("trian.max_steps=3", "did you mean train.max_steps?"),
         ("trian=3", "unknown field trian; did you mean a field of train? There are train.batch_size, train.epochs,"),
-        ("paralel=ddp", "did you mean a field of parallel? There are parallel.strategy, parallel.reduce,"),
-        ("train.r=3", "unknown field train.r; did you mean lora.r?"),
         ("train.rank=3", "unknown field train.rank; did you mean lora.r?"),
-        ("train.grad_accum=3", "unknown field train.grad_accum; did you mean tricks.gradient_accumulation?"),
         ("train.colour=3", "unknown field train.colour; there are train.batch_size, train.epochs,"),
         ("colour=3", "unknown field colour; there are name, model, and fields of data, tricks, lora,"),
         (".lr=3", "unknown field .lr; did you mean train.learning_rate?"),
         ("train.lr=fast", "train.learning_rate = 'fast': must be a valid number"),
-        ("Rank=0", "lora.r = '0': must be greater than or equal to 1"),
         ("train=5", "train is a group of fields; there are train.batch_size, "),
-        ("Train=5", "unknown field Train; did you mean a field of train? There are train.batch_size, "),
         ("train.=5", "unknown field train.; did you mean a field of train? There are train.batch_size, "),
-        ("tricks=nf4", "tricks is a group of fields; there are tricks.gradient_accumulation, "),
         ("=5", "--set =5: the field before = is missing; write it as KEY=VALUE, e.g. train.max_steps=20"),
-        ("  =5", "the field before = is missing; write it as KEY=VALUE, e.g. train.max_steps=20"),
         ("tricks.peft=Lorra", "must be none, head, lora, prompt_tuning or side_network; did you mean lora?"),
         ("train.max_steps=-1", "greater than or equal to 0"),
-        ("train.batch_size=0", "greater than or equal to 1"),
-        ("train.learning_rate=fast", "valid number"),
         ("train.learning_rate=nan", "train.learning_rate"),
         ("train.learning_rate=inf", "train.learning_rate"),
         ("tricks.chunked_loss=maybe", "valid boolean"),
         ("gradient_checkpointing=-1", "= '-1': must be true, false, or the number of blocks, 0 or more"),
-        ("gradient_checkpointing=yes", "must be true, false, or the number of blocks, 0 or more"),
-        ("gradient_checkpointing=1.5", "must be true, false, or the number of blocks, 0 or more"),
-        ("gradient_checkpointing=9999999999", "must be true, false, or the number of blocks, 0 or more"),
         ("data.train=", "must not be empty"),
         ("lora.target_modules=", "lora.target_modules = []: must not be empty"),
         ("train.time_budget=20x", "must be a time such as 90s, 20m or 1h30m"),
-        ("train.time_budget=-1", "greater than or equal to 0"),
         ("data.overflow=cut", "must be truncate, drop or error"),
-        ("lora.r=99999999999999999999", "less than or equal to 65536"),
         ("tricks", "KEY=VALUE"),
     ],
 )
@@ -481,22 +437,16 @@ def test_of_a_word_without_end_the_middle_is_left_out():
     ("text", "said"),
     [
         ("[tricks]\nquantization = ", "not valid TOML"),
-        ("[tricks]\nquantisation = 'nf4'", "unknown field tricks.quantisation; did you mean tricks.quantization?"),
         ("tricks = 3", "r.toml:1: tricks = 3: tricks is a group of fields; there are tricks.gradient_acc"),
         ("[train]\nmax_steps = 'many'", "r.toml:2: train.max_steps = 'many'"),
         ("[train]\nseed = 1\n\n[trian]\nseed = 1", "r.toml:4: unknown field trian; did you mean a field of train?"),
         ("[data]\nmax_length = 64\n[train]\n# batch_size\nbatch_size = 0", "r.toml:5: train.batch_size = 0: must be"),
-        ("train.batch_size = 0", "r.toml:1: train.batch_size"),
-        ("[train]\nlr = 0.1", "r.toml:2: unknown field train.lr; did you mean train.learning_rate?"),
-        ("lr = 0.1", "r.toml:1: unknown field lr; did you mean train.learning_rate?"),
         ("max_steps = 3", "r.toml:1: unknown field max_steps; did you mean train.max_steps?"),
         ("[Train]\nseed = 1", "r.toml:1: unknown field Train; did you mean a field of train?"),
         ("[train]\nSeed = 1", "r.toml:2: unknown field train.Seed; did you mean train.seed?"),
-        ("[tricks]\nquantization = 'NF4'", "must be none, int8, nf4 or fp4; did you mean nf4?"),
         ("name = ''", "r.toml:1: name = ''"),
         ("a = " + "[" * 5000, "not valid TOML: nested too deep"),
         ("[train]\nmax_steps = -1\nseed = -1", "r.toml:2: train.max_steps = -1: must be greater than or equal to 0"),
-        ("name = 'x'\ntrain = {max_steps = -1}", "r.toml:2: train.max_steps = -1"),
         ("[lora]\nr = 8\ntarget_modules = [1]", "r.toml:3: lora.target_modules.0 = 1: must be a valid string"),
         ("\n[data]\n\n# seed\n[train]\n 'seed' = -1", "r.toml:6: train.seed = -1"),
         ("[data.overlap]\nx = 1", "r.toml:1: data.overlap = {'x': 1}: must be a valid integer"),
@@ -638,13 +588,6 @@ def test_frozen_and_closed():
     recipe = Recipe()
     with pytest.raises(ValueError, match="frozen"):
         recipe.model = "x"
-
-
-def test_every_field_that_scripts_set_is_there():
-    wanted = "model data.train data.eval data.max_length lora.r lora.alpha lora.dropout lora.target_modules "
-    wanted += "train.batch_size train.epochs train.max_steps train.learning_rate train.save_steps train.seed"
-    assert set(wanted.split()) <= set(field_names())
-    assert tomllib.loads(Recipe().to_toml())["tricks"]["precision"] == "fp32"
 
 
 @pytest.mark.parametrize("name", ["kwanzaa", "kwanzaa_small"])

@@ -101,21 +101,6 @@ def test_the_checks_find_what_they_look_for(check, code):
     assert check(ast.parse(code))
 
 
-@pytest.mark.parametrize("key", ["trust_remote_code", "model.trust_remote_code", "tricks.trust_remote_code",
-                                 "train.trust_remote_code"])  # fmt: skip
-def test_no_setting_and_no_recipe_file_switches_it_on(key, run_cria, tmp_path):
-    code, stdout, stderr = run_cria("train", "--set", f"{key}=true", "--out", tmp_path / "run")
-    assert (code, stdout, stderr.count("\n")) == (2, "", 1)
-    assert f"unknown field {key}" in stderr
-    table, _, field = key.rpartition(".")
-    lines = [f"[{table}]", f"{field} = true"] if table not in ("", "model") else [f"{key} = true"]
-    (tmp_path / "r.toml").write_text("\n".join(lines) + "\n")
-    code, stdout, stderr = run_cria("train", tmp_path / "r.toml", "--out", tmp_path / "run")
-    assert (code, stdout, stderr.count("\n")) == (2, "", 1)
-    assert "unknown field" in stderr or "model = {" in stderr
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.fixture
 def asks_for_code(tiny_model, tokenizer, tmp_path, monkeypatch) -> Path:
     """A model folder of an unknown kind that brings its own code, which leaves a trace when it runs."""
@@ -150,19 +135,6 @@ def test_the_code_of_a_model_folder_is_never_run(asks_for_code, run_cria, tmp_pa
 
     AutoConfig.from_pretrained(asks_for_code, trust_remote_code=True)
     assert (tmp_path / "trace").exists(), "it is code that would run"
-
-
-def test_a_base_that_has_only_pickles_is_refused(tmp_path, run_cria, tokenizer):
-    import torch
-    from safetensors.torch import load_file
-
-    folder = Path(shutil.copytree(models.find("random:tiny").path, tmp_path / "model"))
-    tokenizer.save_pretrained(folder)
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    code, _, stderr = run_cria("train", "baseline", "--set", f"model={folder}", "--out", tmp_path / "run")
-    assert code == 2
-    assert "has its weights as a pickle (pytorch_model.bin)" in stderr.splitlines()[-1]
 
 
 def test_a_peft_folder_with_only_a_pickle_is_refused(trained, tmp_path):

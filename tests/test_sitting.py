@@ -199,12 +199,6 @@ def test_an_unknown_part_is_told(tmp_path, run_cria):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_profile_needs_a_card(tmp_path, run_cria):
-    code, _, stderr = run_cria("bench", "--profile", "t4", "--out", tmp_path)
-    assert code == 2
-    assert "hardware profile t4: there is no CUDA card here" in stderr
-
-
 def test_the_short_version_takes_ten_minutes_on_a_t4_and_the_full_one_an_hour():
     """By our own estimate, and without the GPU tests, whose time is not known."""
     for short, low, high in ((True, 8, 12), (False, 40, 60)):

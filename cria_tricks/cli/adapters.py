@@ -82,7 +82,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Answer held-out rows; loss and perplexity for any data, scores where answers keep the contract."""
-    from cria_tricks.kwanzaa.answers import Settings
+    from cria_tricks.kwanzaa.evaluate import Settings
     from cria_tricks.kwanzaa.evaluate import evaluate as run
     from cria_tricks.kwanzaa.summary import table as scores_table
 

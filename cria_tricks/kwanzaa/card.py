@@ -52,13 +52,12 @@ def _read(place: Path, adapter: Path) -> dict[str, Any]:
     path = place / "eval.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        header = json.loads((place / "answers-adapter.jsonl").read_text(encoding="utf-8").partition("\n")[0])
         scored = "adapter" in found["systems"]
     except (OSError, ValueError, KeyError, TypeError):
         scored = False
     if not scored:
         raise BadInput(f"{path}: is no evaluation of an adapter; make one: cria eval {adapter} --with-base")
-    if header.get("adapter") != fingerprint(adapter):
+    if found.get("adapter_sha256") != fingerprint(adapter):
         raise BadInput(f"{path}: is of another adapter than {adapter}; evaluate this one: cria eval {adapter}")
     return found
 

@@ -4,10 +4,10 @@ These three are called systems here. The reference is the data's own answers. If
 answers of each system are scored, too.
 """
 
-import contextlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,37 @@ from cria_tricks.common.errors import BadInput, usable_path
 from cria_tricks.common.version import versions
 from cria_tricks.data import sources
 from cria_tricks.data.sources import DataSource
-from cria_tricks.kwanzaa.answers import Answers, Settings, Written
 from cria_tricks.kwanzaa.contract import plain_reply, read_reply
 from cria_tricks.kwanzaa.prompt import QARow, keeps_contract, read_rows
-from cria_tricks.kwanzaa.summary import UNSCORED, Scored, markdown, summarise
+from cria_tricks.kwanzaa.summary import UNSCORED, Scored, Written, markdown, summarise
 from cria_tricks.kwanzaa.trivial import trivial_reply
-from cria_tricks.models import identity
 from cria_tricks.recipe import from_toml
-from cria_tricks.settings import Data
+from cria_tricks.settings import BATCH, NEW_TOKENS, Data
 
 OUT = Path("runs/eval")
 """The folder of the results if no adapter is given."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings for generating answers.
+
+    Attributes:
+        batch_size: number of rows that are answered together.
+        max_new_tokens: length limit of an answer (tokens).
+        base: folder or name of the base model, if it is no longer where the adapter's config says.
+        other_base: whether the base may be another one than the adapter was trained over.
+        contract: whether every row gets the system prompt that shows the answer contract. ``None``: as the adapter was
+            trained (its ``data.contract``).
+        packed: whether a base that was quantised in training stays packed.
+    """
+
+    batch_size: int = BATCH
+    max_new_tokens: int = NEW_TOKENS
+    base: str | Path | None = None
+    other_base: bool = False
+    contract: bool | None = None
+    packed: bool = False
 
 
 def evaluate(
@@ -49,8 +69,8 @@ def evaluate(
     """Answer held-out rows, measure the loss of the data's answers, and write ``eval.json`` and ``eval.md``.
 
     All kinds of training rows can be evaluated: chats, prompts with completions, and texts. A text has a loss, but no
-    answer. If all rows keep the contract ``kwanzaa.answer.v1``, the answers get four scores. The answers of each system
-    are saved in ``answers-SYSTEM.jsonl``, so the same call after an interruption continues after the last whole batch.
+    answer. If all rows keep the contract ``kwanzaa.answer.v1``, the answers get four scores. Both files are written at
+    the end, so an evaluation that was stopped begins again.
 
     Args:
         adapter: the folder of an adapter or of a whole model; ``None`` if only answers without a model are scored.
@@ -90,7 +110,8 @@ def evaluate(
     with atomic_files.only_writer(place):
         systems: dict[str, list[Scored]] = {}
         if folder:
-            answered, more = _answered(folder, base, source, len(rows), place, settings, console)
+            console.print(f"loading {folder}, writing to {place}")
+            answered, more = _answered(folder, base, source, len(rows), settings, console)
             systems = {name: _scored(rows, written) for name, written in answered.items()}
             about |= {"adapter": str(folder), **more}
             if not rows[0].contract:
@@ -140,70 +161,58 @@ def _made_folder(out: str | Path | None, adapter: Path | None) -> Path:
     return place
 
 
-def _scored(rows: Sequence[QARow], written: Mapping[int, Written]) -> list[Scored]:
+def _scored(rows: Sequence[QARow], written: Sequence[Written]) -> list[Scored]:
     """Parse the answers of one system: as JSON if the rows keep the contract, else as plain text."""
     reader = read_reply if rows[0].contract else plain_reply
-    return [Scored(row, reader(written[number].text), written[number]) for number, row in enumerate(rows)]
+    return [Scored(row, reader(answer.text), answer) for row, answer in zip(rows, written, strict=True)]
 
 
 def _answered(
-    folder: Path, base: bool, source: DataSource, rows: int, place: Path, settings: Settings, console: Console
-) -> tuple[dict[str, dict[int, Written]], dict[str, Any]]:
-    """Answer the rows with the adapter, and with its base if asked for; return the answers, and what made them."""
+    folder: Path, base: bool, source: DataSource, rows: int, settings: Settings, console: Console
+) -> tuple[dict[str, list[Written]], dict[str, Any]]:
+    """Answer the first rows with the adapter, and with its base if asked for; return the answers and their settings."""
     # Imported here: torch and transformers take seconds, and wrong arguments should be refused before that.
-    from cria_tricks.adapter.opening import open_folder
-    from cria_tricks.kwanzaa.generate import Rows, answer_rows, fingerprint, hash_of
+    from cria_tricks.adapter.opening import open_folder, quantization_of
+    from cria_tricks.kwanzaa.generate import Rows, answer_rows, fingerprint
     from cria_tricks.load.adapters import without_adapter
     from cria_tricks.load.answering import prompt_ids
 
-    console.print(f"loading {folder}, writing to {place}")
     warnings: list[str] = []
     model, tokenizer = open_folder(
         folder, base=settings.base, other_base=settings.other_base, packed=settings.packed, say=warnings.append
     )
     for warning in warnings:
         console.print(warning)
-    trained_with = from_toml(folder / RECIPE).data if (folder / RECIPE).is_file() else Data()
-    prompts = prompt_ids(source.rows, tokenizer)
-    with_what = _made_with(folder, model, settings)
-    if any(chat.text for chat in source.rows):
-        with_what["text_length"] = trained_with.max_length
-    length = with_what.get("text_length", sys.maxsize)
-    asked = Rows(source.rows[:rows], prompts[:rows], length, bool(trained_with.eos))
-    found = {}
-    for system in ("adapter", "base") if base else ("adapter",):
-        about = {
-            "system": system,
-            # The base has no files of its own here: with_what describes its files for both systems.
-            "adapter": fingerprint(folder) if system == "adapter" else "",
-            **with_what,
-            "prompts": hash_of(prompts),
-            "references": hash_of([chat.answer for chat in source.rows]),
-        }
-        answers = Answers(place / f"answers-{system}.jsonl", about)
-        if not set(range(rows)) <= answers.rows.keys():
-            with contextlib.nullcontext(model) if system == "adapter" else without_adapter(model) as answering:
-                answer_rows(answering, tokenizer, asked, answers, settings, console)
-        found[system] = answers.rows
-    # Below is what does not decide the answers, so it is not in the header of the saved ones.
-    if warnings:
-        with_what["warnings"] = warnings
-    return found, with_what | {"batch_size": settings.batch_size, "versions": versions()}
-
-
-def _made_with(folder: Path, model: Any, settings: Settings) -> dict[str, Any]:
-    """Describe what makes the answers, so that answers of another base, dtype or device are not mixed with these."""
-    from cria_tricks.adapter.opening import base_of, quantization_of  # slow to import, as above
-
-    _, below = base_of(folder, settings.base)
-    files = identity.of(below) if below else {}  # a whole model has no base
     rounded = quantization_of(folder)
-    return {
-        "base": below.name if below and settings.base else named_base(folder),
-        "base_files": {**files.get("weights", {}), **files.get("config", {})},
+    about: dict[str, Any] = {
+        "adapter_sha256": fingerprint(folder),
+        "base": str(settings.base or named_base(folder)),
         "quantization": rounded.quantization + " with double quantization" * rounded.double_quantization,
+        "packed": settings.packed,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
         "max_new_tokens": settings.max_new_tokens,
-        **({"packed": True} if settings.packed else {}),
+        "batch_size": settings.batch_size,
+        "versions": versions(),
     }
+    if warnings:
+        about["warnings"] = warnings
+    trained_with = Data()
+    if (folder / RECIPE).is_file():
+        trained_with = from_toml(folder / RECIPE).data
+    chats = source.rows[:rows]
+    if any(chat.text for chat in chats):
+        about["text_length"] = trained_with.max_length
+    asked = Rows(
+        chats,
+        prompt_ids(chats, tokenizer),
+        about.get("text_length", sys.maxsize),
+        bool(trained_with.eos),
+        settings.batch_size,
+        settings.max_new_tokens,
+    )
+    found = {"adapter": answer_rows(model, tokenizer, asked, "adapter", console)}
+    if base:
+        with without_adapter(model) as below:
+            found["base"] = answer_rows(below, tokenizer, asked, "base", console)
+    return found, about

@@ -6,12 +6,11 @@ The intervals are those of scipy's bias-corrected and accelerated (BCa) bootstra
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 from cria_tricks.common.markdown_table import cell, markdown_table
-from cria_tricks.kwanzaa.answers import Written
 from cria_tricks.kwanzaa.contract import VIOLATIONS, Reply
 from cria_tricks.kwanzaa.prompt import QARow
 from cria_tricks.kwanzaa.scores import SCORERS, Score, is_placeholder, kind
@@ -56,13 +55,32 @@ Figure = tuple[Statistic, list[list[float]]]
 
 
 @dataclass(frozen=True)
+class Written:
+    """A model's answer to one row, and the model's loss on the row's own answer, the reference.
+
+    Attributes:
+        text: the model's answer; empty for a row without a prompt, such as a text.
+        tokens: length of the answer with its end token (tokens); 0 for a row without a prompt.
+        ended: whether the model ended the answer itself, before the allowed length.
+        loss: loss of the reference, summed over its trained tokens (nats).
+        trained: number of these tokens.
+    """
+
+    text: str
+    tokens: int
+    ended: bool
+    loss: float
+    trained: int
+
+
+@dataclass(frozen=True)
 class Scored:
     """One answer and its scores.
 
     Attributes:
         row: the row that was answered.
         reply: the answer.
-        written: the saved answer, with its length and the loss; ``None`` if no model wrote it.
+        written: the answer as the model wrote it, with its length and the loss; ``None`` if no model wrote it.
     """
 
     row: QARow
@@ -227,12 +245,14 @@ def _kinds(systems: Mapping[str, Sequence[Scored]]) -> dict[str, Any]:
 
 
 def _answers(scored: Mapping[str, Scored]) -> dict[str, Any]:
-    """Return one row with what each system answered: the text, and each score with its reasons."""
+    """Return one row with what each system answered: the text, each score with its reasons, all that a model wrote."""
     row = next(iter(scored.values())).row
     systems = {}
     for name, each in scored.items():
         scores = {scorer: {"value": score.value, **score.why} for scorer, score in each.scores.items()}
         systems[name] = {"text": each.reply.text, **scores}
+        if each.written:
+            systems[name]["written"] = asdict(each.written)
     return {
         "row": row.where,
         "query": row.prompt.query,

@@ -8,7 +8,6 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.data import sources, texts
 from cria_tricks.data.rows import Chat
 from cria_tricks.data.tokens import IGNORED, chunks, document, tokenize
-from tests.helpers import is_frozen
 
 HEAD = "The Project Gutenberg eBook of Umoja\r\n\r\n*** START OF THE PROJECT GUTENBERG EBOOK UMOJA ***\r\n"
 FOOT = "\r\n*** END OF THE PROJECT GUTENBERG EBOOK UMOJA ***\r\nSTART: FULL LICENSE\r\n"
@@ -151,7 +150,3 @@ def test_a_piece_names_its_bytes_and_where_it_is_no_utf8(tmp_path):
         with pytest.raises(BadInput) as caught:
             look(texts.Span(str(tmp_path / "none"), 0, 1))
         assert str(caught.value) == f"data {tmp_path}/none: cannot be read: No such file or directory"
-
-
-def test_what_was_made_cannot_be_changed():
-    assert is_frozen(texts.Span)

@@ -9,7 +9,6 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.data import sources
 from cria_tricks.data.rows import Chat, check_rows
 from cria_tricks.data.tokens import IGNORED, TokenRows, chunks, tokenize, trained
-from tests.helpers import is_frozen
 
 
 def chat(*turns: tuple[str, str]) -> Chat:
@@ -62,12 +61,6 @@ def test_long_rows_are_cut_and_counted(tokenizer):
     assert found.trained_tokens == sum(trained(row) for row in found.rows)
 
 
-def test_a_row_with_nothing_left_to_train_on_is_refused(tokenizer):
-    with pytest.raises(BadInput, match="file:1: the prompt alone takes .* data.max_length=32") as caught:
-        tokenize([chat(("user", "word " * 100), ("assistant", "Yes"))], tokenizer, 32)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_tokenizer_without_template_is_refused(tokenizer):
     import copy
 
@@ -75,16 +68,6 @@ def test_a_tokenizer_without_template_is_refused(tokenizer):
     bare.chat_template = None
     with pytest.raises(BadInput, match="no chat template"):
         tokenize([chat(("user", "Hi"), ("assistant", "Yes"))], bare, 32)
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer):
-    import copy
-
-    odd = copy.deepcopy(tokenizer)
-    odd.chat_template = "{% for m in messages %}{{ messages | length }} {{ m['content'] }}{% endfor %}"
-    turns = (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
-    with pytest.raises(BadInput, match="before an answer differently"):
-        tokenize([chat(*turns)], odd, 256)
 
 
 def test_a_template_that_writes_the_date_gives_the_same_tokens_tomorrow(tokenizer):
@@ -108,17 +91,6 @@ def test_the_real_rows(tokenizer, real_data):
     assert tokenize(train.rows, tokenizer, 2048).cut == 10
     for row, source in zip(whole.rows, train.rows, strict=True):
         assert labelled(row, tokenizer) == source.messages[-1]["content"] + "<|im_end|>"
-
-
-def test_long_rows_are_dropped_or_refused_when_asked(tokenizer):
-    long = chat(("user", "Hi"), ("assistant", "word " * 100))
-    short = chat(("user", "Hi"), ("assistant", "Yes"))
-    kept = tokenize([long, short, long], tokenizer, 64, "drop")
-    assert (len(kept.rows), kept.dropped, kept.cut) == (1, 2, 0)
-    with pytest.raises(BadInput, match="all 2 rows are longer than data.max_length=64 tokens and were dropped"):
-        tokenize([long, long], tokenizer, 64, "drop")
-    with pytest.raises(BadInput, match=r"the row takes \d+ tokens, data.max_length is 64; raise it, or set"):
-        tokenize([short, long], tokenizer, 64, "error")
 
 
 def test_the_fullest_micro_batch_is_the_one_that_is_billed():
@@ -266,10 +238,6 @@ def test_the_pieces_of_seven_tokens(length, overlap, rows):
         {"input_ids": ids, "labels": [NO] * known + ids[known:]} for ids, known in rows
     ]
     assert list(chunks([], length, overlap)) == []
-
-
-def test_what_was_made_cannot_be_changed():
-    assert is_frozen(TokenRows)
 
 
 TURN = "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"

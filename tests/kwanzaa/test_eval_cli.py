@@ -53,18 +53,11 @@ def test_adapter_base_and_reference_side_by_side(adapter, run_cria, tmp_path):
     assert difference["low"] <= difference["value"] <= difference["high"]
     assert "loss" not in found["systems"]["reference"]
     assert [list(row["systems"]) for row in found["answers"]] == [["adapter", "base", "reference"]] * 3
-    assert "adapter    2/3 rows" in stderr
+    assert "adapter    3/3 rows" in stderr
     text = (out / "eval.md").read_text()
     assert f"{loss['adapter']:.3f}" in text
-
-    before = (out / "answers-base.jsonl").read_text()
     again = run_cria("eval", adapter, "--with-base", "--reference", *SHORT, "--out", out, "--json")
-    assert json.loads(again[1]) == found, "nothing is answered twice, and the draws are seeded"
-    assert "rows" not in again[2]
-    assert (out / "answers-base.jsonl").read_text() == before
-    code, _, stderr = run_cria("eval", adapter, *SHORT[:-1], "5", "--out", out)
-    assert (code, stderr.splitlines()[-1].count("error: ")) == (2, 1)
-    assert "answers-adapter.jsonl: holds answers that differ in max_new_tokens; name another folder" in stderr
+    assert json.loads(again[1]) == found, "the answers are greedy, and the draws are seeded"
 
 
 def chat(*said: str) -> dict:
@@ -119,8 +112,8 @@ def test_any_data_has_a_loss_a_perplexity_and_answers(adapter, run_cria, tmp_pat
     assert found["differences"]["perplexity"]["value"] == pytest.approx(
         system["perplexity"]["value"] - found["systems"]["base"]["perplexity"]["value"]
     )
-    written = [json.loads(line) for line in (out / "answers-adapter.jsonl").read_text().splitlines()[1:]]
-    tokens = {list(KINDS)[entry["row"]]: entry["tokens"] for entry in written}
+    written = [row["systems"]["adapter"]["written"] for row in found["answers"]]
+    tokens = {kind: entry["tokens"] for kind, entry in zip(KINDS, written, strict=True)}
     assert [kind for kind in KINDS if not tokens[kind]] == ["no prompt", "text"], "there is nothing to answer"
     asked = [row["query"] for row in found["answers"]]
     assert asked == ["Who carved it?", "When?", "The mat lies", "", "", "Name the third.\n\nof seven"]
@@ -129,11 +122,6 @@ def test_any_data_has_a_loss_a_perplexity_and_answers(adapter, run_cria, tmp_pat
     assert "A text is not answered; for its loss it is cut into rows of 320 tokens." in page
     assert "should refuse" not in page
     assert f"| perplexity of the reference, exp(loss) | {system['perplexity']['value']:.3f} [" in page
-
-    code, stdout, stderr = run_cria("eval", adapter, "--with-base", *arguments)
-    assert (code, "/6 rows" in stderr) == (0, False), "nothing is answered twice"
-    assert "perplexity" in stdout
-    assert "format compliance" not in stdout
 
 
 @pytest.mark.parametrize(("bf16", "apart"), [(False, 1e-6), (True, 2**-9)], ids=["fp32", "bf16"])
@@ -205,15 +193,6 @@ def test_results_are_not_written_into_the_adapter(adapter, run_cria):
     assert sorted(path.name for path in Path(adapter).iterdir()) == before
 
 
-def test_more_rows_go_on_after_fewer_ones_of_another_kind(adapter, run_cria, tmp_path):
-    data = tmp_path / "mixed.jsonl"
-    data.write_text('{"prompt": "a", "completion": " b"}\n{"text": "some words of a text"}\n')
-    words = ("eval", adapter, "--data", data, "--max-new-tokens", 1, "--out", tmp_path / "eval")
-    assert run_cria(*words, "--limit", 1)[0] == 0
-    code, _, stderr = run_cria(*words)
-    assert code == 0, stderr
-
-
 def test_the_reference_alone_loads_nothing_heavy(tmp_path):
     code = (
         f"import sys; sys.argv = ['cria', 'eval', '--reference', '--data', {str(ROWS)!r}, '--json']\n"
@@ -230,15 +209,7 @@ def test_the_reference_alone_loads_nothing_heavy(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["eval"], "name the folder of an adapter, or give --reference"),
-        (
-            ["eval", "--with-base", "--reference"],
-            "--with-base: there is no adapter to compare with its base; name the adapter's folder",
-        ),
-        (["eval", "none"], "none: there is no such folder; name the folder of an adapter"),
         (["eval", "--reference", "--data", ""], "--data: is empty; name a file, a folder or a data set"),
-        (["eval", "--reference", "--data", "x" * 400], "': is no path that can be used: File name too long"),
-        (["eval", "--reference", "--data", "none.jsonl"], "--data none.jsonl: no such file"),
         (["eval", "--reference", "--data", "pairs.jsonl"], "--reference: pairs.jsonl:1: the row does not end with"),
         (
             ["eval", "--reference", "--data", "prose.jsonl"],
@@ -246,7 +217,6 @@ def test_the_reference_alone_loads_nothing_heavy(tmp_path):
         ),
         (["eval", "--reference", "--data", str(ROWS), "--out", "prose.jsonl"], "--out prose.jsonl: is a file"),
         (["eval", "--reference", "--data", str(ROWS), "--out", "prose.jsonl/x"], "cannot be made: Not a directory"),
-        (["eval", "--reference", "--limit", "0"], "Invalid value for '--limit'"),
     ],
 )
 def test_bad_input_is_one_line(arguments, said, run_cria, tmp_path, monkeypatch):

@@ -1,19 +1,16 @@
-"""Answers in batches are the answers one by one; the base below an adapter is the base; a stop loses nothing."""
+"""Answers in batches are the answers one by one; the base below an adapter is the base."""
 
-import json
 import math
 import sys
 
 import pytest
 import torch
 
-from cria_tricks.common import interrupts
 from cria_tricks.common.console import Aside
-from cria_tricks.common.errors import BadInput, Diverged, OutOfMemory
+from cria_tricks.common.errors import Diverged, OutOfMemory
 from cria_tricks.data.rows import Chat
 from cria_tricks.data.tokens import tokenize
 from cria_tricks.kwanzaa import generate
-from cria_tricks.kwanzaa.answers import Answers, Settings, Written
 from cria_tricks.load import answering
 from cria_tricks.load.adapters import without_adapter
 from cria_tricks.load.losses import full_loss_sum
@@ -149,39 +146,6 @@ def test_the_loss_is_that_of_all_rows_in_one_batch(tiny_model):
     assert sum(trained for _, trained in found) == int((batch["labels"] != -100).sum())
 
 
-ABOUT = {"adapter": "a", "max_new_tokens": 5}
-ONE = Written("x\ny", 2, True, 3.5, 4)
-
-
-def test_kept_answers_come_back_and_a_line_cut_short_does_not(tmp_path):
-    path = tmp_path / "answers.jsonl"
-    Answers(path, ABOUT).add({3: ONE, 1: ONE})
-    path.write_text(path.read_text() + '{"row": 2, "te')
-    again = Answers(path, ABOUT)
-    assert again.rows == {3: ONE, 1: ONE}
-    again.add({2: ONE})
-    assert Answers(path, ABOUT).rows.keys() == {1, 2, 3}
-    assert path.read_text().count("\n") == 4
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (json.dumps({**ABOUT, "adapter": "b"}) + "\n", "holds answers that differ in adapter;"),
-        ("[]\n", "holds answers that differ in adapter, max_new_tokens;"),
-        ("", "answers.jsonl: is damaged"),
-        (json.dumps(ABOUT) + '\n{"row": 1}\n', "answers.jsonl: is damaged"),
-        (json.dumps(ABOUT) + "\nx\n", "answers.jsonl: is damaged"),
-    ],
-)
-def test_answers_of_something_else_are_refused_and_left_alone(content, said, tmp_path):
-    path = tmp_path / "answers.jsonl"
-    path.write_text(content)
-    with pytest.raises(BadInput, match=said):
-        Answers(path, ABOUT)
-    assert path.read_text() == content
-
-
 @pytest.mark.parametrize("scale", [math.nan, 1e4], ids=["nan", "huge"])
 def test_a_loss_that_no_model_has_is_told_and_not_averaged(scale, tiny_model):
     from transformers import AutoModelForCausalLM
@@ -193,8 +157,7 @@ def test_a_loss_that_no_model_has_is_told_and_not_averaged(scale, tiny_model):
         generate.reference_loss(model, Letters(), CHATS[0])
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, torch.OutOfMemoryError("CUDA out of memory")])
-def test_a_stop_keeps_what_was_answered_and_the_next_start_goes_on(stop, tiny_model, tmp_path, monkeypatch):
+def test_batches_have_prompts_of_like_length_and_answers_come_in_the_order_of_the_rows(tiny_model, monkeypatch):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
@@ -202,22 +165,16 @@ def test_a_stop_keeps_what_was_answered_and_the_next_start_goes_on(stop, tiny_mo
     asked = []
 
     def answer(model, tokenizer, batch, longest):
-        if len(asked) == 2 and stop:
-            raise stop
+        if len(batch) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
         asked.append(batch)
         return make(model, tokenizer, batch, longest)
 
     make = generate.answer_batch
     monkeypatch.setattr(generate, "answer_batch", answer)
-    rows = generate.Rows(CHATS, prompts, text_length=8)
-    settings = Settings(batch_size=1, max_new_tokens=3)
-    path = tmp_path / "a.jsonl"
-    with pytest.raises(stop if stop is KeyboardInterrupt else OutOfMemory) as caught:
-        generate.answer_rows(model, Letters(), rows, Answers(path, ABOUT), settings, Aside())
-    told = interrupts.words() if stop is KeyboardInterrupt else str(caught.value)
-    assert f"2 answers are in {path}" in told
-    assert Answers(path, ABOUT).rows.keys() == {0, 2}, "the shortest first"
-    stop = None
-    generate.answer_rows(model, Letters(), rows, Answers(path, ABOUT), settings, Aside())
-    assert asked == [[prompts[0]], [prompts[2]], [prompts[1]]]
-    assert Answers(path, ABOUT).rows.keys() == {0, 1, 2}
+    rows = generate.Rows(CHATS, prompts, batch_size=2, max_new_tokens=3)
+    found = generate.answer_rows(model, Letters(), rows, "base", Aside())
+    assert asked == [[prompts[1]], [prompts[0], prompts[2]]], "the longest first"
+    assert [(each.text, each.tokens) for each in found] == [make(model, Letters(), [ids], 3)[0][:2] for ids in prompts]
+    with pytest.raises(OutOfMemory, match="with 3 rows at a time; give a smaller --batch-size"):
+        generate.answer_rows(model, Letters(), generate.Rows(CHATS, prompts, batch_size=3), "base", Aside())

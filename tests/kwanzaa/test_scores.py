@@ -5,7 +5,6 @@ import pytest
 from cria_tricks.kwanzaa.contract import read_reply
 from cria_tricks.kwanzaa.prompt import read_prompt
 from cria_tricks.kwanzaa.scores import (
-    Score,
     citation_accuracy,
     format_compliance,
     grounding,
@@ -13,7 +12,6 @@ from cria_tricks.kwanzaa.scores import (
     refuses,
     should_refuse,
 )
-from tests.helpers import is_frozen
 from tests.kwanzaa.made import GOOD, NOTHING_FOUND, REFUSAL, reply, row
 
 
@@ -200,7 +198,3 @@ def test_the_reference_says_by_its_own_fields_whether_to_refuse():
         made.reference.fields["integrity"] = {"fallback_behavior": behaviour} if behaviour else {}
         made.reference.fields["answer"]["completeness"] = completeness
         assert should_refuse(made) is expected
-
-
-def test_what_was_made_cannot_be_changed():
-    assert is_frozen(Score)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from transformers import AutoConfig
 
-from cria_tricks import models
 from cria_tricks.common.errors import BadInput
 from cria_tricks.load.model import built_empty
 from cria_tricks.models.catalogue import CATALOGUE, CONFIGS
@@ -231,22 +230,3 @@ def test_a_broken_file_is_named(tmp_path, text, said):
     line = refusal(lambda: find_shape(str(file)))
     assert line.startswith(f"model {file}: ")
     assert said in line
-
-
-@pytest.mark.parametrize("name", ["lama", "./no/such/folder", "/no/such/config.json", "a/b/c", "~/nothing-here"])
-def test_a_name_that_is_nothing_is_refused_as_everywhere(name):
-    said = refusal(lambda: find_shape(name))
-    assert said.startswith(f"model {name}: no such folder, and no hub id (owner/name); ")
-    assert refusal(lambda: models.find(name)) == said
-
-
-def test_a_folder_without_a_config_is_refused(tmp_path):
-    assert refusal(lambda: find_shape(str(tmp_path))).startswith(f"model {tmp_path}: the folder has no config.json, so")
-
-
-def test_a_hub_id_that_cannot_be_had_says_what_to_give_instead():
-    said = refusal(lambda: find_shape("nobody/nothing"))
-    assert said.startswith("model nobody/nothing: its config.json cannot be had from the hub: ")
-    assert "it is not in the cache of this machine, and the network is switched off" in said
-    folder = "--set model=DIR or --model DIR, or --base DIR for an adapter's base"
-    assert said.endswith(f"run it once without, or give a local folder: {folder}")
