@@ -1,6 +1,7 @@
 """The catalogue of faults: what can be wrong with what a command is given, and how the command must end.
 
     python -m tests.drills.faults                 # every fault
+    python -m tests.drills.faults --unguarded     # each once more with its guard taken out: then it must fail
     python -m tests.drills.faults --only base     # those whose name begins so
 
 A fault is data: its name, what is done to a small working place, the command, the exit code, the words of the last
@@ -9,8 +10,10 @@ the same entry.
 """
 
 import argparse
+import ast
 import contextlib
 import difflib
+import gc
 import hashlib
 import io
 import json
@@ -19,14 +22,16 @@ import re
 import shutil
 import sys
 import time
+import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cria_tricks.cli import main as cli
 from cria_tricks.common import atomic_files
+from cria_tricks.common.errors import BadInput
 
 Damage = Callable[[Path], Any]
 ROWS = "".join(
@@ -706,18 +711,106 @@ def hashes(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+# Guards taken out.
+
+
+@contextlib.contextmanager
+def without_guards(place: Place, fault: Fault, most: int = 6) -> Iterator[int]:
+    """Take out the statement that refused a fault, and the next one that then does, until the fault is not refused.
+
+    Yields:
+        How many were taken out.
+    """
+    changed: list[tuple[types.FunctionType, types.CodeType]] = []
+    try:
+        for number in range(most):
+            guard = _guard(place, fault)
+            if guard is None:
+                yield number
+                return
+            changed += _take_out(*guard)
+        yield most
+    finally:
+        for function, code in reversed(changed):
+            function.__code__ = code
+
+
+def _guard(place: Place, fault: Fault) -> tuple[types.CodeType, int] | None:
+    """The function and line that raised what ended the command; nothing if the promises are broken already."""
+    raised: list[BaseException] = []
+    plain = BadInput.__init__
+
+    def noted(self: BadInput, line: str) -> None:
+        plain(self, line)
+        raised.append(self)
+
+    BadInput.__init__ = noted  # type: ignore[method-assign]
+    try:
+        place.check(fault)
+    except AssertionError:
+        return None
+    finally:
+        BadInput.__init__ = plain  # type: ignore[method-assign]
+    where = raised[-1].__traceback__ if raised else None
+    found = None
+    while where:
+        if "cria_tricks" in where.tb_frame.f_code.co_filename:
+            found = where.tb_frame.f_code, where.tb_lineno
+        where = where.tb_next
+    return found
+
+
+def _take_out(code: types.CodeType, line: int) -> list[tuple[types.FunctionType, types.CodeType]]:
+    """Replace the ``raise`` at a line by ``pass``, in the function that runs."""
+    tree = ast.parse(Path(code.co_filename).read_text(encoding="utf-8"))
+
+    class Pass(ast.NodeTransformer):
+        def visit_Raise(self, node: ast.Raise) -> ast.AST:
+            hit = node.lineno <= line <= (node.end_lineno or node.lineno)
+            return ast.copy_location(ast.Pass(), node) if hit else node
+
+    compiled = compile(ast.fix_missing_locations(Pass().visit(tree)), code.co_filename, "exec")
+    mutated = next(
+        one
+        for one in _codes(compiled)
+        if (one.co_qualname, one.co_firstlineno) == (code.co_qualname, code.co_firstlineno)
+    )
+    functions = _functions(code)
+    for function in functions:
+        function.__code__ = mutated
+    return [(function, code) for function in functions]
+
+
+def _functions(code: types.CodeType) -> list[types.FunctionType]:
+    """Find what runs a code: by its name in its module, or, for one inside another, among all objects."""
+    found: Any = next(one for one in list(sys.modules.values()) if getattr(one, "__file__", "") == code.co_filename)
+    if "<locals>" in code.co_qualname:
+        return [one for one in gc.get_objects() if isinstance(one, types.FunctionType) and one.__code__ is code]
+    for name in code.co_qualname.split("."):
+        found = vars(found)[name]
+    while not isinstance(found, types.FunctionType) or found.__code__ is not code:
+        found = found.fget if isinstance(found, property) else found.__wrapped__
+    return [found]
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _codes(constant)
+
+
 def main() -> None:
     """Run the catalogue."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="those whose name begins so")
+    parser.add_argument("--unguarded", action="store_true", help="each with its guards taken out, too")
     parser.add_argument("--out", type=Path, default=Path("build/faults"), help="a folder for the place; replaced")
     chosen = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     shutil.rmtree(chosen.out, ignore_errors=True)
     chosen.out.mkdir(parents=True)
-    place = Place(chosen.out.resolve())
-    began = time.perf_counter()
-    broken = 0
+    place, began, broken, blunt, tried = Place(chosen.out.resolve()), time.perf_counter(), 0, 0, 0
     faults = [fault for fault in catalogue() if fault.name.startswith(chosen.only)]
     for fault in faults:
         try:
@@ -725,12 +818,21 @@ def main() -> None:
         except AssertionError as error:
             broken += 1
             print(f"{fault.name}:\n  {str(error)[:600]}", flush=True)
+            continue
+        if chosen.unguarded and fault.code:  # the others are allowed, so nothing guards them
+            tried += 1
+            with without_guards(place, fault) as number:
+                if _guard(place, fault) is not None:
+                    blunt += 1
+                    print(f"{fault.name}: still refused without {number} guards", flush=True)
     print(f"{place.proposals.total()} things that their errors propose were done, and worked")
     print(f"{len(faults) - broken} of {len(faults)} faults end as they must, {time.perf_counter() - began:.0f} s")
+    if chosen.unguarded:
+        print(f"{tried - blunt} of the {tried} that are refused are not, once their guards are out")
     silent = [] if chosen.only else sorted(WAYS_OUT.keys() - place.proposals)
     for pattern in silent:
         print(f"no error proposes this any more: {pattern}")
-    sys.exit(bool(broken or silent))
+    sys.exit(bool(broken or blunt or silent))
 
 
 if __name__ == "__main__":

@@ -105,3 +105,11 @@ def test_a_fault_ends_in_one_line_and_loses_nothing(fault, place):
 
 def test_the_catalogue_is_long_and_every_fault_has_a_name_of_its_own():
     assert len({fault.name for fault in CATALOGUE}) == len(CATALOGUE) >= 120
+
+
+def test_a_fault_is_noticed_when_its_guard_is_out(place):
+    fault = next(one for one in CATALOGUE if one.name == "row: an empty text")
+    with faults.without_guards(place, fault) as number, pytest.raises(AssertionError):
+        place.check(fault)
+    assert number == 1
+    place.check(fault)
