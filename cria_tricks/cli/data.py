@@ -26,7 +26,7 @@ WIDEST = 200
 
 @app.command(rich_help_panel=PLAN, epilog="Example: cria data my.jsonl --eval held_out.jsonl --show 2")
 def data(
-    train: Annotated[str, typer.Argument(help="A data set's name, a .jsonl or .txt file, a folder, or a hub id.")],
+    train: Annotated[str, typer.Argument(help="A data set's name, a file of rows or texts, a folder, or a hub id.")],
     held_out: Annotated[
         str, typer.Option("--eval", help="The evaluation rows; of a named data set, its own when left out.")
     ] = "",

@@ -69,7 +69,7 @@ class Look:
         description: the source in words.
         rows: what was found out about each row.
         max_length: the longest row of a run [tokens].
-        exact: the rows that have the same words as an earlier row.
+        exact: the rows that are equal to an earlier row.
         near: the rows that are nearly an earlier row; ``None`` if the library for it is not installed.
     """
 

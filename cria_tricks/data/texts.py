@@ -42,7 +42,7 @@ def files(path: Path) -> list[Path]:
     """
     found = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
     if not found:
-        raise BadInput(f"data {path}: the folder holds no .txt file; name one that does, or a .jsonl file")
+        raise BadInput(f"data {path}: the folder holds no .txt file; name one that does, or a file of rows")
     return found
 
 

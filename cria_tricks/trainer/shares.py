@@ -64,7 +64,7 @@ def with_filler(rows: Sequence[dict[str, list[int]]], pad_id: int) -> Dataset[di
     """Append a filler row, in which nothing is trained.
 
     It has two tokens, because only a token with another one before it can have a loss. The rows are not copied into a
-    list, because those of token shards are read one by one.
+    list, because those of a mapped file are read one by one.
     """
     filler = {"input_ids": [pad_id, pad_id], "labels": [IGNORED, IGNORED]}
     if rows and "position_ids" in rows[0]:
