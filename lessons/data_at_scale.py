@@ -535,8 +535,8 @@ print("micro-batches of one process:", *alone[:4])
 print("of the first of two:         ", *first[:2])
 
 # %% [markdown]
-# Both give the same rows. While it writes, the mapped way holds one book and a hundred rows. With two processes each micro-batch
-# is the one that one process would have read, so a step has the same rows.
+# Both give the same rows. While it writes, the mapped way holds one book and a hundred rows. With two processes each
+# micro-batch is the one that one process would have read, so a step has the same rows.
 #
 # ## 4. What it costs
 # The mapped file takes four bytes of disk for a token, and a bit that says whether it is trained. A search for
@@ -841,8 +841,8 @@ course.check(3, numbers_in_a_band, of_bands, "one of the numbers 4, 8, 16 and 32
 #   Near duplicates cost 6 kB of memory for each row.
 # - **Exact**: each row is read once a pass, and a step has the same rows for any number of processes, also after a
 #   stop.
-# - **When**: map a file as a rule, also where the rows would fit into memory. Stream if the text comes over the network,
-#   or if you cannot wait until all rows are tokenized.
+# - **When**: map a file as a rule, also where the rows would fit into memory. Stream if the text comes over the
+#   network, or if you cannot wait until all rows are tokenized.
 # - **When not**: packing needs the lengths of all rows first, and our package then holds the packed rows as lists.
 #
 # ## Sources

@@ -150,7 +150,9 @@ def export(
             _write(file, kind, model, tokenizer, "/".join(whole.absolute().parts[-2:]))
             proof = _prove(file, kind, model, tokenizer, chats)
             found["files"].append({"file": file.name, "type": kind, "bytes": file.stat().st_size, **proof})
-        for_ollama = "model-q8_0.gguf" if "q8_0" in wanted else "model-f16.gguf"
+        for_ollama = "model-f16.gguf"
+        if "q8_0" in wanted:
+            for_ollama = "model-q8_0.gguf"
         text = modelfile(for_ollama, template, found["stops"], trained_system(whole))
         (aside / "Modelfile").write_text(text, encoding="utf-8")
         (aside / "export.json").write_text(json.dumps(found, indent=2, allow_nan=False) + "\n", encoding="utf-8")
@@ -160,7 +162,9 @@ def export(
 def _whole(folder: Path, base: str | Path | None, other_base: bool, say: Callable[[str], None]) -> Path:
     """Return the folder of the whole model: an adapter is merged, after a base that cannot be written was refused."""
     _, below = base_of(folder, base)
-    place = Path(below.path) if below else folder
+    place = folder
+    if below:
+        place = Path(below.path)
     config = pretrained.config(place, str(place))
     why = ""
     if config.model_type not in WRITTEN:

@@ -67,7 +67,9 @@ def model_card(made: Mapping[str, Any], base: str, note: str, recipe: Recipe) ->
     """
     library = _LOADS.get(recipe.tricks.peft, "peft")
     rounded = what_ran.quantized(recipe)
-    others = f"Plain {library} loads the folder, too." if library != "cria_tricks" else ""
+    others = ""
+    if library != "cria_tricks":
+        others = f"Plain {library} loads the folder, too."
     if library == "peft" and rounded:
         others += f" Load the base in {rounded}, as in training: over the base as it was published the loss is higher."
     again = "`cria train recipe.toml` repeats the run where its data is at hand"
@@ -103,7 +105,9 @@ def merged_card(
         dtype: dtype of the merged weights.
         check: what :func:`cria_tricks.adapter.merge.merge` found when it compared merged and unmerged model.
     """
-    trained = f"The adapter was trained on {what_ran.rows_in_words(kinds)}." if kinds else ""
+    trained = ""
+    if kinds:
+        trained = f"The adapter was trained on {what_ran.rows_in_words(kinds)}."
     quantized = what_ran.quantized(recipe)
     rounded = f"Its training quantised the base to {quantized}, so these weights are rounded in the same way."
     return _card(
@@ -151,7 +155,9 @@ def _card(base: str, library: str, tags: Sequence[str], **parts: str) -> str:
         license=licence,
         tags=["cria_tricks", *tags],
     )
-    applies = f"its licence ({licence}) applies." if licence else "see its licence."
+    applies = "see its licence."
+    if licence:
+        applies = f"its licence ({licence}) applies."
     said = f"Derived from {base}: {applies} The training data's licence is named above where it is known."
     notice = _paragraphs(said, _LLAMA_NOTICE if _LLAMA in base else "")
     return f"{ModelCard.from_template(about, template_str=_TEMPLATE, licence=notice, **parts)}\n"
@@ -233,7 +239,9 @@ def _estimated(made: Mapping[str, Any]) -> str:
         return "not estimated: a kind of model that cannot be"
     said = human(made["estimated_peak_bytes"])
     ratio = (made["estimate"] or {}).get("ratio")
-    return f"{said}, {ratio:.3f} of the measured" if ratio else said
+    if not ratio:
+        return said
+    return f"{said}, {ratio:.3f} of the measured"
 
 
 def _commit(package: Mapping[str, Any]) -> str:

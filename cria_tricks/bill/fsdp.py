@@ -127,7 +127,9 @@ def sizes(memory: StepFacts, processes: int) -> Sizes:
 
     def gathered(whole: list[Tensors], beside: list[Tensors]) -> Gathered:
         """Return what a collective moves of loaded tensors, and of those that were added beside them."""
-        trained = [*whole, *beside] if memory.trains_all else beside
+        trained = beside
+        if memory.trains_all:
+            trained = [*whole, *beside]
         return Gathered(processes * (shard(whole, other) + shard(beside, FP32)), processes * shard(trained, FP32))
 
     # The matrices have another item size than the rest, so their weights are added apart.
@@ -142,7 +144,9 @@ def sizes(memory: StepFacts, processes: int) -> Sizes:
             PROMPT: gathered([], elsewhere),
         }
     others = [*loaded["small"], *loaded[EMBEDDING], *loaded[HEAD]]
-    trained = [*loaded["matrices"], *others, *added] if memory.trains_all else added
+    trained = added
+    if memory.trains_all:
+        trained = [*loaded["matrices"], *others, *added]
     # FSDP2 shards parameters only. The scales of 4-bit weights are no parameters, so each process holds all of them.
     scales = memory.block_weight_bytes - round(itemsize * elements_of(matrices))
     in_order_of_state = (
@@ -160,8 +164,12 @@ def _largest_block(memory: StepFacts, blocks: Gathered, added: int) -> Gathered:
     """Return the share of one block; ``added`` are the bytes of what was added to all blocks."""
     layers = memory.shape.layers
     # A side network's copies are only in the last blocks. The largest block counts, so one with a copy.
-    with_added = memory.learning_blocks if memory.learns_beside else layers
-    with_gradients = layers if memory.trains_all else with_added
+    with_added = layers
+    if memory.learns_beside:
+        with_added = memory.learning_blocks
+    with_gradients = with_added
+    if memory.trains_all:
+        with_gradients = layers
     weights = (blocks.weights - added) // layers + added // (with_added or layers)
     return Gathered(weights, blocks.gradients // (with_gradients or layers))
 

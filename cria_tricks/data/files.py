@@ -38,7 +38,8 @@ def raw_rows(path: Path) -> Raw:
         BadInput: naming the file and the line of what cannot be read.
     """
     is_zipped = path.suffix.lower() == ".gz"
-    ending = Path(path.stem if is_zipped else path.name).suffix.lower()
+    name = path.stem if is_zipped else path.name
+    ending = Path(name).suffix.lower()
     try:
         if ending == ".parquet":
             yield from _parquet(path)

@@ -31,7 +31,6 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.data.files import raw_rows
 
 ROLES = ("system", "user", "assistant", "tool")
-OTHER_ROLES = {"developer": "system"}
 SHAREGPT = {"human": "user", "gpt": "assistant", **{role: role for role in ROLES}}
 """Our role for each value that ``from`` may have in a ShareGPT row."""
 ASKED = (
@@ -340,7 +339,8 @@ def _message(message: Any, place: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise BadInput(f"{place} must be an object with role and content")
     role = message.get("role")
-    role = OTHER_ROLES.get(role, role) if isinstance(role, str) else role
+    if role == "developer":
+        role = "system"
     if role not in ROLES:
         raise BadInput(f"{place}.role is {reprlib.repr(role)}; it must be one of {', '.join(ROLES)}")
     for name, why in UNREAD_MESSAGE.items():
