@@ -114,7 +114,7 @@ def test_switch(make, tokenizer, monkeypatch):
         return {"use_cache": True}
 
     prompts = [list(range(3, 3 + length)) for length in (20, 5, 11)]
-    monkeypatch.setattr(chat.prompts, "write", lambda *_: _Prompt(input_ids=torch.tensor(prompts[:1])))
+    monkeypatch.setattr(chat, "write_prompt", lambda *_: _Prompt(input_ids=torch.tensor(prompts[:1])))
     answers = []
     for choose in (ours, theirs):
         monkeypatch.setattr(cache, "for_answers", choose)
