@@ -26,13 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.common import path_of, write
+from cria_tricks.bench import tables
 from cria_tricks.bench.case import stamp
 from cria_tricks.hardware import this_device
 from cria_tricks.load import loftq
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run.run import train
 from cria_tricks.tricks.lora import start_of
-from tools import tables
 
 BASE = (
     "name=quality",

@@ -18,10 +18,10 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common import path_of, write
+from cria_tricks.bench import tables
 from cria_tricks.bench.case import stamp
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run.run import train
-from tools import tables
 
 BASE = (
     "name=rates",

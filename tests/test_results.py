@@ -10,7 +10,6 @@ from cria_tricks.bench import results, tables
 from cria_tricks.bench.results import Case
 from cria_tricks.common.errors import BadInput
 from cria_tricks.tricks import INFERENCE, TRICKS, trick_name
-from tools import tables as of_studies
 
 ROOT = Path(__file__).parents[1]
 COMMITTED = results.read(results.COMMITTED)
@@ -73,7 +72,7 @@ def test_a_study_is_no_case(tmp_path):
 def test_the_table_of_learning_rates_marks_the_best_of_each_rank():
     runs = [(0, 1e-4, 0.4), (0, 2e-4, 0.3), (16, 2e-4, 0.6), (16, 2e-3, 0.5)]
     made = [{"rank": rank, "rate": rate, "eval_loss_after": loss} for rank, rate, loss in runs]
-    assert of_studies.rates(made).splitlines() == [
+    assert tables.rates(made).splitlines() == [
         "| trained | 0.0001 | 0.0002 | 0.002 |",
         "|---|---|---|---|",
         "| full fine-tuning | 0.400 | **0.300** |  |",

@@ -21,7 +21,7 @@ from matplotlib.ticker import NullLocator
 
 from cria_tricks.bench import results
 from cria_tricks.bench.results import Case, by_device, study
-from cria_tricks.bench.tables import PEAK, TOKEN, estimate_error
+from cria_tricks.bench.tables import PEAK, TOKEN, estimate_error, quality
 from cria_tricks.common.figures import GIB, MARKERS, Drawing, Theme, limit, marked, panels, readable, save, short
 from cria_tricks.common.themes import THEMES
 from cria_tricks.hardware.device import T4
@@ -318,7 +318,7 @@ OF_STUDIES = {
     "seconds_error": ("seconds_error", tables.seconds_error),
     "step_profile": ("step_profile", tables.step_profile),
     "trajectories": ("trajectories", tables.trajectories),
-    "quality": ("quality", lambda study: tables.quality(study["runs"])),
+    "quality": ("quality", lambda study: quality(study["runs"])),
     "curated": ("kwanzaa_curated_small", lambda study: curated_tables.scores(study, "history_notes")),
     "curated_on_real_rows": ("kwanzaa_curated_small", lambda study: curated_tables.scores(study, "kwanzaa")),
     "curated_answers": ("kwanzaa_curated_small", curated_tables.answers),

@@ -353,38 +353,3 @@ def seconds_error(study: Found) -> str:
         "error": lambda run: f"{run['error']:+.0%}",
     }
     return of(study["runs"], columns)
-
-
-def quality(runs: Sequence[Found]) -> str:
-    """Lay out held-out loss and peak of some settings, each compared with fp32 LoRA of the same seed."""
-    plain = {run["seed"]: run["eval_loss_after"] for run in runs if run["case"] == "fp32"}
-    rows = []
-    for case in dict.fromkeys(run["case"] for run in runs):
-        mine = [run for run in runs if run["case"] == case]
-        losses = [run["eval_loss_after"] for run in mine]
-        spread = apart = peak = ""
-        if len(mine) > 1:
-            spread = f"{max(losses) - min(losses):.4f}"
-        differences = [run["eval_loss_after"] - plain[run["seed"]] for run in mine if run["seed"] in plain]
-        if case != "fp32" and differences:
-            ends = sorted({min(differences), max(differences)})
-            apart = " to ".join(f"{end:+.4f}" for end in ends)
-        peaks = [run["peak_bytes"] for run in mine if "peak_bytes" in run]
-        if peaks:
-            peak = human(max(peaks))
-        loss = f"{statistics.mean(losses):.4f}"
-        rows.append((f"`{case}`", str(len(mine)), loss, spread, apart, peak, f"{mine[0]['trainable']:,}"))
-    return table(("case", "seeds", "loss", "spread", "against fp32", "peak", "trained weights"), rows)
-
-
-def rates(runs: Sequence[Found]) -> str:
-    """Lay out the held-out loss at each learning rate, one line for each rank; rank 0 is full fine-tuning."""
-    found = sorted({run["rate"] for run in runs})
-    rows = []
-    for rank in dict.fromkeys(run["rank"] for run in runs):
-        losses = {run["rate"]: run["eval_loss_after"] for run in runs if run["rank"] == rank}
-        best = min(losses, key=losses.__getitem__)
-        cells = [f"{losses[rate]:.3f}" if rate in losses else "" for rate in found]
-        cells[found.index(best)] = f"**{losses[best]:.3f}**"
-        rows.append((f"LoRA, r = {rank}" if rank else "full fine-tuning", *cells))
-    return table(("trained", *(f"{rate:g}" for rate in found)), rows)
