@@ -43,9 +43,10 @@ def data(
     from cria_tricks import models
     from cria_tricks.data import look, sources
     from cria_tricks.kwanzaa.scores import kind_and_answer
+    from cria_tricks.settings import NAMED_SETS
 
     models.refuse_unknown(model)
-    if not held_out and train in (*sources.OURS, "kwanzaa", sources.CURATED):
+    if not held_out and train in NAMED_SETS:
         held_out = train
     parts = {"train": sources.find_named("", train, "train")}
     if held_out:

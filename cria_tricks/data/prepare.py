@@ -71,36 +71,6 @@ class Prepare:
                     yield copy
 
 
-def tokenized(
-    recipe: Recipe,
-    train: OpenedSource,
-    held_out: DataSource,
-    tokenizer: Any,
-    augment: Copies | None = None,
-) -> Tokenized:
-    """Prepare the training rows and tokenise them, one after another.
-
-    Args:
-        recipe: the settings of the run.
-        train: the training rows as they were read.
-        held_out: the evaluation rows.
-        tokenizer: the model's tokenizer.
-        augment: as for :class:`Prepare`.
-
-    Raises:
-        BadInput: for a setting that needs a library which is not installed.
-    """
-    data = recipe.data
-    tally = Tally()
-    # Prepare gets no say: the report warns of leaked rows that are kept, with their number (see counts.warnings).
-    prepare = Prepare(recipe, held_out.rows, augment=augment)
-    repeated = None
-    if data.duplicates != "keep":
-        repeated = Repeats(near=data.duplicates == "near").reason
-    rows = prepare(train.rows, tally, repeated)
-    return Tokenized(rows, tokenizer, data.max_length, data.overflow, data.overlap, tally, bool(data.eos))
-
-
 def train_rows(
     recipe: Recipe,
     train: OpenedSource,
@@ -124,7 +94,16 @@ def train_rows(
     Raises:
         BadInput: if no row is left, or a row cannot be trained on.
     """
-    rows = collect(tokenized(recipe, train, held_out, tokenizer, augment))
+    data = recipe.data
+    tally = Tally()
+    # Prepare gets no say: the report warns of leaked rows that are kept, with their number (see counts.warnings).
+    prepare = Prepare(recipe, held_out.rows, augment=augment)
+    repeated = None
+    if data.duplicates != "keep":
+        repeated = Repeats(near=data.duplicates == "near").reason
+    kept = prepare(train.rows, tally, repeated)
+    made = Tokenized(kept, tokenizer, data.max_length, data.overflow, data.overlap, tally, bool(data.eos))
+    rows = collect(made)
     if rows.tally.in_words():
         say(f"data.train: {rows.tally.in_words()}")
     return rows

@@ -41,8 +41,6 @@ ASKED = (
 """The fields of forms that become one question with its answer: what is asked, what is given with it, the answer."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names under which a message may hold the reasoning before its answer; which one is read depends on the template."""
-OF_TEMPLATE = (*REASONING, "tool_calls")
-"""Fields of a message beside its content that a chat template may write."""
 UNREAD_ROW = {
     "history": "holds earlier turns, which are not read here; write them all as messages",
     "functions": "is OpenAI's older form; write tools",

@@ -170,7 +170,7 @@ def _scored(rows: Sequence[QARow], written: Sequence[Written]) -> list[Scored]:
 def _answered(
     folder: Path, base: bool, source: DataSource, rows: int, settings: Settings, console: Console
 ) -> tuple[dict[str, list[Written]], dict[str, Any]]:
-    """Answer the first rows with the adapter, and with its base if asked for; return the answers, and their settings."""
+    """Answer the first rows with the adapter, and with its base if asked for; return the answers and their settings."""
     # Imported here: torch and transformers take seconds, and wrong arguments should be refused before that.
     from cria_tricks.adapter.opening import open_folder, quantization_of
     from cria_tricks.kwanzaa.generate import Rows, answer_rows, fingerprint
