@@ -78,6 +78,8 @@ def browser(tmp_path_factory) -> Iterator[object]:
     options.binary_location = shutil.which("chromium")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    # A window without a screen may lack the focus, and then no element of its page has it.
+    driver.execute_cdp_cmd("Emulation.setFocusEmulationEnabled", {"enabled": True})
     driver.set_script_timeout(180)  # axe reads the longest page in 23 s on a quiet machine; selenium gives it 30
     yield driver
     driver.quit()
