@@ -269,7 +269,7 @@ under_mask = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 assert (by_document(q, k, v, lengths) - under_mask).abs().max() < 1e-14
 
 # %% Set-up: a tiny Llama, and functions that compare tags=["hide-input"]
-assert sorted(packed, key=str) == sorted(packing.pack(window, 256), key=str)
+assert sorted(packed, key=str) == sorted(packing.PackedRows(window, 256), key=str)
 assert torch.equal(block_mask(positions), packing.block_causal_mask(positions))
 assert len(packing.best_fit(LENGTHS, 2048)) == len(sequences)
 assert padded(LENGTHS, 4) == 200_205

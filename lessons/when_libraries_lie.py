@@ -63,7 +63,7 @@ from cria_tricks.course import (
     row_lengths,
     tokens,
 )
-from cria_tricks.tricks.packing import pack
+from cria_tricks.tricks.packing import PackedRows
 
 quiet_libraries()
 folder = tempfile.TemporaryDirectory()  # goes with this process
@@ -802,7 +802,7 @@ def with_a_mask(self, rows):
 
 def gradient(neighbour, document):
     """Pack two documents by the package; only the second has labels."""
-    batch = PadToLongest(0)(pack([neighbour, document], 64))
+    batch = PadToLongest(0)(PackedRows([neighbour, document], 64))
     model.zero_grad()
     model(**batch, use_cache=False).loss.backward()
     return torch.cat([weight.grad.flatten() for weight in model.parameters()])

@@ -191,13 +191,13 @@ def test_what_was_shown_is_kept_and_sizes_do_not_matter(tmp_path, monkeypatch):
 def test_positions_that_do_not_begin_again_are_noticed(tmp_path, monkeypatch):
     monkeypatch.setenv("CRIA_CACHE", str(tmp_path))
     monkeypatch.setattr(twin, "_known", {})
-    honest = twin.pack
+    honest = twin.PackedRows
 
     def going_on(rows, capacity):
         (row,) = honest(rows, capacity)
         return [{**row, "position_ids": list(range(capacity))}]
 
-    monkeypatch.setattr(twin, "pack", going_on)
+    monkeypatch.setattr(twin, "PackedRows", going_on)
     assert "logits of packed rows" in shown("llama", "packing")["packing"]
-    monkeypatch.setattr(twin, "pack", honest)
+    monkeypatch.setattr(twin, "PackedRows", honest)
     assert shown("llama", "packing") == {"packing": ""}, "what was wrong is tried again"

@@ -259,7 +259,7 @@ def _largest(recipe: Recipe, plan: Plan, rows: Rows) -> tuple[int, int]:
     The worst case is that the rows, or the packed sequences, with the most trained tokens come together.
     """
     packed: int | None = plan.collator.get("packed_length")
-    sequences = packing.pack(rows, packed) if packed else rows
+    sequences = packing.PackedRows(rows, packed) if packed else rows
     counts = sorted(_trained_tokens(row["labels"]) for row in sequences)
     longest = packed or max(len(row["input_ids"]) for row in rows)
     return longest, sum(counts[-recipe.train.batch_size :])

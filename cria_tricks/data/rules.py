@@ -4,7 +4,7 @@ import importlib.util
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.recipe import Recipe
-from cria_tricks.settings import Data
+from cria_tricks.settings import NAMED_SETS, Data
 
 
 def refuse(recipe: Recipe) -> None:
@@ -29,6 +29,8 @@ def refuse(recipe: Recipe) -> None:
             "data.stream=true: a stream has no known number of rows, so train.epochs gives no number of steps; set "
             "train.max_steps, e.g. --set train.max_steps=1000"
         )
+    if data.stream and not data.eval and data.train not in NAMED_SETS:
+        raise BadInput("data.eval is not named, and nothing can be held out of a stream; set data.eval=FILE")
     if data.stream and recipe.tricks.packing:
         raise BadInput(
             "data.stream=true with tricks.packing=true: packing has to see all rows; set tricks.packing=false "

@@ -166,8 +166,7 @@ def both(data: Data, seed: int) -> tuple[OpenedSource, DataSource]:
         name = data.train
     if name:
         return train, find(name, "eval", contract=data.contract)
-    if train.count is None:
-        raise BadInput("data.eval is not named, and nothing can be held out of a stream; set data.eval=FILE")
+    assert train.count is not None, "a stream whose data.eval is not named is refused (rules.py)"
     number = min(MOST_HELD_OUT, max(1, round(train.count / 20)))
     if number >= train.count:
         raise BadInput(

@@ -32,7 +32,7 @@ from cria_tricks.load.fused import fuse, fuse_blocks
 from cria_tricks.load.losses import chunked_loss_sum, full_loss_sum
 from cria_tricks.models import weight_files
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks.packing import IMPLEMENTATION, pack
+from cria_tricks.tricks.packing import IMPLEMENTATION, PackedRows
 
 WORDS = 96
 WINDOW = 8
@@ -327,7 +327,7 @@ def _compare_losses(found: float, expected: float) -> None:
 def _packing(twin: Any) -> None:
     """Compare the logits of packed rows with those of each row alone."""
     rows = _rows()
-    (packed,) = pack(rows, sum(LENGTHS))
+    (packed,) = PackedRows(rows, sum(LENGTHS))
     first, second = sorted(rows, key=lambda row: packed["input_ids"][: len(row["input_ids"])] != row["input_ids"])
     alone = torch.cat([_logits(twin, [first]), _logits(twin, [second])], dim=1)
     # Only if a row sees its neighbour where nothing keeps them apart can the comparison show anything.

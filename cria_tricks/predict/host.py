@@ -29,8 +29,6 @@ STREAMED = "streamed blocks"
 
 SHORTEST = 8
 """The shortest rows that a recipe may ask for [tokens]."""
-A_TOKEN = 72
-"""Bytes of a token of the data: a place in two Python lists (ids and labels), and an integer object for each."""
 CUT_AFTER_LOADING = ("fsdp", "tensor", "ddp_tensor", "pipeline")
 """Strategies in which each process loads the whole model onto its card, and then keeps its part."""
 
@@ -72,21 +70,18 @@ class HostBill:
         }
 
 
-def host_bill(target: Target, recipe: Recipe, rows: int = 0) -> HostBill | None:
+def host_bill(target: Target, recipe: Recipe) -> HostBill | None:
     """Estimate what a run needs on the host; ``None`` on a CPU, where the host is the device.
+
+    The training rows are in a mapped file (``data/table.py``), whose pages the system drops when memory runs short.
 
     Args:
         target: the model, the card and the host.
         recipe: what would run.
-        rows: the number of training rows; 0 if it is not known.
     """
     if target.device.kind != "cuda":
         return None
     libraries = Line("Python, libraries and CUDA", LIBRARIES, "resident once a tensor is on the card")
-    # Only packing needs all rows at a time; else they are in a mapped file.
-    are_packed = recipe == with_toggles(recipe, {"packing": True})
-    in_lists = rows * recipe.data.max_length * A_TOKEN * are_packed
-    data = Line("packed rows as tokens", in_lists, "as if each were full")
     half = 2 * target.shape.weights
     file = Line("a file of weights", min(half, LARGEST_FILE), "while it is loaded, at most")
     waiting = _taken_off(target, recipe, "activation_offload", "saved activations")
@@ -103,26 +98,25 @@ def host_bill(target: Target, recipe: Recipe, rows: int = 0) -> HostBill | None:
     states = _taken_off(target, recipe, "paged_optimizer", "optimizer states")
     paged = Line("paged optimizer states", states, "if the card has no room for them")
     streamed = _streamed(target, recipe)
-    loading = Moment("loading", (libraries, data, file, streamed))
-    moments = (loading, Moment("training", (libraries, data, pinned, paged, streamed)))
+    loading = Moment("loading", (libraries, file, streamed))
+    moments = (loading, Moment("training", (libraries, pinned, paged, streamed)))
     # cria merge computes in fp32 on the host, and writes the model in 16 bits beside it.
     return HostBill(moments, target.host, 3 * half)
 
 
-def longest_on_host(target: Target, recipe: Recipe, rows: int, most: int) -> int:
+def longest_on_host(target: Target, recipe: Recipe, most: int) -> int:
     """Find the longest row, of at most ``most`` tokens, for which the host has room [tokens]; 0 if there is none.
 
     Args:
         target: the model, the card and the host.
         recipe: what would run.
-        rows: the number of training rows; 0 if it is not known.
         most: the longest row that fits the card [tokens].
     """
 
     def fits(tokens: int) -> bool:
         if tokens < SHORTEST:
             return False
-        memory = host_bill(target, with_settings(recipe, [f"data.max_length={tokens}"]), rows)
+        memory = host_bill(target, with_settings(recipe, [f"data.max_length={tokens}"]))
         return memory is None or memory.verdict != "does not fit"
 
     return most_tokens(fits, most)

@@ -52,7 +52,7 @@ def answer(
     if longest:
         found["longest"] = toggles.longest(target, recipe)
         if target.host:
-            found["longest_on_host"] = longest_on_host(target, recipe, rows or 0, found["longest"])
+            found["longest_on_host"] = longest_on_host(target, recipe, found["longest"])
     if rows is not None:
         found["prices"] = prices(target, recipe, rows, lengths)
     return found
@@ -77,7 +77,7 @@ def run_bill(
         found["warnings"] += [sentence for one in of_result for sentence in one.in_words]
     if rows is not None:
         found["run"] = run_minutes(target, recipe, rows, lengths)
-    on_host = host_bill(target, recipe, rows or 0)
+    on_host = host_bill(target, recipe)
     if on_host:
         found["host"] = on_host.to_dict()
         found["warnings"] += _host_doubts(on_host)

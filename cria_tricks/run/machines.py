@@ -96,7 +96,7 @@ def _billed(offer: Offer, target: Target, recipe: Recipe, lengths: Lengths, rows
     """Add the verdict and the bytes to an offer, and minutes and cost if the number of rows is known."""
     memory = target.memory(recipe)
     offer = replace(offer, verdict=memory.verdict, needed_bytes=memory.needed_bytes)
-    on_host = host_bill(target, recipe, rows or 0)
+    on_host = host_bill(target, recipe)
     if on_host and on_host.verdict == "does not fit":
         return replace(offer, verdict="does not fit", why=f"the host needs {human(on_host.peak.bytes)} of memory")
     run = None if rows is None else plan_data.run_minutes(target, recipe, rows, lengths)

@@ -144,7 +144,7 @@ def _train(job: Job, of: results.Made) -> results.Trained:
     estimated = estimated.training if estimated else None
     if shape:
         target = Target(shape, plan.device, world.size, this_host())
-        refuse_beyond_host(host_bill(target, longest, rows["train"].count))
+        refuse_beyond_host(host_bill(target, longest))
     batch = recipe.train.batch_size * micro_batches_at_once(plan)
     eval_batches = math.ceil(len(rows["eval"].rows) / batch / world.data)
     expected = estimated.allocated_bytes if estimated else None

@@ -85,7 +85,7 @@ def _longest(target: Target, recipe: Recipe) -> Recipe:
     """Return the recipe with the longest rows for which card and host have room."""
     tokens = toggles.longest(target, recipe) if target.works(recipe) else 0
     if target.host:
-        tokens = longest_on_host(target, recipe, 0, tokens)
+        tokens = longest_on_host(target, recipe, tokens)
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": tokens})})
 
 

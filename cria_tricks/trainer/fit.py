@@ -30,7 +30,7 @@ from cria_tricks.trainer.resumable import position
 from cria_tricks.trainer.samples import Samples
 from cria_tricks.trainer.shared import SharedTrainer
 from cria_tricks.trainer.shares import with_filler
-from cria_tricks.tricks.packing import pack
+from cria_tricks.tricks.packing import PackedRows
 
 Rows = Sequence[dict[str, list[int]]]
 """Training examples as token ids: each has ``input_ids`` and ``labels``."""
@@ -177,7 +177,7 @@ def _laid_out(rows: Rows | Stream, plan: Plan, start: Checkpoint | None) -> Rows
         if start:
             rows.go_on(position(start))
         return rows
-    return pack(rows, plan.collator["packed_length"]) if plan.collator else rows
+    return PackedRows(rows, plan.collator["packed_length"]) if plan.collator else rows
 
 
 def _made(

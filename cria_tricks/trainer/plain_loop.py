@@ -33,7 +33,7 @@ from cria_tricks.trainer.arguments import (
 )
 from cria_tricks.trainer.shared import CONTEXTS
 from cria_tricks.tricks.optimizer_in_backward import StepInBackward
-from cria_tricks.tricks.packing import pack
+from cria_tricks.tricks.packing import PackedRows
 
 Rows = Sequence[dict[str, list[int]]]
 Batch = dict[str, torch.Tensor]
@@ -67,7 +67,7 @@ def train(
     """
     refuse_several_processes(plan)
     if plan.collator:
-        rows = pack(rows, plan.collator["packed_length"])
+        rows = PackedRows(rows, plan.collator["packed_length"])
     model = loaded.model
     arguments = training_arguments(plan, settings, len(rows), evaluates=False, checkpoints=Path(), start=None)
     optimizer = make_optimizer(model, arguments)

@@ -21,6 +21,7 @@ Shapes: R packed rows of at most T tokens, from N documents. Position ids count 
 import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -77,27 +78,32 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def pack(rows: Sequence[dict[str, list[int]]], capacity: int) -> list[dict[str, list[int]]]:
-    """Join rows into packed rows.
+class PackedRows(Sequence[dict[str, list[int]]]):
+    """Packed rows, each joined when it is asked for, so that documents in a file stay there.
+
+    A row has ``input_ids``, ``labels`` and ``position_ids``. The first label of each document is masked: the token
+    before it belongs to another one.
 
     Args:
         rows: documents with ``input_ids`` and ``labels``.
         capacity: tokens that a packed row holds.
-
-    Returns:
-        Rows with ``input_ids``, ``labels`` and ``position_ids``. The first label of each document is masked: the
-        token before it belongs to another one.
     """
-    packed = []
-    for indices in best_fit([len(row["input_ids"]) for row in rows], capacity):
-        row: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": []}
-        for index in indices:
-            ids = rows[index]["input_ids"]
-            row["input_ids"] += ids
-            row["labels"] += [IGNORED, *rows[index]["labels"][1:]]
-            row["position_ids"] += range(len(ids))
-        packed.append(row)
-    return packed
+
+    def __init__(self, rows: Sequence[dict[str, list[int]]], capacity: int):
+        self.rows = rows
+        self.indices = best_fit([len(row["input_ids"]) for row in rows], capacity)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, number: Any) -> Any:
+        packed: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": []}
+        for index in self.indices[number]:
+            row = self.rows[index]
+            packed["input_ids"] += row["input_ids"]
+            packed["labels"] += [IGNORED, *row["labels"][1:]]
+            packed["position_ids"] += range(len(row["input_ids"]))
+        return packed
 
 
 def documents(position_ids_BT: torch.Tensor) -> torch.Tensor:

@@ -111,6 +111,10 @@ def test_augmentation_without_effect_is_said():
         (["data.overlap=64", "data.max_length=64"], "set data.overlap below data.max_length"),
         (["data.min_words=9", "data.max_words=8"], "no row can have at least 9 and at most 8 words"),
         (["data.stream=true"], "set train.max_steps"),
+        (
+            ["data.train=d.jsonl", "data.stream=true", "train.max_steps=2"],
+            "nothing can be held out of a stream; set data.eval=FILE",
+        ),
         (["data.stream=true", "train.max_steps=2", "tricks.packing=true"], "set tricks.packing=false"),
         (
             ["data.stream=true", "train.max_steps=2", "data.duplicates=near"],

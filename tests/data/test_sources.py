@@ -251,5 +251,3 @@ def test_a_named_set_has_its_own_evaluation_rows_and_one_row_cannot_be_divided(t
     assert sources.both(Data(train="nguzo_saba"), 0)[1] == sources.find("nguzo_saba", "eval")
     with pytest.raises(BadInput, match="has too few rows to hold one out; set data.eval=FILE"):
         sources.both(Data(train=pairs(tmp_path, 1)), 0)
-    with pytest.raises(BadInput, match="nothing can be held out of a stream; set data.eval=FILE"):
-        sources.both(Data(train=pairs(tmp_path, 9), stream=True), 0)

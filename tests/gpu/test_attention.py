@@ -12,7 +12,7 @@ from cria_tricks.hardware.attention_kernels import attention_kernel
 from cria_tricks.tricks.expand_kv import expand_kv
 from cria_tricks.tricks.flash_attention import flash_attention
 from cria_tricks.tricks.flash_decoding import flash_decoding, for_chat
-from cria_tricks.tricks.packing import pack
+from cria_tricks.tricks.packing import PackedRows
 from tests.helpers import prepare
 from tests.tolerances import FLASH_ATTENTION, FLASH_DECODING
 from tests.tricks.attention import heads, with_gradients
@@ -72,7 +72,7 @@ def test_under_t4_rules_expand_kv_takes_maskless_rows_from_math_to_memory_effici
 def test_packed_rows_need_no_mask_and_never_the_math_kernel(t4_rules, tiny_model, rows):
     """Attention goes document by document, and the heads are equal already."""
     _, _, loaded = prepare(tiny_model, "tricks.attention=sdpa", "tricks.packing=true", "tricks.precision=fp16")
-    batch = {name: tensor.cuda() for name, tensor in PadToLongest(2)(pack(rows[:3], 48)).items()}
+    batch = {name: tensor.cuda() for name, tensor in PadToLongest(2)(PackedRows(rows[:3], 48)).items()}
 
     def forward():
         with torch.autocast("cuda", torch.float16):

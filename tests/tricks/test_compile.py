@@ -16,7 +16,7 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks import compile
 from cria_tricks.tricks.compile import fused
-from cria_tricks.tricks.packing import pack
+from cria_tricks.tricks.packing import PackedRows
 from tests.helpers import difference, prepare, train, trained_weights
 from tests.tolerances import COMPILED, COMPILED_MODEL
 
@@ -173,7 +173,7 @@ def test_packed_rows_of_any_documents_share_their_graphs(tiny_model, rows, monke
     model = prepare(tiny_model, *sets)[2].model
     graphs = []
     for some in (rows[:3], rows[2:5], rows[:4], rows[1:5]):
-        batch = PadToLongest(2)(pack(some, 48))
+        batch = PadToLongest(2)(PackedRows(some, 48))
         assert len(batch["input_ids"]) > 1, "a batch of one row has graphs of its own"
         with torch.no_grad():
             model(input_ids=batch["input_ids"], position_ids=batch["position_ids"])

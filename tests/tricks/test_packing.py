@@ -1,5 +1,7 @@
 """Documents in one packed row are as far apart as in two."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ from cria_tricks.hardware import Device
 from cria_tricks.load.attention import lengths_or_mask
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks.packing import best_fit, block_causal_mask, by_document, document_lengths, documents, pack
+from cria_tricks.tricks.packing import PackedRows, best_fit, block_causal_mask, by_document, document_lengths, documents
 from tests.helpers import prepare, train
 from tests.tolerances import PACKED_ATTENTION, PACKED_LOSS
 from tests.tricks.attention import Attended, with_gradients
@@ -22,7 +24,7 @@ LENGTHS = row_lengths("train")
 
 
 def collated(rows, capacity=64):
-    return PadToLongest(2)(pack(rows, capacity))
+    return PadToLongest(2)(PackedRows(rows, capacity))
 
 
 def logits(model, batch, **more):
@@ -33,7 +35,7 @@ def logits(model, batch, **more):
 def test_the_first_label_of_each_document_is_masked():
     """Also where a prompt does not mask it anyway: the token before it belongs to another document."""
     rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [8, 9]}]
-    (row,) = pack(rows, 8)
+    (row,) = PackedRows(rows, 8)
     assert row == {
         "input_ids": [5, 6, 7, 8, 9],
         "labels": [IGNORED, 6, 7, IGNORED, 9],
@@ -133,8 +135,27 @@ def test_best_fit_by_hand():
     assert best_fit([3, 3], 3) == [[0], [1]]
 
 
+def test_a_document_is_read_when_its_packed_row_is_asked_for(rows):
+    """So rows in a file never are all in memory."""
+    asked = []
+
+    class File(Sequence):
+        def __len__(self):
+            return len(rows)
+
+        def __getitem__(self, number):
+            asked.append(number)
+            return rows[number]
+
+    packed = PackedRows(File(), 40)
+    asked.clear()
+    row = packed[1]
+    assert sorted(asked) == sorted(packed.indices[1])
+    assert sorted(row["input_ids"]) == sorted(token for number in asked for token in rows[number]["input_ids"])
+
+
 def test_every_documents_first_label_is_masked_and_padding_is_no_document(rows):
-    packed = pack(rows, 40)
+    packed = PackedRows(rows, 40)
     for row in packed:
         begins = [i for i, position in enumerate(row["position_ids"]) if position == 0]
         assert all(row["labels"][i] == -100 for i in begins)
