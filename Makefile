@@ -151,8 +151,8 @@ bench-seconds: $(READY)
 	$(VENV)/bin/cria doctor --calibrate
 	$(VENV)/bin/python -m benchmarks.seconds_error
 
-# What watching a run costs, in pairs of steps (MONITOR="--model random:tiny" takes less). On a CUDA card also samples beside
-# nvidia-smi's of the same seconds, and a trace and a snapshot of a few small steps, into benchmarks/results/DEVICE/.
+# What watching a run costs, in pairs of steps (MONITOR="--model random:tiny" takes less), into
+# benchmarks/results/DEVICE/.
 bench-monitor: $(READY)
 	$(VENV)/bin/python -m benchmarks.monitor $(MONITOR)
 
@@ -175,16 +175,9 @@ bench-curated: $(READY)
 	$(VENV)/bin/python -m benchmarks.curated $(if $(RECIPE),--recipe $(RECIPE))
 
 # Accept what bench-card measured, or refuse it in one line.
-.PHONY: check-card kaggle
+.PHONY: check-card
 check-card: $(READY)
 	$(VENV)/bin/cria bench --check cria-bench/measured_card.json
-
-# The notebook measure_your_card on Kaggle's free T4s, with this commit's package, which must be on GitHub. It needs
-# KAGGLE_USERNAME and KAGGLE_KEY (CONTRIBUTING.md). kaggle 2.2.5 imports six, but does not require it.
-kaggle: $(READY)
-	$(PYTHON) -m venv build/kaggle-cli
-	build/kaggle-cli/bin/python -m pip install --quiet --disable-pip-version-check kaggle==2.2.5 six
-	$(VENV)/bin/python -m tools.kaggle
 
 # lessons/*.py -> notebooks/*.ipynb. Notebooks are never edited; a test fails when one is out of date.
 notebooks: $(READY)

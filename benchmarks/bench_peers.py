@@ -1,20 +1,17 @@
-"""Two recipes of ours beside a bare loop, TRL and Unsloth, on the same rows in the same run.
+"""Two recipes of ours beside a bare loop and TRL, on the same rows in the same run.
 
 ``small`` is the capstone, ``fast`` LoRA that keeps everything but the logits, compiled. Bytes are counted in a run of
 their own, for all alike, and seconds are whole periods, with all that happens between two steps (``peers/job.py``).
 """
 
 import importlib.metadata
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.conftest import keep
-from benchmarks.peers import trl_sft, unsloth_sft
+from benchmarks.peers import trl_sft
 from benchmarks.peers.job import Job
-from cria_tricks import models
 from cria_tricks.bench import cases
 from cria_tricks.bench.case import WARM_UP, Rows, Setup, out_of_memory, settings_of, stamp
 from cria_tricks.bench.results import Case
@@ -43,13 +40,6 @@ def test_peers(request, benchmark, setup, name):
     if flags.get("activation_offloading") and this_device().kind == "cpu":
         pytest.skip("TRL's activation offloading is for cards")
     keep(request.config, benchmark, run(name, way, toggles, flags, setup))
-
-
-@pytest.mark.skipif(not unsloth_sft.installed(), reason="Unsloth is not installed, or there is no card")
-def test_unsloth(request, benchmark, setup):
-    if request.config.getoption("profile"):
-        pytest.skip("Unsloth has a process of its own, which no profile holds to anything")
-    keep(request.config, benchmark, run_unsloth(setup))
 
 
 def capstone_words() -> str:
@@ -99,38 +89,6 @@ def run(name: str, way: str, toggles: str, flags: dict[str, Any], setup: Setup) 
     except (RuntimeError, MemoryError) as error:
         return Case(**about, status="oom", why=out_of_memory(error))
     return Case(**about, status="ok", peak_allocated_bytes=peak, seconds=seconds)
-
-
-def run_unsloth(setup: Setup) -> Case:
-    """The same, by Unsloth's own best toggles."""
-    recipe, rows = job_of("capstone", setup), setup.documents([setup.tokens])
-    about = described("unsloth", "", {}, rows, setup) | {"settings": ["unsloth's own"]}
-    about["versions"]["unsloth"] = importlib.metadata.version("unsloth")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)  # the model's, with a tokenizer
-        for path in Path(models.find(recipe.model).path).iterdir():
-            (folder / path.name).symlink_to(path)
-        padder().save_pretrained(folder)
-        try:
-            told = unsloth_sft.run(
-                {
-                    "model": str(folder),
-                    "tokens": setup.tokens,
-                    "rows": rows * ACCUMULATED * recipe.train.max_steps,
-                    "lora": recipe.lora.model_dump(mode="json"),
-                    "bf16": this_device().real_bf16,
-                    "seed": recipe.train.seed,
-                    "batch_size": 1,
-                    "accumulation": ACCUMULATED,
-                    "steps": recipe.train.max_steps,
-                    "learning_rate": recipe.train.learning_rate,
-                }
-            )
-        except RuntimeError as error:
-            return Case(**about, status="oom", why=out_of_memory(error))
-    assert told["tokens"] == about["tokens"] * recipe.train.max_steps, "Unsloth saw other rows"
-    measured = {"peak_allocated_bytes": told["peak_bytes"], "peak_reserved_bytes": told["reserved_bytes"]}
-    return Case(**about, **measured, status="ok", seconds=told["seconds"][WARM_UP - 1 :])
 
 
 def padder() -> Any:

@@ -1,27 +1,18 @@
 """What the benchmarks share: rows of the real lengths, and result files that say where they come from."""
 
 import json
-import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from cria_tricks.bench.case import Rows, free_memory
+from cria_tricks.bench.case import Rows
 from cria_tricks.bench.results import folder_of
 from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.hardware import this_device
-from cria_tricks.load.model import load
-from cria_tricks.measure.memory import Meter
-from cria_tricks.models import Weights
-from cria_tricks.recipe import Recipe
-from cria_tricks.step_plan import Plan
-from cria_tricks.store.checkpoints import Checkpoints
-from cria_tricks.trainer.fit import fit
 
 HERE = Path(__file__).parent
-
 
 GROWTH = {
     "kept": "peft=lora precision=best attention=best",
@@ -49,49 +40,6 @@ def real_rows(vocabulary: int) -> Rows:
         ids = torch.randint(0, vocabulary, (length,), generator=draw).tolist()
         rows.append({"input_ids": ids, "labels": [IGNORED] * (length - trained) + ids[length - trained :]})
     return rows
-
-
-class Steps(NamedTuple):
-    """What real steps held.
-
-    Attributes:
-        peak_bytes: the most that was alive.
-        reserved_bytes: the most that CUDA's allocator had taken for it; none on a CPU.
-        trained_tokens: of a micro-batch.
-        attention_kernel: the one that ran.
-    """
-
-    peak_bytes: int
-    reserved_bytes: int | None
-    trained_tokens: int
-    attention_kernel: str
-
-
-def lengths_of_a_batch(recipe: Recipe, plan: Plan) -> list[int]:
-    """Of its documents: packed rows are of two; of several rows all but the first are shorter, so that there is a mask.
-
-    What it takes is that of a batch of ``data.max_length`` in all rows.
-    """
-    rows, tokens = recipe.train.batch_size, recipe.data.max_length
-    return [tokens // 2] * 2 * rows if plan.collator else [tokens, *[tokens * 3 // 4] * (rows - 1)]
-
-
-def train_two_steps(recipe: Recipe, plan: Plan, weights: Weights) -> Steps:
-    """Two optimizer steps of the trainer on freshly loaded weights; from the second on the optimizer's states live."""
-    lengths = lengths_of_a_batch(recipe, plan)
-    batch = [{"input_ids": [*range(3, 3 + n)], "labels": [*range(3, 3 + n)]} for n in lengths]
-    rows = batch * 2 * plan.training["gradient_accumulation_steps"]
-    settings = recipe.train.model_copy(update={"max_steps": 2, "save_steps": 1000, "save_minutes": 0})
-    torch.manual_seed(0)
-    meter = Meter(plan.device.kind)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            run = fit(load(plan, weights), plan, settings, rows, [], Checkpoints(Path(folder)), pad_id=2, meter=meter)
-    finally:
-        free_memory()
-    peak = max(entry["peak_bytes"] for entry in run.training if "peak_bytes" in entry)
-    reserved = meter.phases["train"].get("reserved_bytes")
-    return Steps(peak, reserved, sum(lengths) - len(lengths), run.attention_kernel)
 
 
 def path_of(case: str, results: Path | None = None) -> Path:

@@ -1,4 +1,4 @@
-"""What watching costs: steps with the monitor beside steps without it, in turn; on a card also what it says.
+"""What watching costs: steps with the monitor beside steps without it, in turn.
 
     python -m benchmarks.monitor                                     # SmolLM2, 60 pairs of each rate
     python -m benchmarks.monitor --model random:tiny --pairs 10      # does it run?
@@ -9,22 +9,15 @@ which other work on the machine disturbs less. Done once with a sample a second,
 a second, where whatever it costs is a hundred times as much and stands out of what two equal steps differ by. What a
 sample takes by itself is measured as well.
 
-On a CUDA card three more things are written beside the result: the monitor's samples (``monitor.jsonl``) and those of
-nvidia-smi of the same seconds (``nvidia_smi.csv``), held against each other, and a trace and a snapshot of a small
-model (``profile/``). Writes ``benchmarks/results/DEVICE/monitor.json``.
+Writes ``benchmarks/results/DEVICE/monitor.json``.
 """
 
 import argparse
 import contextlib
-import csv
-import datetime
 import json
-import shutil
 import statistics
-import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +25,12 @@ import torch
 from rich.console import Console
 from transformers import TrainerCallback
 
-from benchmarks.common import path_of, real_rows, write
+from benchmarks.common import real_rows, write
 from cria_tricks import models
 from cria_tricks.bench.case import stamp
 from cria_tricks.load.model import load, quiet_libraries
 from cria_tricks.measure.memory import Meter
-from cria_tricks.measure.monitor import Monitor, read, summarise
-from cria_tricks.measure.profiler import Profile
+from cria_tricks.measure.monitor import Monitor, read
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.store.checkpoints import Checkpoints
@@ -47,15 +39,6 @@ from cria_tricks.trainer.fit import fit
 BASE = ("tricks.peft=lora", "tricks.attention=sdpa", "tricks.chunked_loss=true", "train.save_minutes=0")
 VOCABULARY = 4_096
 """Of the random token ids."""
-QUERY = ("uuid", "memory.used", "utilization.gpu", "power.draw", "temperature.gpu", "clocks.sm")
-NAMES = {
-    "memory_bytes": ("memory.used [MiB]", 2**20),
-    "utilisation": ("utilization.gpu [%]", 0.01),
-    "watts": ("power.draw [W]", 1),
-    "celsius": ("temperature.gpu", 1),
-    "clock_mhz": ("clocks.current.sm [MHz]", 1),
-}
-"""A reading of the monitor, nvidia-smi's column for it, and how many of ours one of its units is."""
 
 
 class InTurn(TrainerCallback):
@@ -154,55 +137,6 @@ def one_sample(cuda: bool, times: int = 300) -> dict[str, float]:
             }
 
 
-@contextlib.contextmanager
-def nvidia_smi(path: Path) -> Iterator[None]:
-    """Let nvidia-smi write a line a second."""
-    command = ["nvidia-smi", f"--query-gpu=timestamp,{','.join(QUERY)}", "--format=csv", "--loop-ms=1000"]
-    with path.open("w") as file, subprocess.Popen(command, stdout=file) as process:
-        try:
-            yield
-        finally:
-            process.terminate()
-
-
-def apart(samples: list[dict[str, Any]], path: Path, uuid: str) -> dict[str, Any]:
-    """How far the monitor's samples are from nvidia-smi's of the same second."""
-    with path.open() as file:
-        lines = [{key.strip(): value.strip() for key, value in line.items()} for line in csv.DictReader(file)]
-    known = []
-    for line in lines:
-        if uuid in line["uuid"] and None not in line.values():
-            moment = datetime.datetime.strptime(line["timestamp"], "%Y/%m/%d %H:%M:%S.%f")
-            known.append((moment.timestamp(), line))
-    found: dict[str, Any] = {}
-    for name, (column, unit) in NAMES.items():
-        pairs = []
-        for sample in samples:
-            near, line = min(known, key=lambda one: abs(one[0] - sample["time"]))
-            if abs(near - sample["time"]) < 0.5 and name in sample["cards"][0]:
-                pairs.append((sample["cards"][0][name], float(line[column].split()[0]) * unit))
-        found[name] = {
-            "pairs": len(pairs),
-            "monitor_mean": statistics.mean(ours for ours, _ in pairs),
-            "nvidia_smi_mean": statistics.mean(theirs for _, theirs in pairs),
-            "median_difference": statistics.median(abs(ours - theirs) for ours, theirs in pairs),
-        }
-    return found
-
-
-def on_a_card(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Samples beside nvidia-smi's over some forty steps, and a trace and a snapshot of a few small ones."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    with nvidia_smi(folder / "nvidia_smi.csv"), Monitor(folder / "monitor.jsonl", 1, cuda=True) as watch:
-        train(with_settings(recipe, ["train.max_steps=40"]), watch)
-    found = apart(read(watch.path), folder / "nvidia_smi.csv", str(torch.cuda.get_device_properties(0).uuid))
-    with Profile(folder / "profile", cuda=True) as profile:
-        train(with_settings(recipe, ["model=random:tiny", "train.max_steps=6"]), profile)
-    sizes = {path.name: path.stat().st_size for path in sorted((folder / "profile").iterdir())}
-    return {"beside_nvidia_smi": found, "samples": summarise(read(watch.path)), "profile_bytes": sizes}
-
-
 def main() -> None:
     """Measure, write the result file, print the lines that matter."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -222,12 +156,9 @@ def main() -> None:
             low, high = found["quartiles"]
             said = f"a sample every {seconds:g} s: watched over unwatched {what} {found['median']:.4f}"
             console.print(f"{said} (median; quartiles {low:.3f} and {high:.3f})", highlight=False)
-    if cuda:
-        result |= on_a_card(recipe, path_of("monitor", chosen.results).parent / "monitor")
     path = write("monitor", result, chosen.results)
     took = {name: f"{1e6 * value:.0f} us" for name, value in result["one_sample"].items()}
     console.print(f"one sample: {took['seconds']}, of which a CPU {took['cpu_seconds']}", highlight=False)
-    console.print_json(data=result.get("beside_nvidia_smi", {}))
     console.print(f"wrote {path}", highlight=False)
 
 

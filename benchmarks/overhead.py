@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.common import write
 from benchmarks.peers import trl_sft
@@ -63,21 +62,8 @@ def compare(job: Job, pairs: int, console: Console) -> dict[str, Any]:
     }
 
 
-def table(result: dict[str, Any]) -> Table:
-    """The numbers that matter."""
-    drawn = Table("", "trained tokens/s", "range", "ours over it", "range", "final loss")
-    for way, speed in result["trained_tokens_per_second"].items():
-        ratio = result["ours_over"].get(way)
-        low, high = speed["range"]
-        times = (f"{ratio['median']:.3f}", "{:.3f} - {:.3f}".format(*ratio["range"])) if ratio else ("", "")
-        drawn.add_row(
-            way, f"{speed['median']:.1f}", f"{low:.1f} - {high:.1f}", *times, f"{result['final_loss'][way][0]:.6f}"
-        )
-    return drawn
-
-
 def main() -> None:
-    """Measure, write the result file, print the table."""
+    """Measure, write the result file, print the numbers that matter."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", default="smoke")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings")
@@ -96,7 +82,11 @@ def main() -> None:
     if trl_sft.installed():
         result["versions"]["trl"] = importlib.metadata.version("trl")
     path = write("overhead", result, chosen.results)
-    console.print(table(result))
+    for way, speed in result["trained_tokens_per_second"].items():
+        said = f"{way}: {speed['median']:.1f} trained tokens/s, final loss {result['final_loss'][way][0]:.6f}"
+        if way in result["ours_over"]:
+            said += f", ours {result['ours_over'][way]['median']:.3f} times as fast"
+        console.print(said, highlight=False)
     console.print(f"wrote {path}", highlight=False)
 
 

@@ -21,17 +21,18 @@ from functools import cache
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.common import HERE
 from cria_tricks.bill.step_time import ends
 from cria_tricks.common import atomic_files
-from cria_tricks.hardware.gpus import Gpu, find_gpu
+from cria_tricks.hardware.cards import Gpu
+from cria_tricks.hardware.gpus import find_gpu
 from cria_tricks.hardware.reached import Reached
 from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.models.shape import Shape, shape_of
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import folds
+from tools import tables
 
 FILE = HERE / "published_runs.toml"
 RESULTS = HERE / "results" / "published_runs.json"
@@ -212,38 +213,11 @@ def predict_bytes(run: PublishedRun) -> PredictedBytes:
     return PredictedBytes(run.id, run.bytes_are, run.reserved, allocated, reserved, reserved / run.reserved)
 
 
-def table_of_bytes(found: list[PredictedBytes]) -> Table:
-    """Draw the bytes."""
-    drawn = Table(title="memory in GiB: published, and the bill with all rows as long as the recipe allows")
-    drawn.add_column("run", no_wrap=True)
-    for column in ("published", "allocated", "reserved", "reserved / published"):
-        drawn.add_column(column, justify="right", no_wrap=True)
-    for one in found:
-        drawn.add_row(one.id, f"{one.published:.2f}", f"{one.allocated:.2f}", f"{one.reserved:.2f}", f"{one.ratio:.2f}")
-    return drawn
-
-
-def table(found: list[Prediction]) -> Table:
-    """Draw the predictions."""
-    drawn = Table(title="seconds of an optimizer step: published, and predicted with the run left out of the fit")
-    drawn.add_column("run", no_wrap=True)
-    for column in ("card", "published", "low", "high", "share", "in the fit", "inside"):
-        drawn.add_column(column, justify="right", no_wrap=True)
-    for one in found:
-        numbers = (f"{one.measured:.2f}", f"{one.low:.2f}", f"{one.high:.2f}", f"{one.share:.3f}")
-        fit = "left out" if one.left_out else "launches" if one.waits else "never"
-        drawn.add_row(one.id, one.card, *numbers, fit, "yes" if one.inside else "no")
-    return drawn
-
-
 def main() -> None:
     """Predict all runs, write the result file, and show it."""
     found = [predict(run) for run in published_runs() if run.set and run.tokens_per_second]
     console = Console()
-    console.width = max(console.width, 120)
-    console.print(table(found))
     weighed = [predict_bytes(run) for run in published_runs() if run.set and run.reserved]
-    console.print(table_of_bytes(weighed))
     left_out = [one for one in found if one.left_out]
     shares = {card: fitted_share(card) for card in ("t4", "a100")}
     summary = {
@@ -256,9 +230,10 @@ def main() -> None:
         "bytes_within_15_percent": sum(abs(one.ratio - 1) <= 0.15 for one in weighed),
         "bytes_more_than_5_percent_under": sum(one.ratio < 0.95 for one in weighed),
     }
+    rows = {"predictions": [asdict(one) for one in found], "predicted_bytes": [asdict(one) for one in weighed]}
+    console.print(tables.public_runs(rows), markup=False, highlight=False, soft_wrap=True)
     for name, value in summary.items():
         console.print(f"{name.replace('_', ' ')}: {value}", highlight=False)
-    rows = {"predictions": [asdict(one) for one in found], "predicted_bytes": [asdict(one) for one in weighed]}
     text = json.dumps(summary | rows, indent=2)
     atomic_files.write_file(RESULTS, text + "\n")
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.common import path_of, write
 from cria_tricks.bench.case import TRAINED_SHARE, Setup, measure, settings_of, stamp
@@ -27,6 +26,7 @@ from cria_tricks.hardware.cards import Card
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import folds
+from tools import tables
 
 SHAPE = "smollm2"
 TOKENS = (256, 1024)
@@ -109,19 +109,6 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def table(runs: list[dict[str, Any]]) -> Table:
-    """Draw every set with its prediction."""
-    drawn = Table(title="seconds of a step, predicted after calibration and measured")
-    drawn.add_column("set")
-    for column in ("tokens", "predicted", "range", "measured", "error"):
-        drawn.add_column(column, justify="right", no_wrap=True)
-    for run in runs:
-        span = f"{run['low']:.2f} to {run['high']:.2f}"
-        numbers = (f"{run['predicted']:.2f}", span, f"{run['measured']:.2f}", f"{run['error']:+.0%}")
-        drawn.add_row(run["set"] or "everything off", str(run["tokens"]), *numbers)
-    return drawn
-
-
 def main() -> None:
     """Run what is missing, and show all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -137,7 +124,6 @@ def main() -> None:
     card = calibration.card_of(device)
     if card is None:
         parser.error(calibration.stale(device) or "this machine is not calibrated: run cria doctor --calibrate")
-    console.width = max(console.width, 120)
     path = path_of("seconds_error", chosen.results)
     stored = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.is_file() else []
     seconds = {(run["set"], run["tokens"]): run["measured"] for run in stored}
@@ -153,7 +139,7 @@ def main() -> None:
         run = next(run for run in runs if (run["set"], run["tokens"]) == (words, tokens))
         said = f"predicted {run['predicted']:.2f}, measured {run['measured']:.2f}, {run['error']:+.0%}"
         console.print(f"{tokens} tokens, {words or 'everything off'}: {said}", highlight=False, soft_wrap=True)
-    console.print(table(runs))
+    console.print(tables.seconds_error({"runs": runs}), markup=False, highlight=False, soft_wrap=True)
     for name, value in summary(runs).items():
         aim = f", aim {TARGETS[name]:.0%}" if name in TARGETS else ""
         console.print(f"{name}: {value:.1%}{aim}" if aim else f"{name}: {value}", highlight=False)

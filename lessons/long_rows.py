@@ -23,13 +23,13 @@ import torch
 
 from cria_tricks import BadInput, course, recipes
 from cria_tricks.course import (
+    CARDS,
     COLAB,
     KAGGLE,
     LIBRARIES,
     T4,
     Theme,
     diff,
-    find_card,
     find_shape,
     folds,
     resolve,
@@ -458,7 +458,7 @@ print("with the copies, all gradients are equal bit for bit")
 # runs](choose_your_hardware.py) of shorter rows.)
 
 # %%
-t4 = find_card("t4")
+t4 = CARDS["t4"]
 TILED, OFFLOAD = "tricks.tiled_mlp=true", "tricks.activation_offload=true"
 both = with_settings(job, [TILED, OFFLOAD])
 for tokens in (2048, 16_384, 32_768):

@@ -12,9 +12,9 @@
 # side. You get one file. If you give it to us, plans for your card can use your times. Nothing is sent anywhere
 # by itself.
 #
-# *Run all* does all of it: it installs, looks at the machine, says how long each part should take, measures, and shows
-# the result. If the session ends, run all cells again. What `cria bench` has finished is not measured again; the
-# checks of section 1 run again and take about a minute. (In Colab this needs `DRIVE`, because the disk is deleted.)
+# *Run all* does all of it: it installs, looks at the machine, measures, and shows the result. If the session ends, run
+# all cells again. What `cria bench` has finished is not measured again; the checks of section 1 run again and take
+# about a minute. (In Colab this needs `DRIVE`, because the disk is deleted.)
 
 # %% tags=["before-install"]
 import torch
@@ -48,7 +48,7 @@ from pathlib import Path
 
 from IPython.display import Markdown, display
 
-from cria_tricks.bench import measured_card, sitting, tables
+from cria_tricks.bench import measured_card, tables
 from cria_tricks.course.commands import cria
 
 COLAB = "google.colab" in sys.modules
@@ -60,7 +60,7 @@ if COLAB and DRIVE:
     WHERE = Path("/content/drive/MyDrive")
 CARD = re.sub("[^a-z0-9]+", "-", (GPU or "cpu").lower())  # tomorrow Colab may give you another card
 OUT = WHERE / FOLDER / f"{CARD}-{VERSION}"
-FILE, ZIP = OUT / measured_card.NAME, OUT / sitting.ZIP
+FILE = OUT / measured_card.NAME
 BENCH = ["bench", "--out", OUT]
 if VERSION == "short":
     BENCH.append("--short")
@@ -80,13 +80,6 @@ _ = cria("doctor")
 _ = cria("doctor", "--calibrate")
 
 # %% [markdown]
-# **How long will it take?** Here is each part with its time. All of these times are predictions. The table in section 3
-# shows the measured ones beside them.
-
-# %%
-_ = cria(*BENCH, "--minutes")
-
-# %% [markdown]
 # ## 2. Measure
 # The cell prints one line for each case: the measured peak, the predicted one, the one that a dry
 # run counted, and the time of a step. Each case is saved when it is done. So you lose at most one case if you stop the
@@ -104,15 +97,15 @@ display(Markdown(tables.of_card(measured_card.read(FILE))))
 
 # %% [markdown]
 # ## 4. Keep it, and give it
-# The JSON file is the result. The zip holds this file and these tables. In Colab your browser downloads the zip.
-# Elsewhere, take it from the folder that is printed here.
+# The JSON file is the result. In Colab your browser downloads it. Elsewhere, take it from the folder that is printed
+# here.
 
 # %%
-print(f"{FILE}\n{ZIP}: {ZIP.stat().st_size / 1024:.0f} KiB")
+print(f"{FILE}: {FILE.stat().st_size / 1024:.0f} KiB")
 if COLAB:
     from google.colab import files
 
-    files.download(str(ZIP))
+    files.download(str(FILE))
 
 # %% [markdown]
 # **Can it be used?** `cria bench --check` accepts the file, or says in one line what is wrong with it. For example,
@@ -122,5 +115,5 @@ if COLAB:
 _ = cria("bench", "--check", FILE)
 
 # %% [markdown]
-# If you want to give it, open an issue with the form *I measured it on my card*, and drag the zip into it. We check
+# If you want to give it, open an issue with the form *I measured it on my card*, and drag the file into it. We check
 # it again, and it appears on the page [Measured cards](../docs/measured_cards.md#give-your-result).

@@ -31,7 +31,7 @@ def made_up(name: str = "t4", times: float = 1.0) -> MeasuredCard:
     with pretend(device):
         cases = [_case(one, card, times) for one in parts.planned("ladder", settings, device)]
     rates = {"flops products fp16": 0.3 * card.half_flops, "flops products fp32": 0.3 * card.full_flops}
-    done = PartRecord(status="done", predicted_seconds=60, seconds=70)
+    done = PartRecord(status="done", seconds=70)
     return MeasuredCard(
         device=_device(device),
         versions=VERSIONS,

@@ -16,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 from cria_tricks.cli import app, main
-from cria_tricks.common.units import human
 from cria_tricks.doctor import machine
 from cria_tricks.hardware import T4
 
@@ -44,7 +43,7 @@ def _pretended() -> dict[str, Any]:
     """What ``cria doctor`` finds on a made-up machine with a T4."""
     found = _examine()
     return found | {
-        "device": asdict(T4) | {"memory": human(T4.memory_bytes), "free_bytes": 0, "free": "14.6 GiB"},
+        "device": asdict(T4) | {"free_bytes": round(14.6 * 2**30)},
         "bf16": {"runs": "emulated", "torch_says": True},
         "python": "3.12.0",
         "cuda": "12.8",

@@ -12,7 +12,7 @@ import pytest
 
 from cria_tricks import recipes
 from cria_tricks.common.units import between, human, money, money_between
-from cria_tricks.hardware.cards import FLAVORS, find_card
+from cria_tricks.hardware.cards import CARDS, FLAVORS
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import plan_data
 from cria_tricks.predict.toggles import Target
@@ -176,7 +176,7 @@ def test_the_flight_recorder_keeps_as_many_collectives_as_the_pages_say():
 def test_the_table_of_costs_is_what_the_estimate_gives(row):
     text = (ROOT / "docs/guide/where_to_train.md").read_text(encoding="utf-8")
     said = next(line for line in text.splitlines() if line.startswith(f"| {row} |")).split(" | ")[1:]
-    card = find_card(row.partition(",")[0])
+    card = CARDS[row.partition(",")[0].lower()]
     recipe = recipes.kwanzaa(card.device)
     if "fewest" in row:
         recipe = recipes.capstone(card.device)
@@ -207,7 +207,7 @@ def test_a_cell_of_the_map_opens_the_calculator_with_its_switch_and_those_above_
     assert all(switch in choice.split("&amp;") for choice, switch in found)
     recipes_of = [with_settings(Recipe(), [f"tricks.{name}={value}" for name, value in one.items()]) for one in choices]
     assert recipes_of[0].tricks == with_settings(Recipe(), ["tricks.peft=lora"]).tricks
-    assert recipes_of[-1].tricks == recipes.capstone(find_card("t4").device).tricks
+    assert recipes_of[-1].tricks == recipes.capstone(CARDS["t4"].device).tricks
 
 
 @cache

@@ -22,7 +22,7 @@ def asked(monkeypatch, run_cria):
         found.append([word for word in words if not word.startswith("/")])
         if words[0] == "doctor":
             words.append("--help")  # is tested elsewhere; here, whether there is such an option
-        elif not {"--part", "--check", "--minutes"} & set(words):
+        elif not {"--part", "--check"} & set(words):
             words += [word for part in FEW for word in ("--part", part)]
         code, stdout, stderr = run_cria(*words)
         assert code == 0 or "--check" in words, stderr
@@ -42,7 +42,6 @@ def test_every_cell_runs_and_goes_on_in_one_folder(quick, asked, tmp_path, monke
     assert asked == [
         ["doctor"],
         ["doctor", "--calibrate"],
-        [*bench, "--minutes"],
         bench,
         ["bench", "--check"],
     ]
@@ -50,5 +49,4 @@ def test_every_cell_runs_and_goes_on_in_one_folder(quick, asked, tmp_path, monke
     assert [case.name for case in card.cases] == ["off", "ladder_peft"]
     wrong = [where for where, _ in accept.problems(card, names["FILE"])]
     assert [where for where in wrong if not any(word in where for word in OF_TIME)] == []
-    assert names["ZIP"].is_file()
     assert names["FILE"].is_relative_to(tmp_path / "cria-bench")

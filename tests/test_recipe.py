@@ -12,7 +12,8 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.common.fields import ALIASES, GONE, find_field
 from cria_tricks.common.names import plain
 from cria_tricks.hardware import T4, Device
-from cria_tricks.hardware.gpus import COLAB, KAGGLE, Host
+from cria_tricks.hardware.cards import Host
+from cria_tricks.hardware.gpus import COLAB, KAGGLE
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict.host import HostBill, host_bill
 from cria_tricks.predict.toggles import Target

@@ -1,10 +1,9 @@
-"""``cria bench``: parts, minutes, what is kept when it stops, and what the sensors say."""
+"""``cria bench``: parts, what is kept when it stops, and what the sensors say."""
 
 import json
 import signal
 import subprocess
 import time
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,10 @@ from cria_tricks.bench import accept, measured_card, parts, sensors, sitting
 from cria_tricks.bench.case import Setup, bytes_by_dry_run, measure, prepared
 from cria_tricks.bench.cases import ToMeasure
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.units import duration
 from cria_tricks.doctor import calibrate
 from cria_tricks.hardware import T4, calibration, this_device
 from cria_tricks.hardware.device import pretend
-from cria_tricks.hardware.gpus import GPUS, by_datasheet
+from cria_tricks.hardware.gpus import GPUS
 from tests.test_results import case as a_case
 from tests.warm import Child
 
@@ -48,14 +46,13 @@ def begun(out: Path, **changed) -> sitting.Sitting:
     return sitting.Sitting(out, settings, "cria bench", lambda line: None)
 
 
-def test_the_command_measures_packs_and_says_where(quick, tmp_path, run_cria):
+def test_the_command_measures_and_says_where(quick, tmp_path, run_cria):
     out = tmp_path / "mine"
     wanted = ("calibrate", "ladder", "capstone", "longest")
     words = [word for part in wanted for word in ("--part", part)]
     code, stdout, stderr = run_cria("bench", "--short", *words, "--out", out)
     assert code == 0, stderr
     assert f"{out}/measured_card.json" in stdout.replace("\n", "")
-    assert "ladder: about" in stderr, "its minutes are said before it begins"
     assert "longest: skipped, because on a CPU" in stderr
     card = measured_card.read(out / measured_card.NAME)
     assert list(card.parts) == list(wanted)
@@ -66,40 +63,13 @@ def test_the_command_measures_packs_and_says_where(quick, tmp_path, run_cria):
         assert case.predicted[-1].by == "measured here"
     wrong = [where for where, _ in accept.problems(card, out / measured_card.NAME)]
     assert [where for where in wrong if not any(word in where for word in OF_TIME)] == []
-    with zipfile.ZipFile(out / sitting.ZIP) as packed:
-        names = packed.namelist()
-        assert json.loads(packed.read(measured_card.NAME)) == json.loads((out / measured_card.NAME).read_text())
-        report = packed.read(sitting.REPORT).decode()
-    assert names == [measured_card.NAME, sitting.REPORT]
-    assert "| + `peft` | tiny | 128 |" in report
+    assert "| + `peft` | tiny | 128 |" in (out / sitting.REPORT).read_text()
     # Everything is there, so nothing is measured again.
     code, stdout, stderr = run_cria("bench", "--short", *words, "--out", out, "--json")
     assert code == 0
     assert "ladder: is in" in stderr
     again = measured_card.MeasuredCard.model_validate(json.loads(stdout))
     assert again.cases == card.cases
-
-
-def test_minutes_are_said_without_measuring(quick, tmp_path, run_cria):
-    out = tmp_path / "mine"
-    code, stdout, _ = run_cria("bench", "--short", "--minutes", "--out", out)
-    assert code == 0
-    assert not out.exists()
-    said = dict(line.split(maxsplit=1) for line in stdout.splitlines())
-    assert list(said) == [*measured_card.PARTS, "in"]
-    assert said["calibrate"] == f"about {duration(parts.CALIBRATION[True])}"
-    assert said["ladder"] == "some minutes, which are not known before", "nobody has calibrated this machine"
-    code, _, stderr = run_cria("bench", "--short", "--part", "calibrate", "--out", out)
-    assert code == 0, stderr
-    _, stdout, _ = run_cria("bench", "--short", "--minutes", "--out", out)
-    said = dict(line.split(maxsplit=1) for line in stdout.splitlines())
-    assert said["calibrate"] == f"is in {out / measured_card.NAME} already"
-    seconds = begun(out)._seconds("ladder")
-    assert said["ladder"] == f"about {duration(seconds)}"
-    rates = begun(out)._best_rates()
-    left = [part for part in measured_card.PARTS if part != "calibrate"]
-    minutes = parts.minutes(left, begun(out).card.settings, this_device(), rates)
-    assert said["in"] == f"all     about {duration(60 * minutes)}, predicted"
 
 
 LADDER_STEPS = 4
@@ -199,12 +169,9 @@ def test_an_unknown_part_is_told(tmp_path, run_cria):
     assert not (tmp_path / "new").exists()
 
 
-def test_the_short_version_takes_ten_minutes_on_a_t4_and_the_full_one_an_hour():
-    """By our own estimate, and without the GPU tests, whose time is not known."""
-    for short, low, high in ((True, 8, 12), (False, 40, 60)):
-        settings = parts.settings_for(T4, short=short)
-        assert low <= parts.minutes(measured_card.PARTS, settings, T4, by_datasheet(T4)) <= high
-        assert settings.alone_shape == "smollm2", "plain fp32 full fine-tuning of Llama-3.2-1B does not fit"
+def test_each_switch_alone_is_measured_on_a_model_that_fits_without_any():
+    for short in (True, False):
+        assert parts.settings_for(T4, short=short).alone_shape == "smollm2", "fp32 of Llama-3.2-1B does not fit"
     large = parts.settings_for(GPUS["a100-80"].device, short=True)
     assert large.alone_shape == large.shape == "llama-3.2-1b"
 

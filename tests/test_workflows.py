@@ -13,11 +13,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from cria_tricks.bench import sitting
 from cria_tricks.bench.measured_card import NAME
 from cria_tricks.cli.bench import bench
 from tests.site.conftest import missing
-from tools import kaggle, pins, release, workflow
+from tools import pins, release, workflow
 from tools.address import ROOT, project
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -80,8 +79,8 @@ def test_actionlint_is_told_of_our_runner_and_of_variables_only(tmp_path, was, p
     assert said in done.stdout
 
 
-MEASURING = {"gpu": "MEASURE_ON_GPU", "kaggle": "MEASURE_ON_KAGGLE"}
-"""The workflows that are off, and the variables that switch them on."""
+MEASURING = {"gpu": "MEASURE_ON_GPU"}
+"""The workflow that is off, and the variable that switches it on."""
 
 
 def test_secrets_and_our_own_machine_are_out_of_reach_for_a_pull_request():
@@ -102,24 +101,14 @@ def test_a_measuring_workflow_is_off_until_its_variable_is_set_as_contributing_s
         assert f"set the variable `{variable}` to `on`" in page
 
 
-def test_only_the_step_that_calls_kaggle_has_the_secrets():
-    about = read(ROOT / ".github/workflows/kaggle.yml")
-    with_secrets = [step for step in about["jobs"]["measure"]["steps"] if "secrets" in str(step)]
-    assert str(about).count("secrets.") == 2
-    assert [step["run"] for step in with_secrets] == ["make kaggle"]
-    assert with_secrets[0]["env"].keys() == {"KAGGLE_USERNAME", "KAGGLE_KEY"}
-
-
 def test_what_a_measuring_workflow_keeps_is_what_its_commands_write():
     (on_gpu,) = jobs(ROOT / ".github/workflows/gpu.yml").values()
     kept = on_gpu["steps"][-1]["with"]["path"].split()
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     folder = inspect.signature(bench).parameters["out"].default
-    assert set(kept) == {"build/test-gpu.txt", f"{folder}/{NAME}", f"{folder}/{sitting.ZIP}"}
+    assert set(kept) == {"build/test-gpu.txt", f"{folder}/{NAME}"}
     assert f"> {kept[0]}" in makefile
     assert f"--check {folder}/{NAME}" in makefile
-    (on_kaggle,) = jobs(ROOT / ".github/workflows/kaggle.yml").values()
-    assert ROOT / on_kaggle["steps"][-1]["with"]["path"] == kaggle.FOLDER / "result"
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

@@ -25,9 +25,9 @@ from cria_tricks.bill import step_time
 from cria_tricks.common.markdown_table import table
 from cria_tricks.common.units import between, human
 from cria_tricks.hardware import reached
-from cria_tricks.hardware.cards import Card
+from cria_tricks.hardware.cards import Card, Gpu
 from cria_tricks.hardware.datasheets import DATASHEETS
-from cria_tricks.hardware.gpus import GPUS, Gpu, by_datasheet
+from cria_tricks.hardware.gpus import GPUS, by_datasheet
 from cria_tricks.hardware.reached import Reached
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import plan_data
@@ -67,18 +67,17 @@ and upload the wheel to its folder. The same in a terminal:
 
 ```
 pip install PATH/TO/THE.whl   # not public yet
-cria bench --short --minutes  # how long each part should take
-cria bench --short            # ten minutes on a T4, by our own estimate; without --short an hour
+cria bench --short            # about ten minutes on a T4, which none has run yet; without --short an hour
 cria bench --check cria-bench/measured_card.json
 ```
 
-Each part first says its predicted time, where that is known. If the session ends early, the same command goes on: it
-loses one case at most. The result is one JSON file, with its tables in a zip beside it. `--check` accepts the file or
-says in one line what is wrong with it, and CI does the same with every file of this page.
+If the session ends early, the same command goes on: it loses one case at most. The result is one JSON file, with its
+tables in `report.md` beside it. `--check` accepts the file or says in one line what is wrong with it, and CI does the
+same with every file of this page.
 
 ## Give your result
 
-Open an issue with the form *I measured it on my card*, and drag `measured_card.zip` into it. The file names the card,
+Open an issue with the form *I measured it on my card*, and drag `measured_card.json` into it. The file names the card,
 its driver, the library versions, the host's memory, the times, and the command with its paths. It holds no training
 rows and no model weights. Send it also if `--check` refuses it, with the line that it says.
 

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 from cria_tricks.common.markdown_table import markdown_table
-from cria_tricks.hardware.cards import PRICES_SOURCE
-from cria_tricks.hardware.gpus import ASSUMED_CAPABILITY, GPUS, SOURCES_READ, Gpu
+from cria_tricks.hardware.cards import PRICES_SOURCE, Gpu
+from cria_tricks.hardware.gpus import ASSUMED_CAPABILITY, GPUS, SOURCES_READ
 from cria_tricks.models.catalogue import CATALOGUE
 from cria_tricks.models.configs import KINDS
 from cria_tricks.models.shape import find_shape

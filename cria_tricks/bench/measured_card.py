@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from cria_tricks.bench.results import Case, Strict, first_wrong, folder_of, read_json
 from cria_tricks.common import atomic_files
@@ -61,11 +61,12 @@ class BenchSettings(Strict):
 
 
 class PartRecord(Strict):
-    """What became of a part."""
+    """What became of a part. Older files also say how long it should take, which is left out when they are read."""
+
+    model_config = ConfigDict(extra="ignore")
 
     status: Literal["open", "done", "skipped"]
     why: str = Field("", description="it was skipped")
-    predicted_seconds: float | None = Field(None, ge=0, description="said before it began")
     seconds: float = Field(0.0, ge=0, description="it took, all sittings together")
 
 

@@ -1,33 +1,19 @@
-"""The parts of a sitting: which cases each has on a device, and how long it should take."""
+"""The parts of a sitting: which cases each has on a device."""
 
-from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from cria_tricks.bench import cases
-from cria_tricks.bench.case import HALVINGS, WARM_UP, Setup, full_lengths, prepared, recipe_of, settings_of
+from cria_tricks.bench.case import Setup, full_lengths, prepared, recipe_of, settings_of
 from cria_tricks.bench.measured_card import BenchSettings, PartName
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data.kwanzaa_lengths import row_lengths
-from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.device import Device
 from cria_tricks.models.shape import find_shape
-from cria_tricks.predict import toggles
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import folds
 
-LOADING = {"cpu": 1.0, "cuda": 10.0}
-"""Time that a case takes beside its steps and its dry run, to load the model above all [s].
-
-A case of ``random:tiny`` took about one on two EPYC cores. The figure for a GPU is a guess.
-"""
-DRY_BLOCK = 1.0
-"""Time of a dry run for each block of the model [s]: 0.9 to 2.7 on two busy EPYC cores, for Llama-3.2-1B."""
-CALIBRATION = {True: 30.0, False: 75.0}
-"""Time of the calibration in the short version and in the full one [s]: on two EPYC cores."""
 CALIBRATED = {True: 0.4, False: 1.5}
 """How long each piece of the calibration is repeated, in the short version and in the full one [s]."""
-LONGEST_TRIES = 5
-"""Lengths that a search of the longest row tries, about."""
 
 
 class Planned(NamedTuple):
@@ -125,64 +111,9 @@ def real_lengths(rows: int, longest: int) -> list[int]:
     return [max(2, lengths[place] * longest // lengths[-1]) for place in places]
 
 
-def seconds_of(part: PartName, settings: BenchSettings, device: Device, card: Card | None) -> float | None:
-    """Predict how long a part takes [s]; ``None`` if that is not known.
-
-    Args:
-        part: the part.
-        settings: of the sitting.
-        device: the device.
-        card: its rates; ``None`` if they are not known.
-    """
-    if skipped(part, settings, device):
-        return 0.0
-    if part == "calibrate":
-        return CALIBRATION[settings.short]
-    if card is None:
-        return None
-    if part == "longest":
-        return _longest_seconds(settings, device, card)
-    return sum(_case_seconds(one, device, card) for one in planned(part, settings, device))
-
-
-def minutes(parts: Iterable[PartName], settings: BenchSettings, device: Device, card: Card | None) -> float:
-    """Sum up the predicted time of parts, those that are not known left out [min]."""
-    return sum(seconds_of(part, settings, device, card) or 0.0 for part in parts) / 60
-
-
-def _case_seconds(one: Planned, device: Device, card: Card) -> float:
-    """Predict how long a case takes: to load the model, the dry run and the steps [s]."""
-    recipe = recipe_of(settings_of(one.case.words, device), one.setup)
-    shape = find_shape(recipe.model)
-    found = LOADING[device.kind]
-    if one.dry:
-        found += DRY_BLOCK * shape.layers
-    if not _fits(device, one.setup, one.case.words):
-        return found  # it runs out of memory in its first step
-    steps = WARM_UP + one.setup.rounds
-    if one.setup.rounds and folds.work(recipe, shape, device).precision == "fp16":
-        steps += HALVINGS
-    tokens = None
-    if one.rows == "real":
-        tokens = _mean(lengths_of(one, device))
-    return found + steps * folds.step(recipe, shape, card, tokens).seconds
-
-
-def _mean(lengths: Sequence[int]) -> int:
-    return round(sum(lengths) / len(lengths))
-
-
 def longest_recipe(settings: BenchSettings, device: Device) -> Recipe:
     """Return the recipe whose longest row is searched."""
     return with_settings(cases.capstone(device), [f"model=random:{settings.shape}"])
-
-
-def _longest_seconds(settings: BenchSettings, device: Device, card: Card) -> float:
-    recipe = longest_recipe(settings, device)
-    shape = find_shape(recipe.model)
-    tokens = toggles.longest(toggles.Target(shape, device), recipe)
-    step = folds.step(recipe, shape, card, tokens)
-    return LONGEST_TRIES * (LOADING[device.kind] + WARM_UP * step.seconds)
 
 
 def _fits(device: Device, setup: Setup, words: str) -> bool:

@@ -228,7 +228,6 @@ NAMES = {
     ("peers", "trl_smallest"): "TRL, as small, with its offload",
     ("peers", "trl_as_fast"): "TRL, as fast",
     ("peers", "trl_fastest"): "TRL, as fast, compiled",
-    ("peers", "unsloth"): "Unsloth",
 }
 """Bench and case -> what a table calls the case, where its own name says too little."""
 

@@ -3,7 +3,6 @@
 import datetime
 import statistics
 import time
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,6 @@ from cria_tricks.predict import toggles
 
 ATTEMPTS = 2
 """How often a case is measured whose times are unsteady."""
-ZIP = "measured_card.zip"
-"""What to hand on: the file of the card, with its tables."""
 REPORT = "report.md"
 """The tables."""
 STRIDE = 1.1
@@ -84,56 +81,27 @@ class Sitting:
 
     def run(self, wanted: Sequence[PartName]) -> None:
         """Measure these parts, but for what is in the file already; it is written again after each case."""
-        for number, part in enumerate(wanted):
-            self.say(f"{part}: {self.foretold(part)}; left in all: {self.total(wanted[number:])}")
+        for part in wanted:
             why = parts.skipped(part, self.card.settings, self.device)
             if why:
+                self.say(f"{part}: skipped, because {why}")
                 self._record(part, PartRecord(status="skipped", why=why))
-            elif not self._done(part):
+            elif part in self.card.parts and self.card.parts[part].status == "done":
+                self.say(f"{part}: is in {self.file} already")
+            else:
                 self._part(part)
 
-    def total(self, wanted: Sequence[PartName]) -> str:
-        """Say how long these parts should take together, without those that are in the file."""
-        left = [part for part in wanted if not self._done(part)]
-        rates = self._best_rates()
-        total = duration(60 * parts.minutes(left, self.card.settings, self.device, rates))
-        if rates is None:
-            return f"{total} for those that need no rates; the calibration tells the others"
-        return f"about {total}"
-
-    def foretold(self, part: PartName) -> str:
-        """Say how long a part should take, or why it takes no time."""
-        why = parts.skipped(part, self.card.settings, self.device)
-        if why:
-            return f"skipped, because {why}"
-        if self._done(part):
-            return f"is in {self.file} already"
-        seconds = self._seconds(part)
-        if seconds is None:
-            return "some minutes, which are not known before"
-        return f"about {duration(seconds)}"
-
-    def pack(self) -> Path:
-        """Write the tables, and a zip of all; return the zip."""
+    def report(self) -> Path:
+        """Write the tables, and return their file."""
         report = self.file.with_name(REPORT)
         atomic_files.write_file(report, f"# {self.device.name}\n\n{tables.of_card(self.card)}\n")
-        packed = self.file.with_name(ZIP)
-        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.write(self.file, self.file.name)
-            archive.write(report, report.name)
-        return packed
-
-    def _done(self, part: PartName) -> bool:
-        return part in self.card.parts and self.card.parts[part].status == "done"
-
-    def _seconds(self, part: PartName) -> float | None:
-        return parts.seconds_of(part, self.card.settings, self.device, self._best_rates())
+        return report
 
     def _part(self, part: PartName) -> None:
         """Measure one part."""
         before = self.card.parts.get(part)
         so_far = before.seconds if before else 0.0
-        record = PartRecord(status="open", predicted_seconds=self._seconds(part), seconds=so_far)
+        record = PartRecord(status="open", seconds=so_far)
         self._record(part, record)
         began = time.perf_counter()
         status = "open"
@@ -215,11 +183,6 @@ class Sitting:
         if self.card.calibration:
             found.append(calibration.card_by(self.card.calibration, self.device))
         return found
-
-    def _best_rates(self) -> Card | None:
-        """Return the calibrated rates, else those that were known before; ``None`` if there are none."""
-        found = self._rates()
-        return found[-1] if found else calibration.card_of(self.device)
 
     def _known(self, bench: str, name: str) -> Case | None:
         """Find a case in the file."""

@@ -200,10 +200,9 @@ def of_card(card: MeasuredCard) -> str:
 def _parts(card: MeasuredCard) -> str:
     rows = []
     for name, record in card.parts.items():
-        told = duration(record.predicted_seconds) if record.predicted_seconds is not None else ""
         took = duration(record.seconds) if record.status != "skipped" else ""
-        rows.append((name, record.status, cell(record.why), told, took))
-    return table(("part", "status", "why", "predicted to take", "took"), rows)
+        rows.append((name, record.status, cell(record.why), took))
+    return table(("part", "status", "why", "took"), rows)
 
 
 def quality(runs: Sequence[Mapping[str, Any]]) -> str:

@@ -18,7 +18,6 @@ from cria_tricks.common.names import hint, nearest
 
 if TYPE_CHECKING:
     from cria_tricks.bench.measured_card import PartName
-    from cria_tricks.bench.sitting import Sitting
 
 
 @app.command(rich_help_panel=MACHINE, epilog="Example: cria bench --short --out my-card")
@@ -33,9 +32,6 @@ def bench(
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder to write, and to go on in.")] = Path("cria-bench"),
     profile: Annotated[str, typer.Option(metavar="t4", help="Hold a CUDA card to what this one can do.")] = "",
-    minutes: Annotated[
-        bool, typer.Option("--minutes", help="Measure nothing: say how long each part should take.")
-    ] = False,
     check: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="Measure nothing: accept a measured_card.json, or refuse it in one line."),
@@ -57,33 +53,17 @@ def bench(
     _prepare()
     quiet_libraries()
     held = held_to(profile) if profile else contextlib.nullcontext()
-
-    def begin() -> "Sitting":
-        settings = parts.settings_for(this_device(), short=short, profile=profile)
-        return sitting.Sitting(out, settings, " ".join(["cria", *sys.argv[1:]]), _say)
-
-    if minutes:
-        with held:
-            _foretell(begin(), wanted)
-        return
     out.mkdir(parents=True, exist_ok=True)
     with only_writer(out), held, contextlib.redirect_stdout(sys.stderr):
-        measuring = begin()
+        settings = parts.settings_for(this_device(), short=short, profile=profile)
+        measuring = sitting.Sitting(out, settings, " ".join(["cria", *sys.argv[1:]]), _say)
         measuring.run(wanted)
-        packed = measuring.pack()
+        report = measuring.report()
     if as_json:
         print(measuring.card.model_dump_json(indent=1))
         return
-    size = packed.stat().st_size / 1024
     screen.print(f"{len(measuring.card.cases)} cases of {measuring.device.name}: {measuring.file}", highlight=False)
-    screen.print(f"To hand on: {packed} ({size:.0f} KiB)", highlight=False)
-
-
-def _foretell(measuring: "Sitting", wanted: list["PartName"]) -> None:
-    """Print how long each part should take."""
-    for part in wanted:
-        screen.print(f"{part:10} {measuring.foretold(part)}", highlight=False, markup=False)
-    screen.print(f"{'in all':10} {measuring.total(wanted)}, predicted", highlight=False, markup=False)
+    screen.print(f"Its tables: {report}", highlight=False)
 
 
 def _say(line: str) -> None:

@@ -25,6 +25,7 @@ from cria_tricks.common.console import table
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.lessons import number_of
 from cria_tricks.common.names import hint, nearest, plain
+from cria_tricks.common.units import human
 
 
 @app.command(rich_help_panel=LEARN, epilog="Example: cria tricks")
@@ -209,7 +210,7 @@ def _about_the_machine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if kind == "cuda":
         kind += f", compute capability {'.'.join(map(str, device['capability']))}"
     yield "device", f"{device['name']} ({kind})"
-    yield "memory", f"{device['memory']}, of which {device['free']} are free"
+    yield "memory", f"{human(device['memory_bytes'])}, of which {human(device['free_bytes'])} are free"
     bf16 = "runs in hardware" if found["bf16"]["runs"] == "real" else "is emulated, slowly"
     if found["bf16"]["torch_says"] is not None:
         bf16 += f" (torch.cuda.is_bf16_supported() says {found['bf16']['torch_says']})"

@@ -45,7 +45,7 @@ _NAMES = {
     # the machine and the model
     "hardware": "T4 this_device",
     "hardware.attention_kernels": "attention_kernel kernel_for",
-    "hardware.cards": "A100_40GB CARDS FLAVORS find_card",
+    "hardware.cards": "A100_40GB CARDS FLAVORS",
     "hardware.device": "pretend=pretend_device this_cpu",
     "hardware.gpus": "COLAB KAGGLE",
     "hardware.reached": "LINK=LINK_REACHED",

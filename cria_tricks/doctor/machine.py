@@ -4,6 +4,7 @@ import functools
 import importlib.metadata
 import os
 import platform
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import psutil
 import torch
 
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.units import DTYPE, human
+from cria_tricks.common.units import DTYPE
 from cria_tricks.hardware import Device, this_device
 from cria_tricks.hardware.attention_kernels import attention_kernel
 from cria_tricks.recipe import Recipe, with_settings
@@ -49,8 +50,7 @@ def examine() -> dict[str, Any]:
     """Describe this machine.
 
     Returns:
-        - ``device``: ``kind``, ``name``, ``capability``, ``real_bf16``, ``memory_bytes`` and ``free_bytes``, and
-          these two sizes as text, too (``memory``, ``free``);
+        - ``device``: the fields of :class:`Device`, and ``free_bytes``;
         - ``bf16``: ``runs``, which is ``real`` or ``emulated``, and ``torch_says``, the answer of
           ``torch.cuda.is_bf16_supported()``, which is true for emulation too (``None`` without CUDA);
         - ``python`` and ``cuda``: their versions (``cuda`` is ``None`` in a CPU build of torch); ``versions``: that of
@@ -63,19 +63,9 @@ def examine() -> dict[str, Any]:
         - ``toggles``: see :func:`toggles`.
     """
     device = this_device()
-    free = _free_bytes(device)
     library = _bitsandbytes()
     return {
-        "device": {
-            "kind": device.kind,
-            "name": device.name,
-            "capability": device.capability,
-            "real_bf16": device.real_bf16,
-            "memory_bytes": device.memory_bytes,
-            "memory": human(device.memory_bytes),
-            "free_bytes": free,
-            "free": human(free),
-        },
+        "device": {**asdict(device), "free_bytes": _free_bytes(device)},
         "bf16": {
             "runs": "real" if device.real_bf16 else "emulated",
             "torch_says": torch.cuda.is_bf16_supported() if device.kind == "cuda" else None,

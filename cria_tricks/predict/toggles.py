@@ -11,9 +11,9 @@ from cria_tricks import recipes
 from cria_tricks.bill.bill import Bill
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human, speed
-from cria_tricks.hardware.cards import Card
+from cria_tricks.hardware.cards import Card, Host
 from cria_tricks.hardware.device import T4, Device
-from cria_tricks.hardware.gpus import Host, rates_of
+from cria_tricks.hardware.gpus import rates_of
 from cria_tricks.load.refusals import facts_of, refuse
 from cria_tricks.models.shape import Shape, find_shape
 from cria_tricks.parallel.strategies import traffic

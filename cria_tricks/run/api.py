@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from cria_tricks import recipes
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4, Device, this_device
-from cria_tricks.hardware.gpus import Host, find_gpu, this_host
+from cria_tricks.hardware.cards import Host
+from cria_tricks.hardware.gpus import find_gpu, this_host
 from cria_tricks.models.shape import Shape, find_shape
 from cria_tricks.predict.answer import PlanAnswer
 from cria_tricks.recipe import Recipe, with_settings

@@ -7,7 +7,7 @@ import torch
 
 from cria_tricks.bill import moved_bytes, step_time
 from cria_tricks.hardware import T4, reached
-from cria_tricks.hardware.cards import CARDS, find_card
+from cria_tricks.hardware.cards import CARDS
 from cria_tricks.hardware.reached import ON_A_T4, SPREAD
 from cria_tricks.measure.counting import Traffic
 from cria_tricks.models.shape import find_shape
@@ -168,7 +168,7 @@ def test_seconds_read_the_bytes_that_the_bill_stores_but_for_the_tables(double):
 
 
 def test_a_part_takes_the_longer_of_its_two_times_and_parts_are_added():
-    card = find_card("t4")
+    card = CARDS["t4"]
     found = folds.step(capstone(card.device), find_shape("llama-3.2-1b"), card)
     *working, launches = found.parts
     for part in working:

@@ -5,7 +5,6 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from benchmarks.evaluation_peaks import cases, errors, model
 from cria_tricks import plan, recipes
 from cria_tricks.bill.lines import ANSWERS, EVALUATION
 from cria_tricks.hardware import T4, this_device
@@ -20,6 +19,7 @@ from cria_tricks.resolve import resolve
 from cria_tricks.run.run import train
 from cria_tricks.tricks.folds import for_shape
 from tests.memory.cases import recipe, skip_experts_shaped_by_numbers
+from tests.memory.evaluation_peaks import cases, errors, model
 from tests.memory.test_estimate import SAMPLE
 from tests.sweeps import sample
 
@@ -34,7 +34,7 @@ def llama(tmp_path_factory):
 
 @pytest.mark.parametrize("case", sample(cases(20), 4), ids=str)
 def test_the_peak_of_training_and_evaluation_is_the_measured_one(case, llama, tmp_path):
-    """All 20 drawn settings under CRIA_ALL=1; benchmarks/evaluation_peaks.py prints their table."""
+    """All 20 drawn settings under CRIA_ALL=1."""
     for moment, error in errors(case, llama, tmp_path / "run").items():
         assert BOUNDS[0] <= error <= BOUNDS[1], moment
 

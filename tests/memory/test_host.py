@@ -7,7 +7,8 @@ import pytest
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
 from cria_tricks.hardware import T4
-from cria_tricks.hardware.gpus import COLAB, KAGGLE, Host
+from cria_tricks.hardware.cards import Host
+from cria_tricks.hardware.gpus import COLAB, KAGGLE
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict.host import OFFLOADED, STREAMED, host_bill, refuse_beyond_host
 from cria_tricks.predict.toggles import Target

@@ -14,7 +14,8 @@ from cria_tricks import recipes
 from cria_tricks.common.errors import BadInput, OutOfMemory
 from cria_tricks.data.lengths import Lengths, full
 from cria_tricks.hardware import trust
-from cria_tricks.hardware.gpus import Gpu, find_gpu
+from cria_tricks.hardware.cards import Gpu
+from cria_tricks.hardware.gpus import find_gpu
 from cria_tricks.models import quantised
 from cria_tricks.models.shape import BESIDE_HEAD, Shape, find_shape, shape_of
 from cria_tricks.predict import plan_data

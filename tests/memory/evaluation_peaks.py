@@ -1,15 +1,11 @@
 """Compare the estimated peak of training and evaluation with the measured one, for settings drawn by a seed.
 
-    python -m benchmarks.evaluation_peaks                 # 20 settings, about a minute on one core
-
 Each setting trains a small Llama for two steps on this machine's CPU with the shared trainer, which counts all bytes.
 Training rows, evaluation rows and prompts have lengths of their own, and every switch a value of its own. Rows are
-random numbers, and every second one is a token shorter, so that there is padding. Prints a Markdown table.
+random numbers, and every second one is a token shorter, so that there is padding.
 """
 
-import argparse
 import random
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.lines import EVALUATION
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.units import human
 from cria_tricks.hardware.device import Device
 from cria_tricks.load.model import load
 from cria_tricks.measure.memory import Meter
@@ -159,29 +154,3 @@ def _row(length: int, seed: int) -> dict[str, list[int]]:
 
 def _ids(length: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(3, VOCABULARY - 1), k=length)
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--settings", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=5)
-    given = parser.parse_args()
-    print(
-        "| rows | train | eval | samples | switches | at | predicted | measured | error | evaluation | training step |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = model(Path(temporary) / "model")
-        for number, case in enumerate(cases(given.settings, given.seed)):
-            bill = predicted(case, folder)
-            phases = measured(case, folder, Path(temporary) / f"run-{number}")
-            peak = max(phases.values())
-            cells = [case.batch, case.train, case.evaluated, case.samples, case, bill.peak.name]
-            cells += [human(bill.peak_bytes), human(peak), f"{bill.peak_bytes / peak - 1:+.1%}"]
-            cells += [human(max(phases["evaluate"], phases.get("answers", 0))), human(phases["train"])]
-            print("|", " | ".join(map(str, cells)), "|", flush=True)
-
-
-if __name__ == "__main__":
-    main()
