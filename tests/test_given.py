@@ -56,7 +56,7 @@ CASES = {
             "smoke --set data.min_words=9 --set data.max_words=3": "no row can have at least 9 and",
             "smoke --set model=smolm2": NO_MODEL,
             "smoke --set model=random:tinny": "unknown shape tinny; did you mean random:tiny?",
-            "smoke --set model={folder}/modle": "did you mean {folder}/model?",
+            "smoke --set model={folder}/modle": "no such folder, and no hub id (owner/name); aliases are",
             "smoke --set model={folder}/empty": "model {folder}/empty: the folder has no config.json",
         }.items()
     },
