@@ -24,8 +24,8 @@ from cria_tricks.bench.case import stamp
 from cria_tricks.common.units import human
 from cria_tricks.course.processes import Ranks
 from cria_tricks.hardware import this_device
-from cria_tricks.load import device_map, losses
-from cria_tricks.load.model import load, quiet_libraries
+from cria_tricks.load import losses
+from cria_tricks.load.model import device_map, load, quiet_libraries
 from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.models import Weights
 from cria_tricks.models.shape import shape_of
@@ -246,7 +246,7 @@ class Across(torch.autograd.Function):
 def placed(model: Any, live: Cards) -> None:
     """Give each module its card of the device map: its tensors are counted there, and its inputs are copied there."""
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
-    places = device_map.device_map(causal_lm.config.num_hidden_layers, len(live.peaks))
+    places = device_map(causal_lm.config.num_hidden_layers, len(live.peaks))
 
     def entered(card: int) -> Callable[..., Any]:
         def copied(x: Any) -> Any:

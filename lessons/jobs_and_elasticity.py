@@ -538,7 +538,7 @@ launch_job("kwanzaa", "me/adapter", [], timeout="45m", only_print=True)
 one = launch_torchrun.Elastic(max_restarts=3)
 some = launch_torchrun.Elastic(3, "1:2", "node0:29400")
 for elastic, out in ((one, None), (some, Path("/shared/run"))):
-    words = launch_torchrun.command("kwanzaa", "torchrun", 1, out=out, elastic=elastic)
+    words = launch_torchrun.command("kwanzaa", 1, out=out, elastic=elastic)
     parts = textwrap.wrap(launch_torchrun.shown(words), 80, break_on_hyphens=False)
     print(" \\\n    ".join(parts), end="\n\n")
 

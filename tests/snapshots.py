@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent / "snapshots"
 WIDTHS = (80, 120)
 CASES = {
     "plan": "plan kwanzaa --gpu t4 --rows 107 --rows-full",
-    "plan_tables": "plan kwanzaa --gpu t4 --rows-full --toggles --ladder --front --longest",
+    "plan_tables": "plan kwanzaa --gpu t4 --rows-full --switches --ladder --front --longest",
     "plan_does_not_fit": "plan kwanzaa --gpu t4 --rows-full --model llama-3.1-70b",
     "plan_tight": "plan kwanzaa --gpu t4 --rows-full --set data.max_length=8192 --set train.batch_size=7 "
     "--set tricks.gradient_checkpointing=true --set tricks.chunked_loss=true",

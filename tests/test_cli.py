@@ -179,8 +179,6 @@ def test_chat_reads_questions_until_an_empty_line(run_cria, finished, monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["doctor", "--hang", "7"], "No such option: --hang; py-spy dump --pid PID shows where a process waits"),
-        (["doctor", "--collectives"], "No such option: --collectives; NVIDIA's nccl-tests measure a link"),
         (["train", "--out", "x" * 300], "is no path that can be used: File name too long"),
         (["train", "--out", "caf\udcff"], "is no path that can be used: 'utf-8' codec can't encode"),
         (["train", "--set", f"data.train={'x' * 300}"], "File name too long"),

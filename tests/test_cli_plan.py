@@ -75,7 +75,7 @@ def test_each_toggle_alone_each_removed_and_the_ladder(run_cria):
         code, stdout, _ = run_cria("plan", "kwanzaa", "--gpu", "t4", option)
         assert code == 0
         assert all(title in stdout and title not in short for title in titles)
-    stdout = run_cria("plan", "kwanzaa", "--gpu", "t4", "--toggles", *SMALLEST)[1]
+    stdout = run_cria("plan", "kwanzaa", "--gpu", "t4", "--switches", *SMALLEST)[1]
     assert [line.split() for line in stdout.splitlines() if line.startswith("gradient_checkpointing=true")] == [
         ["gradient_checkpointing=true", "20.4", "GiB", "10.9", "GiB", "less", "1.23", "times", "slower"],
         ["gradient_checkpointing=true", "4.6", "GiB", "3.1", "GiB", "more", "1.34", "times", "faster"],

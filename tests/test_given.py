@@ -56,7 +56,7 @@ CASES = {
             "smoke --set data.min_words=9 --set data.max_words=3": "no row can have at least 9 and",
             "smoke --set model=smolm2": NO_MODEL,
             "smoke --set model=random:tinny": "unknown shape tinny; did you mean random:tiny?",
-            "smoke --set model={folder}/modle": "did you mean {folder}/model?",
+            "smoke --set model={folder}/modle": "no such folder, and no hub id (owner/name); aliases are",
             "smoke --set model={folder}/empty": "model {folder}/empty: the folder has no config.json",
         }.items()
     },
@@ -79,11 +79,11 @@ CASES = {
     "plan --gpu all --model smolm2": NO_MODEL,
     "plan --gpu all --dry-run": "--dry-run with --gpu all: it is about one machine; name it, such as --gpu t4",
     "plan --gpu all --nproc 2": "--nproc with --gpu all: it is about one machine",
-    "launch smoke --on slurm": "--on slurm: there are torchrun, accelerate",
+    "launch smoke --on slurm": "--on slurm: there are torchrun, hf-jobs",
     "launch smoke --on torchrun --nodes 4:1": "--nodes 4:1: write how many machines at least and at most",
     "launch smoke --on torchrun --repo a/b": "--repo, --flavor and --timeout are for --on hf-jobs",
     "launch smoke --on hf-jobs": "--repo '': name a repository of the hub, OWNER/NAME",
-    "launch smoke --on hf-jobs --repo a/b --nproc 2": "are for the other launchers; leave them out",
+    "launch smoke --on hf-jobs --repo a/b --nproc 2": "are for --on torchrun; leave them out",
     "launch smoke --on hf-jobs --repo a/b --flavor t4-smal": "unknown flavor t4-smal: did you mean t4-small?",
     "launch smoke --on hf-jobs --repo a/b --timeout soon": "--timeout soon: must be a time of a minute or more",
     # folders of adapters

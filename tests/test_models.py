@@ -127,13 +127,6 @@ def test_an_unknown_name_is_this_line():
         assert str(caught.value) == f"model {name}: {said}"
 
 
-def test_a_misspelt_folder_gets_the_one_beside_it(tmp_path):
-    (tmp_path / "qwen2-small").mkdir()
-    with pytest.raises(BadInput) as caught:
-        models.find(f"{tmp_path}/qwen2-smal")
-    assert str(caught.value).endswith(f"no hub id (owner/name); did you mean {tmp_path}/qwen2-small?")
-
-
 def test_where_made_models_are_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     for set_to, folder in (("", tmp_path / ".cache" / "cria_tricks"), (str(tmp_path / "mine"), tmp_path / "mine")):

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import cria_tricks.trainer.shared
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4, Device
-from cria_tricks.load import offload, overlapped_offload
+from cria_tricks.load import overlapped_offload
 from cria_tricks.load.overlapped_offload import CopyStream, Overlapped
 from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.models.shape import find_shape
@@ -337,7 +337,7 @@ def test_switch_in_a_step(tiny_model, monkeypatch, tmp_path, rows):
     made: list[Overlapped] = []
 
     def make(model, plan):
-        made.append(offload.overlapped(model, plan))
+        made.append(overlapped_offload.overlapped(model, plan))
         return made[-1]
 
     monkeypatch.setitem(cria_tricks.trainer.shared.CONTEXTS, "overlapped_offload", make)

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-from rich.progress import Progress
 
-from cria_tricks.common.progress_bars import counted, new_bar
+from cria_tricks.common.progress_bars import new_bar
 from cria_tricks.trainer.progress import ShowProgress, curve
 
 SAMPLE = {
@@ -65,26 +64,6 @@ def test_the_panel_has_the_numbers_that_are_there():
     assert "3/3" in drawn
     assert all(value in drawn for value in progress.numbers().values())
     assert "step    3/3" not in progress.console.file.getvalue(), "lines are for where nothing is drawn"
-
-
-def read(many: int, shown: Console) -> str:
-    """The lines that reading so many rows leaves."""
-    with counted((str(n) for n in range(many)), "data.train", shown) as each:
-        assert list(each) == [str(n) for n in range(many)]
-    return shown.file.getvalue()
-
-
-@pytest.mark.parametrize(("many", "said"), [(0, "0"), (1, "1"), (1234, "1,234")])
-def test_rows_that_were_read_are_counted(many, said):
-    assert read(many, console()) == f"data.train: all rows are read once\ndata.train: {said} rows read\n"
-
-
-def test_while_rows_are_read_the_bar_moves_every_thousand(monkeypatch):
-    moved = []
-    honest = Progress.update
-    monkeypatch.setattr(Progress, "update", lambda self, task, **new: (moved.append(new), honest(self, task, **new))[0])
-    read(2100, console(force_terminal=True))
-    assert moved == [{"completed": n, "note": f"{n:,} rows"} for n in (1000, 2000)]
 
 
 def test_a_bar_is_drawn_on_a_terminal_only():

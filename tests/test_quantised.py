@@ -43,18 +43,13 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_methods_are_refused_in_one_line_that_names_the_model_to_take(run_cria, folder, name):
+def test_other_methods_are_refused_in_one_line(run_cria, folder, name):
     path = folder(name, **OTHERS[name])
     for command in (("plan", "kwanzaa", "--gpu", "t4", "--model", path), ("train", "smoke", "--set", f"model={path}")):
         code, stdout, stderr = run_cria(*command)
         assert (code, stdout, stderr.count("\n")) == (2, "", 1)
         assert f"model {path}: its weights are quantised already (" in stderr
-        assert "take the model that it was made from, Qwen/Qwen3-8B, and set tricks.quantization=nf4" in stderr
-
-
-def test_an_unknown_model_gets_no_name(folder):
-    with pytest.raises(BadInput, match=r"take the model that it was made from, and set"):
-        find_shape(folder("our-own-FP8", quantization_config={"quant_method": "fp8"}))
+        assert "take the model that it was made from, and set tricks.quantization=nf4" in stderr
 
 
 def test_plain_models_are_not_refused(folder):
@@ -98,5 +93,5 @@ def test_what_the_refusal_says_works(run_cria, folder):
 def test_a_model_that_is_quantised_in_part_is_refused(folder):
     in_part = DOUBLE | {"llm_int8_skip_modules": ["lm_head", "model.layers.3.mlp"]}
     path = folder("Qwen3-8B-unsloth-bnb-4bit", quantization_config=in_part)
-    with pytest.raises(BadInput, match=r"\(model.layers.3.mlp is not\).*take the model .* Qwen/Qwen3-8B,"):
+    with pytest.raises(BadInput, match=r"\(model.layers.3.mlp is not\).*take the model that it was made from"):
         find_shape(path)

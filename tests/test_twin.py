@@ -42,8 +42,7 @@ def shown(kind: str, *techniques: str, **fields) -> dict[str, str]:
     attention = "eager"
     if model._supports_sdpa:
         attention = "sdpa_by_document" if "packing" in techniques else "sdpa"
-    found = twin.tried(model, attention, techniques)
-    return {technique: found[technique] for technique in techniques}
+    return twin.tried(model, attention, techniques)
 
 
 def on_the_page(kind: str, technique: str) -> str:
@@ -161,7 +160,6 @@ def test_each_kind_of_block_is_in_the_twin():
 def test_a_fused_part_that_computes_something_else_is_found(technique, tmp_path, monkeypatch):
     assert shown("llama", technique) == {technique: ""}
     monkeypatch.setenv("CRIA_CACHE", str(tmp_path))
-    monkeypatch.setattr(twin, "_known", {})
     honest = fused.products, fused.PLAIN.rms_norm
     monkeypatch.setattr(fused, "products", lambda x, matrices: [2 * y for y in honest[0](x, matrices)])
     wrong = fused.PLAIN._replace(rms_norm=lambda x, weight, epsilon: honest[1](x, weight, 1.0))
@@ -171,7 +169,6 @@ def test_a_fused_part_that_computes_something_else_is_found(technique, tmp_path,
 
 def test_the_callers_random_state_stays(tmp_path, monkeypatch):
     monkeypatch.setenv("CRIA_CACHE", str(tmp_path))
-    monkeypatch.setattr(twin, "_known", {})
     before = torch.get_rng_state()
     assert set(shown("llama", *twin.TRIALS).values()) == {""}
     assert torch.equal(torch.get_rng_state(), before)
@@ -179,9 +176,7 @@ def test_the_callers_random_state_stays(tmp_path, monkeypatch):
 
 def test_what_was_shown_is_kept_and_sizes_do_not_matter(tmp_path, monkeypatch):
     monkeypatch.setenv("CRIA_CACHE", str(tmp_path))
-    monkeypatch.setattr(twin, "_known", {})
     assert shown("llama", "loss") == {"loss": ""}
-    monkeypatch.setattr(twin, "_known", {})
     monkeypatch.setattr(twin, "_twin", lambda *given: pytest.fail("a twin is built again"))
     assert shown("llama", "loss", hidden_size=8192, num_attention_heads=64, num_hidden_layers=80) == {"loss": ""}
     (kept,) = (value for key, value in json.loads(weight_files._memory().read_text()).items() if "Llama" in key)
@@ -190,7 +185,6 @@ def test_what_was_shown_is_kept_and_sizes_do_not_matter(tmp_path, monkeypatch):
 
 def test_positions_that_do_not_begin_again_are_noticed(tmp_path, monkeypatch):
     monkeypatch.setenv("CRIA_CACHE", str(tmp_path))
-    monkeypatch.setattr(twin, "_known", {})
     honest = twin.PackedRows
 
     def going_on(rows, capacity):

@@ -63,10 +63,6 @@ FitAim = Annotated[
 MayChange = Annotated[
     list[str] | None, typer.Option(help="--fit: a switch that may change results, too; may be repeated.")
 ]
-Toggles = Annotated[
-    bool,
-    typer.Option("--switches", "--toggles", help="Show each switch alone, and without each.", rich_help_panel=SHOWN),
-]
 Nodes = Annotated[
     str, typer.Option(metavar="MIN:MAX", help="Machines that may come and go.", rich_help_panel="For --on torchrun")
 ]

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from cria_tricks.cli.app import PLAN, SHOWN, FitAim, Json, MayChange, Offline, Settings, Toggles, app, screen
+from cria_tricks.cli.app import PLAN, SHOWN, FitAim, Json, MayChange, Offline, Settings, app, screen
 from cria_tricks.common.errors import BadInput
 
 MORE = "[dim]more: --gpu all, --fit AIM, --switches, --front, --longest, --rows N, --json[/]"
@@ -31,7 +31,9 @@ def plan(
     ] = None,
     settings: Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the real step on tensors without data.")] = False,
-    toggles: Toggles = False,
+    toggles: Annotated[
+        bool, typer.Option("--switches", help="Show each switch alone, and without each.", rich_help_panel=SHOWN)
+    ] = False,
     ladder: Annotated[
         bool, typer.Option("--ladder", help="Show the switches added one after the other.", rich_help_panel=SHOWN)
     ] = False,
@@ -39,7 +41,6 @@ def plan(
         bool,
         typer.Option(
             "--front",
-            "--advise",
             help="Try all sets of switches, and show the best in memory and time.",
             rich_help_panel=SHOWN,
         ),

@@ -82,7 +82,7 @@ def train(
 @app.command(rich_help_panel=TRAIN, epilog="Example: cria launch kwanzaa --on torchrun --nproc 2")
 def launch(
     recipe: Annotated[str, typer.Argument(help="A named recipe, or a TOML file.")],
-    on: Annotated[str, typer.Option(help="Who starts it: torchrun, accelerate, or hf-jobs on a rented machine.")],
+    on: Annotated[str, typer.Option(help="Who starts it: torchrun, or hf-jobs on a rented machine.")],
     nproc: Annotated[int | None, typer.Option(min=1, help="Processes; one a card when left out, else two.")] = None,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write; runs/NAME when left out.")] = None,
@@ -110,19 +110,21 @@ def launch(
     if on == "hf-jobs":
         if nproc or resume or max_restarts or nodes or endpoint or other_base or fit or may_change:
             options = "--nproc, --resume, --max-restarts, --nodes, --endpoint, --other-base, --fit and --may-change"
-            raise BadInput(f"--on hf-jobs: {options} are for the other launchers; leave them out")
-        # It imports the estimates, which the other launchers do not need.
+            raise BadInput(f"--on hf-jobs: {options} are for --on torchrun; leave them out")
+        # It imports the estimates, which torchrun does not need.
         from cria_tricks.launch import job
 
         job.launch(recipe, repo, settings or [], out, only_print, **about)
         return
+    if on != "torchrun":
+        raise BadInput(f"--on {on}: there are torchrun, hf-jobs")
     if repo or about:
         raise BadInput(f"--on {on}: --repo, --flavor and --timeout are for --on hf-jobs; leave them out")
     from cria_tricks.launch import torchrun
     from cria_tricks.run import given
 
     elastic = torchrun.Elastic(max_restarts, nodes, endpoint)
-    words = torchrun.command(recipe, on, nproc, settings or [], out, resume, elastic)
+    words = torchrun.command(recipe, nproc, settings or [], out, resume, elastic)
     words += ["--other-base"] * other_base + ["--offline"] * offline
     for option, values in (("--fit", [fit] if fit else []), ("--may-change", may_change or [])):
         for value in values:

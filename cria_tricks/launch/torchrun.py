@@ -1,6 +1,5 @@
 """Write the command that starts a recipe in several processes, as a person could type it, and run it."""
 
-import importlib
 import logging
 import os
 import re
@@ -30,17 +29,6 @@ own. Without it, a machine that joins a running torch 2.13 never learns the stor
 writes it in the first round only (``DynamicRendezvousHandler.next_rendezvous``).
 """
 
-LAUNCHERS = {
-    # --standalone: one machine, with a free port of its own, so that two runs do not disturb each other.
-    "torchrun": "torchrun --standalone --nproc-per-node {processes}",
-    # All options that it would otherwise ask for. (--multi_gpu is its word for several processes, on CPUs, too.)
-    "accelerate": (
-        "accelerate launch --multi_gpu --num_processes {processes} --num_machines 1 --main_process_port 0 "
-        "--mixed_precision no --dynamo_backend no"
-    ),
-}
-"""The launchers. Both give each process its rank in the environment; the recipe decides everything else."""
-
 
 @dataclass(frozen=True)
 class Elastic:
@@ -63,7 +51,6 @@ ONCE = Elastic()
 
 def command(
     recipe: str,
-    on: str,
     processes: int | None = None,
     settings: Iterable[str] = (),
     out: Path | None = None,
@@ -74,7 +61,6 @@ def command(
 
     Args:
         recipe: a name or a TOML file.
-        on: the launcher, of :data:`LAUNCHERS`.
         processes: number of processes on each machine. When left out, it is one per GPU, or two if there are no GPUs.
         settings: changes of the recipe, as for ``cria train``; several processes use ``ddp`` if none is named.
         out: folder to write.
@@ -85,8 +71,6 @@ def command(
     Raises:
         BadInput: for anything that would end all processes soon after their start.
     """
-    if on not in LAUNCHERS:
-        raise BadInput(f"--on {on}: there are {', '.join(LAUNCHERS)}")
     changes = list(settings)
     given.recipe(recipe, changes)
     machines = _machines(elastic.nodes)
@@ -108,11 +92,7 @@ def command(
     for number in machines:
         if len(machines) == 1 or number * processes > 1 or wanted.parallel.strategy not in ELASTIC:
             _refuse_unshared(wanted, number * processes)
-    start = LAUNCHERS[on].format(processes=processes).split()
-    if on == "torchrun":
-        start, out, resume = _elastic(start, wanted.name, elastic, out, resume)
-    elif elastic != ONCE:
-        raise BadInput(f"--on {on}: --max-restarts, --nodes and --endpoint are torchrun's; use --on torchrun")
+    start, out, resume = _elastic(processes, wanted.name, elastic, out, resume)
     words = [*start, "-m", "cria_tricks", "train", recipe]
     for setting in changes:
         words += ["--set", setting]
@@ -144,9 +124,11 @@ def _refuse_unshared(recipe: Recipe, processes: int) -> None:
 
 
 def _elastic(
-    start: list[str], name: str, elastic: Elastic, out: Path | None, resume: bool
+    processes: int, name: str, elastic: Elastic, out: Path | None, resume: bool
 ) -> tuple[list[str], Path | None, bool]:
-    """Return the launcher's words, the folder, and whether to resume, for a run that survives lost processes."""
+    """Return the launcher's words, the folder, and whether to resume."""
+    # --standalone: one machine, with a free port of its own, so that two runs do not disturb each other.
+    start = ["torchrun", "--standalone", "--nproc-per-node", str(processes)]
     if elastic == ONCE:
         return start, out, resume
     if elastic.nodes:
@@ -167,7 +149,7 @@ def _elastic(
 
 
 def run(words: list[str]) -> int:
-    """Run the command in this process, by calling the launcher's main function.
+    """Run the command in this process, by calling torchrun's main function.
 
     If a person types the command and a process fails, the launcher prints a long report and ends with exit code 1. Here
     only the error line of the process that failed is printed, and its exit code is returned.
@@ -179,6 +161,7 @@ def run(words: list[str]) -> int:
         The exit code that the processes ended with.
     """
     # Imported here: torch takes seconds, and a command that is only printed does not need its errors.
+    import torch.distributed.run
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -188,15 +171,14 @@ def run(words: list[str]) -> int:
         name, _, value = words[0].partition("=")
         os.environ[name] = value
         words = words[1:]
-    module = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}[words[0]]
-    main = importlib.import_module(module).main
     # The processes share the cores of the CPU.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _processes(words))))
+    processes = int(words[words.index("--nproc-per-node") + 1])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     # The process that fails prints its error itself, so the launcher's log is switched off.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     sys.argv = words
     try:
-        main()
+        torch.distributed.run.main()
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
         return max((code for code in codes if code > 0), default=1)  # a killed process has a negative one
@@ -210,11 +192,6 @@ def run(words: list[str]) -> int:
 def shown(words: list[str]) -> str:
     """Return the command as one line, quoted for a shell."""
     return shlex.join(words)
-
-
-def _processes(words: list[str]) -> int:
-    option = "--nproc-per-node" if "--nproc-per-node" in words else "--num_processes"
-    return int(words[words.index(option) + 1])
 
 
 def _cards() -> int:

@@ -6,7 +6,7 @@ bits, unless ``--packed`` leaves it as it is. So a model that fits a card in tra
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.evaluation import fullest_answer, loss_pass
@@ -28,41 +28,10 @@ WAYS = {EVAL: ((BATCH, NEW_TOKENS), (1, NEW_TOKENS), (1, CHAT_TOKENS)), CHAT: ((
 """For each command the rows that it answers together and the tokens of an answer: as it is, and with smaller ones."""
 
 
-def as_opened(recipe: Recipe, device: Device, *, with_adapter: bool = True, packed: bool = False) -> Recipe:
-    """Return the recipe whose model is as one that is opened to answer, except that all of that is in one dtype.
-
-    Args:
-        recipe: with which the adapter was trained.
-        device: the machine that answers.
-        with_adapter: whether the adapter lies over its base.
-        packed: whether a quantised base stays as it was in training; else it is unpacked.
-    """
-    trained = recipe.tricks
-    tricks = Tricks(precision=device.best_precision, attention="sdpa", expand_kv=device.needs_expand_kv)
-    if with_adapter:
-        tricks = tricks.model_copy(update={"peft": trained.peft})
-    if packed:
-        quantised = {"quantization": trained.quantization, "double_quantization": trained.double_quantization}
-        tricks = tricks.model_copy(update=quantised)
-    return recipe.model_copy(update={"tricks": tricks})
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to answer, and what it needs.
-
-    Attributes:
-        options: those of the command.
-        packed: whether the base stays packed.
-        rows: the rows that are answered together.
-        new: the tokens of the longest answer.
-        memory: what it needs.
-    """
+class Way(NamedTuple):
+    """The options of a command that opens a model to answer, and what it needs with them."""
 
     options: tuple[str, ...]
-    packed: bool
-    rows: int
-    new: int
     memory: Bill
 
 
@@ -139,7 +108,7 @@ def _ways(command: str, recipe: Recipe, shape: Shape, device: Device, lengths: L
             options += (f"--max-new-tokens {new}",)
         for packed in (False, True) if quantised else (False,):
             memory = needed(recipe, shape, device, rows, prompt, new, packed=packed, row=row * (command == EVAL))
-            yield Way(("--packed", *options) if packed else options, packed, rows, new, memory)
+            yield Way(("--packed", *options) if packed else options, memory)
 
 
 def needed(
@@ -157,7 +126,14 @@ def needed(
         packed: whether a quantised base stays packed.
         row: tokens of the longest row whose loss is measured, too, one at a time; 0 if none is.
     """
-    recipe = as_opened(recipe, device, packed=packed)
+    kept = {"peft"} | ({"quantization", "double_quantization"} if packed else set())
+    tricks = Tricks(
+        precision=device.best_precision,
+        attention="sdpa",
+        expand_kv=device.needs_expand_kv,
+        **recipe.tricks.model_dump(include=kept),
+    )
+    recipe = recipe.model_copy(update={"tricks": tricks})
 
     def of(rows: int, tokens: int) -> StepFacts:
         batch = recipe.train.model_copy(update={"batch_size": rows})

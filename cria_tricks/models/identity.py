@@ -56,8 +56,8 @@ def compare(
     where: str,
     *,
     allowed: bool,
+    weights: Weights,
     moved: str = "--base",
-    weights: Weights | None = None,
 ) -> list[str]:
     """Compare a base with the one that an adapter was trained on.
 
@@ -66,9 +66,9 @@ def compare(
         now: what :func:`of` returns for the base that would be used.
         where: the adapter or run, as messages call it.
         allowed: whether the user allows another base; then a difference is only a warning.
-        moved: the command-line option with which the user names the folder of the base.
         weights: the base that would be used. One that cannot be used at all is refused for that reason, so that nobody
             is told to allow it.
+        moved: the command-line option with which the user names the folder of the base.
 
     Returns:
         Warnings. A different tokenizer is always only a warning.
@@ -81,10 +81,9 @@ def compare(
     if differ:
         said = f"{where}: the base {now['name']} is not the one that it was trained over: {differ}"
         if not allowed:
-            if weights:
-                from cria_tricks.models import pretrained  # slow to import, and rarely needed
+            from cria_tricks.models import pretrained  # slow to import, and rarely needed
 
-                pretrained.refuse_misfit(Path(weights.path), weights.name)
+            pretrained.refuse_misfit(Path(weights.path), weights.name)
             raise BadInput(f"{said}; name the folder of that base with {moved}, or use this one with --other-base")
         warnings.append(f"{said}; used because of --other-base")
     differ = other(recorded, now, "tokenizer")

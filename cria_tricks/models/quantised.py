@@ -5,23 +5,16 @@ Such folders hold packed numbers and their scales. Each method needs kernels of 
 """
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cria_tricks.common.errors import BadInput
-from cria_tricks.models.catalogue import ALIASES
 
 FIELDS = ("quantization_config", "compression_config", "quantization")
 """Where a config says so: transformers' name, an older one of compressed-tensors, and MLX's."""
 OURS = "bitsandbytes"
-_ENDING = re.compile(
-    r"[-_.](unsloth|bnb|mlx|nvidia|quantized|dynamic|gptq|awq|hqq|eetq|autoround|marlin|fp8|fp4|nf4|nvfp4|mxfp4|kv|block"
-    r"|int\d|\d+-?bits?|w\d+a\d+|g?\d+g|\dbpw)$",
-    re.IGNORECASE,
-)
-"""How quantised copies are called behind the name of the model, one word at a time."""
+_INSTEAD = "take the model that it was made from, and set tricks.quantization=nf4"
 
 
 def settings_of(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
@@ -42,7 +35,7 @@ def settings_of(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
     if kept:
         raise BadInput(
             f"model {name}: its weights are quantised already, but not all ({min(kept)} is not), so they have no bill; "
-            f"{_instead(name)}"
+            f"{_INSTEAD}"
         )
     if found.get("load_in_8bit"):
         return ("tricks.quantization=int8",)
@@ -68,7 +61,7 @@ def refuse(config: Mapping[str, Any], name: str) -> None:
     bits = f", {found['bits']} bits" if isinstance(found.get("bits"), int) else ""
     raise BadInput(
         f"model {name}: its weights are quantised already ({method}{bits}), and cria can neither plan nor train over "
-        f"such weights; {_instead(name)}"
+        f"such weights; {_INSTEAD}"
     )
 
 
@@ -85,13 +78,3 @@ def refuse_file(path: Path, name: str) -> None:
 def _described(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what a config says about quantised weights; empty if it says nothing."""
     return next((config[field] for field in FIELDS if config.get(field) and isinstance(config[field], Mapping)), {})
-
-
-def _instead(name: str) -> str:
-    """Say which model to take: by its name, if the catalogue has the model that was quantised."""
-    last = name.rstrip("/").rpartition("/")[2]
-    while _ENDING.search(last):
-        last = _ENDING.sub("", last)
-    original = next((hub for hub in ALIASES.values() if hub.rpartition("/")[2].lower() == last.lower()), "")
-    named = f", {original}" if original else ""
-    return f"take the model that it was made from{named}, and set tricks.quantization=nf4"

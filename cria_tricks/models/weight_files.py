@@ -58,7 +58,7 @@ def find(folder: Path, name: str) -> list[Path]:
     if (folder / WHOLE).is_file():
         return [folder / WHOLE]
     if (folder / INDEX).is_file():
-        files = [folder / file for file in dict.fromkeys(_index(folder, name).values())]
+        files = [folder / file for file in dict.fromkeys(index(folder, name).values())]
         for file in files:
             if not file.is_file():
                 raise BadInput(f"model {name}: {file.name} is missing, which {INDEX} names; {AGAIN}")
@@ -77,7 +77,7 @@ def find(folder: Path, name: str) -> list[Path]:
     raise BadInput(f"model {name}: the folder holds no {WHOLE}, so no weights; {AGAIN}")
 
 
-def _index(folder: Path, name: str) -> dict[str, str]:
+def index(folder: Path, name: str) -> dict[str, str]:
     """Read the index: tensor name -> name of the file that holds it."""
     try:
         places = json.loads((folder / INDEX).read_text(encoding="utf-8")).get("weight_map")
@@ -115,7 +115,7 @@ def tensors(folder: Path, name: str) -> dict[str, Tensor]:
             ) from None
     if files == [folder / WHOLE]:
         return found
-    for key, place in _index(folder, name).items():
+    for key, place in index(folder, name).items():
         there = "none of the files"
         if key in found:
             there = found[key].file.name

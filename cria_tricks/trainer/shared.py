@@ -29,7 +29,7 @@ from transformers import TrainerControl
 
 from cria_tricks.common.errors import Diverged
 from cria_tricks.hardware.attention_kernels import WatchAttention
-from cria_tricks.load import losses, offload
+from cria_tricks.load import losses, overlapped_offload
 from cria_tricks.measure.memory import Meter, every_tensor
 from cria_tricks.parallel import dtensor
 from cria_tricks.step_plan import Plan
@@ -50,7 +50,7 @@ from cria_tricks.tricks.activation_offload import Offloaded
 
 CONTEXTS: dict[str, Callable[[Any, Plan], contextlib.AbstractContextManager[Any]]] = {
     "activation_offload": lambda model, plan: Offloaded(every_tensor(model)),
-    "overlapped_offload": offload.overlapped,
+    "overlapped_offload": overlapped_offload.overlapped,
 }
 """For each name in ``Plan.step_context``: makes, from a model, the context around its forward pass."""
 

@@ -266,7 +266,6 @@ def test_of_a_hub_model_only_the_small_files_are_downloaded(monkeypatch, online)
     ("arguments", "said"),
     [
         (["nguzo_saba", "--eval", "none.jsonl"], "--eval none.jsonl: no such file"),
-        (["nguzo_saba", "--figure", "x.png"], "No such option: --figure; cria data FILE --json gives the numbers"),
         ([""], "the data set: is empty"),
     ],
 )

@@ -25,7 +25,7 @@ ENDPOINT = "localhost:29400"
 
 def words(*settings: str, processes: int = 2, out: Path | None = None, resume: bool = False, **elastic) -> str:
     return torchrun.shown(
-        torchrun.command("smoke", "torchrun", processes, settings, out, resume=resume, elastic=Elastic(**elastic))
+        torchrun.command("smoke", processes, settings, out, resume=resume, elastic=Elastic(**elastic))
     )
 
 
@@ -67,11 +67,6 @@ def test_machines_that_come_and_go_are_one_command_for_each():
 def test_what_no_number_of_machines_could_do_is_refused(more, why):
     with pytest.raises(BadInput, match=why):
         words(processes=1, **more)
-
-
-def test_accelerate_restarts_nothing():
-    with pytest.raises(BadInput, match="--max-restarts, --nodes and --endpoint are torchrun's"):
-        torchrun.command("smoke", "accelerate", 2, elastic=Elastic(max_restarts=1))
 
 
 def test_the_last_machine_goes_on_alone(monkeypatch):

@@ -28,13 +28,9 @@ def words(*arguments, **more) -> str:
 
 
 def test_the_command_is_one_that_a_person_could_have_typed():
-    assert words("smoke", "torchrun", 2, ["train.max_steps=3"], out=Path("a b"), resume=True) == (
+    assert words("smoke", 2, ["train.max_steps=3"], out=Path("a b"), resume=True) == (
         "torchrun --standalone --nproc-per-node 2 -m cria_tricks train smoke --set train.max_steps=3 "
         "--set parallel.strategy=ddp --out 'a b' --resume"
-    )
-    assert words("smoke", "accelerate", settings=["parallel.strategy=fsdp"]) == (
-        "accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --main_process_port 0 --mixed_precision no "
-        "--dynamo_backend no -m cria_tricks train smoke --set parallel.strategy=fsdp"
     )
 
 
@@ -43,14 +39,12 @@ def test_the_command_is_one_that_a_person_could_have_typed():
     [
         ("torchrun --standalone --nproc-per-node 4 -m cria_tricks", 4),
         ("torchrun --nodes 2 --nproc-per-node 8 -m cria_tricks", 8),
-        ("accelerate launch --multi_gpu --num_processes 3 --num_machines 1", 3),
     ],
 )
 def test_the_threads_of_a_process_are_its_share_of_the_cores(monkeypatch, line, processes):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 96)
     monkeypatch.setattr("torch.distributed.run.main", lambda: None)
-    monkeypatch.setattr("accelerate.commands.accelerate_cli.main", lambda: None)
     monkeypatch.setattr(sys, "argv", [])
     assert launch.run(line.split()) == 0
     assert os.environ["OMP_NUM_THREADS"] == str(96 // processes)
@@ -67,11 +61,11 @@ def test_two_cards_get_a_process_each_and_no_device_map(monkeypatch):
     """Kaggle's two T4s."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pretend(T4):
-        found = words("kwanzaa", "torchrun")
+        found = words("kwanzaa")
         assert "--nproc-per-node 2 " in found
         assert "parallel.strategy=ddp" in found
         with pytest.raises(BadInput, match="--nproc 4: this machine has 2 cards, and a process has one for itself"):
-            words("kwanzaa", "torchrun", 4)
+            words("kwanzaa", 4)
 
 
 @pytest.mark.parametrize(
@@ -87,12 +81,7 @@ def test_two_cards_get_a_process_each_and_no_device_map(monkeypatch):
 )
 def test_what_would_end_all_processes_starts_none(processes, settings, why):
     with pytest.raises(BadInput, match=why):
-        words("smoke", "torchrun", processes, settings)
-
-
-def test_an_unknown_launcher_is_refused():
-    with pytest.raises(BadInput, match="--on mpi: there are torchrun, accelerate"):
-        words("smoke", "mpi")
+        words("smoke", processes, settings)
 
 
 def start(tmp_path: Path, *more: str) -> tuple[warm.Child | subprocess.Popen[str], Path, list[str]]:

@@ -7,7 +7,7 @@ import torch
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
-from cria_tricks.load import device_map
+from cria_tricks.load.model import device_map
 from cria_tricks.parallel import model
 from cria_tricks.resolve import resolve
 from tests.parallel import steps
@@ -42,7 +42,7 @@ def test_math(two):
 
 @pytest.mark.parametrize(("layers", "cards"), [(16, 2), (30, 4), (5, 2)])
 def test_mechanism(layers: int, cards: int):
-    places = device_map.device_map(layers, cards)
+    places = device_map(layers, cards)
     blocks = [places[f"model.layers.{number}"] for number in range(layers)]
     assert blocks == sorted(blocks)
     assert set(blocks) == set(range(cards))
