@@ -289,20 +289,6 @@ def test_the_mirror_has_each_checkpoint_and_is_resumed_from_when_the_machine_is_
     assert sorted(path.name for path in (tmp_path / "mirror").iterdir()) == ["checkpoint-6", "checkpoint-7"]
 
 
-def test_a_mirror_that_fails_warns_and_the_run_goes_on(tiny_model, rows, tmp_path):
-    from cria_tricks.trainer.fit import fit
-    from tests.helpers import prepare
-
-    (tmp_path / "file").write_text("x")
-    said: list[str] = []
-    recipe, plan, loaded = prepare(tiny_model, *SETS)
-    checkpoints = Checkpoints(tmp_path / "out", tmp_path / "file" / "mirror", say=said.append)
-    assert fit(loaded, plan, recipe.train, rows, (), checkpoints, pad_id=2).steps == 7
-    assert len(said) == 4
-    assert said[0].startswith("warning: train.mirror: ")
-    assert "Not a directory; the run goes on" in said[0].replace(": what", ";")
-
-
 @pytest.mark.parametrize("size", [0, 20_000])
 def test_a_disk_that_takes_no_more_loses_nothing_saved_before(size, whole, tiny_model, rows, tmp_path):
     """A quota on the size of a file, set in the middle of the run; the weights' and the optimizer's files meet it."""
