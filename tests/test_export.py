@@ -359,20 +359,6 @@ def test_a_merged_model_is_exported_and_an_adapter_is_to_be_merged_first(folders
     assert "writing model-f16.gguf" in stderr
 
 
-def test_an_interrupted_export_leaves_nothing(folders, tmp_path, monkeypatch):
-    honest = exporting._prove
-
-    def stopped(file: Path, kind: str, *more: Any) -> dict[str, Any]:
-        if kind == "q8_0":
-            raise KeyboardInterrupt
-        return honest(file, kind, *more)
-
-    monkeypatch.setattr(exporting, "_prove", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        export(folders["llama"], kinds=["f16", "q8_0"], out=tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
 # The Modelfile.
 
 
@@ -435,12 +421,6 @@ def test_a_template_that_is_not_made_of_pieces_is_left_out_with_a_note(template,
     text = modelfile("a.gguf", "", ["</s>"])
     assert "TEMPLATE" not in text.replace("write a TEMPLATE by hand", "")
     assert "# The chat template is not made of fixed pieces" in text
-
-
-def test_without_a_chat_template_ollama_gives_the_text_as_it_is(tokenizer, tmp_path):
-    folder = make(tmp_path / "model", tokenizer, template=None)
-    export(folder, kinds=["f16"])
-    assert 'TEMPLATE """{{ .Prompt }}"""\n' in (tmp_path / "gguf" / "Modelfile").read_text()
 
 
 # llama.cpp itself, where the package xllamacpp is installed: `pip install --no-deps xllamacpp`.
