@@ -593,14 +593,15 @@ _ = cria("publish", ADAPTER, name, "--tag", VERSION, *really)
 # model = PeftModel.from_pretrained(base, "kwanzaa-run/adapter")
 # ```
 #
-# For Ollama and llama.cpp, `cria export` writes one GGUF file with weights, tokenizer and chat template. It reads the
+# For Ollama and llama.cpp, `cria merge` writes a whole model, and `cria export` a GGUF file of it. The export reads the
 # file again and compares it with the model ([Take it home](../docs/guide/take_it_home.md)). It holds the model twice in
 # fp32, which takes 10 GB of memory for Llama-3.2-1B. Therefore this cell leaves it out on a GPU: run it on your own
 # machine.
 
 # %% tags=["deep"]
 if not GPU and not (RUN / "gguf").exists():
-    _ = cria("export", ADAPTER, "--type", "q8_0")
+    _ = cria("merge", ADAPTER)
+    _ = cria("export", RUN / "merged", "--type", "q8_0")
 
 # %% [markdown]
 # ## 6. Where it breaks

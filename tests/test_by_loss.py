@@ -197,7 +197,7 @@ def test_the_folder_is_whole_and_is_the_adapter_of_a_run_that_ends_there(kept, t
     evaluations = [found for found in report["history"] if "eval_loss" in found and found["step"]]
     assert best == {key: lowest(evaluations)[0][key] for key in ("step", "eval_loss")}
     assert 1 <= best["step"] < 8
-    assert verify(folder / "best").unlisted == ()
+    assert verify(folder / "best")["unlisted"] == []
     assert sorted(os.listdir(folder / "best")) == sorted(os.listdir(folder / "adapter"))
     ends_there, _ = carry_out(tmp_path / "run", f"train.max_steps={best['step']}")
     assert weights(folder / "best") == weights(tmp_path / "run" / "adapter") != weights(folder / "adapter")

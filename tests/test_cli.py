@@ -501,4 +501,4 @@ def test_a_disk_that_fills_up_under_the_adapter_is_one_line_and_the_state_is_kep
     code, _, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", out, "--resume")
     assert code == 0, stderr
     assert "going on from" in stderr
-    assert artifact.verify(out / "adapter").files
+    assert artifact.verify(out / "adapter")["files"]

@@ -25,8 +25,9 @@ from transformers import (
 )
 
 from cria_tricks.adapter import export as exporting
-from cria_tricks.adapter.export import export, modelfile, ollama_template
+from cria_tricks.adapter.export import export
 from cria_tricks.adapter.folder import save, verify
+from cria_tricks.adapter.ollama import modelfile, ollama_template
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data.contract_prompt import CONTRACT
 from cria_tricks.data.tokens import DATE
@@ -220,56 +221,44 @@ def test_special_tokens_and_the_way_of_splitting_are_in_the_file(exported):
     assert kinds[100] == gguf.TokenType.NORMAL
 
 
-# What is broken, and the words with which the proof finds it.
+def broken(name: str, instead: Any) -> tuple[Any, str, Any]:
+    """A method of the writer that calls ``instead`` with the honest one."""
+    honest = getattr(gguf.GGUFWriter, name)
+    return gguf.GGUFWriter, name, lambda self, *given: instead(honest, self, *given)
 
 
-def refused(folder: Path, tmp_path: Path, said: str, *kinds: str) -> None:
-    """The export is refused in one line, and leaves nothing."""
+UNORDERED = (exporting, "_permuted", lambda weight, name, config: weight)
+LOST = (exporting, "_rope_factors", lambda config, width: torch.ones(width // 2))
+ROWS_DIFFER = "q_proj.weight read again is not the model's, rounded to"
+CUTS = "its tokenizer cuts a prompt into other tokens than the model's"
+BASE = broken("add_rope_freq_base", lambda honest, self, base: self.add_float32("llama.rope.freq_base", 9e3))
+MERGES = broken("add_token_merges", lambda honest, self, merges: honest(self, merges[:-500]))
+SPLIT = broken("add_tokenizer_pre", lambda honest, self, pre: honest(self, "gpt-2"))
+TEMPLATE = broken("add_chat_template", lambda honest, self, text: self.add_string("tokenizer.chat_template", "x"))
+END = broken("add_uint32", lambda honest, self, key, number: honest(self, key, number + ("eos" in key)))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "part", "said"),
+    [
+        ("llama", "f16", UNORDERED, ROWS_DIFFER),
+        ("llama", "q8_0", UNORDERED, ROWS_DIFFER),
+        ("llama3", "q8_0", LOST, "its settings are wrong"),
+        ("llama", "q8_0", BASE, "its settings are wrong"),  # below the noise of 8 bits
+        ("llama", "q8_0", MERGES, CUTS),
+        ("smollm", "q8_0", SPLIT, CUTS),
+        ("llama", "q8_0", TEMPLATE, "tokenizer.chat_template in it is not the model's"),
+        ("llama", "q8_0", END, "tokenizer.ggml.eos_token_id in it is not the model's"),
+    ],
+)
+def test_what_is_broken_is_found_in_one_line_and_nothing_is_left(
+    name, kind, part, said, folders, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(*part)
     with pytest.raises(BadInput, match=said) as caught:
-        export(folder, kinds=kinds or ("q8_0",), out=tmp_path / "out")
+        export(folders[name], kinds=[kind], out=tmp_path / "out")
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("kind", exporting.KINDS)
-def test_rows_in_the_wrong_order_are_found(kind, folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(exporting, "_permuted", lambda weight, name, config: weight)
-    refused(folders["llama"], tmp_path, "q_proj.weight read again is not the model's, rounded to", kind)
-
-
-def test_lost_factors_of_llama_3_are_found(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(exporting, "_rope_factors", lambda config, width: torch.ones(width // 2))
-    refused(folders["llama3"], tmp_path, "its settings are wrong")
-
-
-def test_a_wrong_base_of_the_rotary_embedding_is_found_below_the_noise_of_8_bits(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        gguf.GGUFWriter, "add_rope_freq_base", lambda self, base: self.add_float32("llama.rope.freq_base", 9e3)
-    )
-    refused(folders["llama"], tmp_path, "its settings are wrong", "q8_0")
-
-
-def test_lost_merges_are_found(folders, tmp_path, monkeypatch):
-    honest = gguf.GGUFWriter.add_token_merges
-    monkeypatch.setattr(gguf.GGUFWriter, "add_token_merges", lambda self, merges: honest(self, merges[:-500]))
-    refused(folders["llama"], tmp_path, "its tokenizer cuts a prompt into other tokens than the model's")
-
-
-def test_another_way_of_splitting_is_found(folders, tmp_path, monkeypatch):
-    honest = gguf.GGUFWriter.add_tokenizer_pre
-    monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_pre", lambda self, pre: honest(self, "gpt-2"))
-    refused(folders["smollm"], tmp_path, "its tokenizer cuts a prompt into other tokens")
-
-
-def test_another_chat_template_and_another_end_token_are_found(folders, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            gguf.GGUFWriter, "add_chat_template", lambda self, text: self.add_string("tokenizer.chat_template", "x")
-        )
-        refused(folders["llama"], tmp_path, "tokenizer.chat_template in it is not the model's")
-    honest = gguf.GGUFWriter.add_uint32
-    monkeypatch.setattr(gguf.GGUFWriter, "add_uint32", lambda self, key, n: honest(self, key, n + ("eos" in key)))
-    refused(folders["llama"], tmp_path, "tokenizer.ggml.eos_token_id in it is not the model's")
 
 
 # What cannot be written, and what is said of it.
@@ -293,7 +282,7 @@ def changed(folders: dict[str, Path], tmp_path: Path, **fields: Any) -> Path:
     ],
 )  # fmt: skip
 def test_another_model_is_refused_with_what_to_do(fields, said, folders, run_cria, tmp_path):
-    code, stdout, stderr = run_cria("export", changed(folders, tmp_path, **fields), "--to", "gguf")
+    code, stdout, stderr = run_cria("export", changed(folders, tmp_path, **fields))
     assert (code, stdout) == (2, "")
     assert said in stderr.splitlines()[-1]
     assert "convert_hf_to_gguf.py" in stderr
@@ -327,7 +316,6 @@ def test_another_tokenizer_is_refused(tokenizer, folders, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--to", "ggfu"), "--to ggfu: there is gguf"),
         (("--type", "q4_0"), "--type q4_0: there are f16 and q8_0; ollama create --quantize makes others of f16"),
         (("--out", "."), "--out .: is there already; name a new folder"),
     ],
@@ -341,58 +329,34 @@ def test_a_wrong_option_is_refused_in_one_line(words, said, folders, run_cria):
 # An adapter, and the command.
 
 
-@pytest.fixture
-def adapter(folders, tokenizer, tmp_path) -> Path:
-    """The folder of an adapter whose numbers are drawn, over the small llama."""
+def test_a_merged_model_is_exported_and_an_adapter_is_to_be_merged_first(folders, tokenizer, run_cria, tmp_path):
+    """The adapter's numbers are drawn, over the small llama."""
     _, _, loaded = prepare(folders["llama"], "tricks.peft=lora", "lora.r=4")
     draw = torch.Generator().manual_seed(0)
     for name, parameter in loaded.model.named_parameters():
         if parameter.requires_grad and "lora_A" not in name:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=draw)
-    folder = tmp_path / "run" / "adapter"
-    save(
-        folder,
-        loaded.model,
-        small_tokenizer(tokenizer),
-        str(folders["llama"]),
-        "# card\n",
-        Recipe(name="drawn", data=Data(contract=True)),
-    )
-    return folder
-
-
-def test_an_adapter_is_merged_first(adapter, run_cria, tmp_path):
-    code, stdout, stderr = run_cria("export", adapter, "--to", "gguf", "--type", "q8_0", "--type", "Q8_0", "--json")
+    run, words = tmp_path / "run", small_tokenizer(tokenizer)
+    recipe = Recipe(name="drawn", data=Data(contract=True))
+    save(run / "adapter", loaded.model, words, str(folders["llama"]), "# card\n", recipe)
+    code, stdout, stderr = run_cria("export", run / "adapter")
+    assert (code, stdout) == (2, "")
+    assert "adapter: is an adapter; merge it with cria merge, and export the folder that this writes" in stderr
+    assert run_cria("merge", run / "adapter")[0] == 0
+    code, stdout, stderr = run_cria("export", run / "merged", "--type", "q8_0", "--type", "Q8_0", "--json")
     assert code == 0, stderr
     found = json.loads(stdout)
     assert [file["file"] for file in found["files"]] == ["model-q8_0.gguf"]
-    assert found["model"] == str(adapter.parent / "merged")
-    names = sorted(path.name for path in (adapter.parent / "gguf").iterdir())
+    assert found["model"] == str(run / "merged")
+    names = sorted(path.name for path in (run / "gguf").iterdir())
     assert names == ["Modelfile", "export.json", "manifest.json", "model-q8_0.gguf"]
     assert field(found, "general.name", "q8_0") == "run/merged"
-    written = (adapter.parent / "gguf" / "Modelfile").read_text()
+    written = (run / "gguf" / "Modelfile").read_text()
     assert f'\nSYSTEM """{CONTRACT}"""\n' in written, "the system message of the training rows"
-    code, stdout, stderr = run_cria("export", adapter, "--out", adapter.parent / "again")
-    assert (code, stdout) == (2, "")
-    assert "merged: is there already; export it if it was merged from this adapter, or take it away" in stderr
-    code, stdout, stderr = run_cria("export", adapter.parent / "merged", "--type", "f16", "--out", tmp_path / "again")
+    code, stdout, stderr = run_cria("export", run / "merged", "--type", "f16", "--out", tmp_path / "again")
     assert code == 0, stderr
     assert re.search(r"^f16 +\d.* 100.0%", stdout, re.M), "one line, with no cell cut at 80 columns"
     assert "writing model-f16.gguf" in stderr
-
-
-def test_an_interrupted_export_leaves_nothing(folders, tmp_path, monkeypatch):
-    honest = exporting._prove
-
-    def stopped(file: Path, kind: str, *more: Any) -> dict[str, Any]:
-        if kind == "q8_0":
-            raise KeyboardInterrupt
-        return honest(file, kind, *more)
-
-    monkeypatch.setattr(exporting, "_prove", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        export(folders["llama"], kinds=["f16", "q8_0"], out=tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
 
 
 # The Modelfile.
@@ -441,7 +405,7 @@ def test_the_template_writes_what_jinja_writes(tokenizer):
         found = small_tokenizer(tokenizer, template=template)
         for messages in (talk, talk[1:], talk[1:2]):
             wanted = found.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, date_string=DATE)
-            assert ollamas(ollama_template(found, False), messages) == wanted
+            assert ollamas(ollama_template(found), messages) == wanted
 
 
 @pytest.mark.parametrize(
@@ -453,16 +417,10 @@ def test_the_template_writes_what_jinja_writes(tokenizer):
     ],
 )
 def test_a_template_that_is_not_made_of_pieces_is_left_out_with_a_note(template, tokenizer):
-    assert ollama_template(small_tokenizer(tokenizer, template=template), False) == ""
+    assert ollama_template(small_tokenizer(tokenizer, template=template)) == ""
     text = modelfile("a.gguf", "", ["</s>"])
     assert "TEMPLATE" not in text.replace("write a TEMPLATE by hand", "")
     assert "# The chat template is not made of fixed pieces" in text
-
-
-def test_without_a_chat_template_ollama_gives_the_text_as_it_is(tokenizer, tmp_path):
-    folder = make(tmp_path / "model", tokenizer, template=None)
-    export(folder, kinds=["f16"])
-    assert 'TEMPLATE """{{ .Prompt }}"""\n' in (tmp_path / "gguf" / "Modelfile").read_text()
 
 
 # llama.cpp itself, where the package xllamacpp is installed: `pip install --no-deps xllamacpp`.
@@ -550,19 +508,13 @@ def test_llama_cpp_reads_the_same_tokens_and_answers_alike(name, exported, folde
     assert others == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "part", "broken"),
-    [
-        ("llama", "_permuted", lambda weight, name, config: weight),
-        ("llama3", "_rope_factors", lambda config, width: torch.ones(width // 2)),
-    ],
-)
-def test_llama_cpp_reads_what_the_proof_reads(name, part, broken, folders, tokenizer, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "part"), [("llama", UNORDERED), ("llama3", LOST)])
+def test_llama_cpp_reads_what_the_proof_reads(name, part, folders, tokenizer, tmp_path, monkeypatch):
     """Without the right order of rows, or without the factors, llama.cpp's answers are others as well."""
-    monkeypatch.setattr(exporting, part, broken)
+    monkeypatch.setattr(*part)
     monkeypatch.setattr(exporting, "_prove", lambda *given: {})
     export(folders[name], kinds=["f16"], out=tmp_path / "out")
     _, prompt = conversation(name, tokenizer)
     largest, _ = distance(Server(tmp_path / "out" / "model-f16.gguf"), folders[name], prompt)
-    print(f"{name} without {part}: log probabilities of llama.cpp differ by up to {largest:.3f}")
+    print(f"{name} without {part[1]}: log probabilities of llama.cpp differ by up to {largest:.3f}")
     assert largest > 2 * NEAR

@@ -103,8 +103,9 @@ CASES = {
     },
     **{
         f"{command} {{folder}}/plain": NOT_HERE
-        for command in ("chat", "eval", "merge", "export")
+        for command in ("chat", "eval", "merge")
     },
+    "export {folder}/plain": "{folder}/plain: is an adapter; merge it with cria merge, and export the folder that this",
     "export": "Missing argument",
     "eval": "name the folder of an adapter, or give --reference to score the data's own answers",
     "eval --with-base": "--with-base: there is no adapter to compare with its base; name the adapter's folder",

@@ -153,7 +153,8 @@ def test_an_adapter_of_prompts_and_completions_gets_them_as_they_are(bases, run_
     rows.write_text("".join(json.dumps({"prompt": f"{n} + 1 = ", "completion": f"{n + 1}"}) + "\n" for n in range(4)))
     adapter, said = trained(bases, "none", run_cria, tmp_path / "run", f"data.train={rows}", f"data.eval={rows}")
     assert "an answer" not in said, "a completion ends with the EOS token"
-    export(adapter, kinds=["f16"])
+    merge(adapter)
+    export(adapter.parent / "merged", kinds=["f16"])
     modelfile = (adapter.parent / "gguf" / "Modelfile").read_text()
     assert 'TEMPLATE """{{ .Prompt }}"""' in modelfile
     assert "SYSTEM" not in modelfile

@@ -44,7 +44,9 @@ def open_for_chat(
         system = trained_system(folder)
     form = prompt_format(folder, tokenizer, raw)
     try_format(tokenizer, form, system)
-    return Conversation(model, tokenizer, form, system, max_new_tokens)
+    begin = [{"role": "system", "content": system}] if system else []
+    turns = {name: list(begin) for name in ("adapter", "base")}
+    return Conversation(model, tokenizer, form, max_new_tokens, turns)
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,7 @@ class Format:
 def trained_kinds(folder: Path) -> dict[str, int]:
     """Read how many rows of each kind (chat, completion, text) an adapter was trained on; empty if it is not known.
 
-    Plain peft writes no provenance. A damaged file is treated like a missing one here, because every function that
-    loads the folder refuses it anyway.
+    Plain peft writes no provenance. Every function that loads the folder refuses a damaged one.
     """
     try:
         kinds = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))["data"]["train_kinds"]
@@ -79,10 +80,7 @@ def trained_kinds(folder: Path) -> dict[str, int]:
 def prompt_format(folder: Path, tokenizer: Any, raw: bool = False) -> Format:
     """Choose the format of the training rows; if they are not known, the chat template, if the tokenizer has one.
 
-    Args:
-        folder: folder of an adapter or a whole model.
-        tokenizer: its tokenizer.
-        raw: whether the user wants the model to get every text unchanged, even if it was trained on chats.
+    With ``raw`` the model gets every text unchanged, even if it was trained on chats.
     """
     if raw:
         return Format(False, "--raw gives the text as it is")
@@ -112,17 +110,12 @@ def trained_system(folder: Path) -> str | None:
 def try_format(tokenizer: Any, form: Format, system: str | None) -> None:
     """Write a test question, so that a broken template or a useless system message is found before the user types.
 
-    Args:
-        tokenizer: the adapter's tokenizer.
-        form: the format of prompts.
-        system: the system message, if there is one. Some templates refuse it, others leave it out silently.
-
     Raises:
-        BadInput: if the template is broken, or the system message has no place in the prompt.
+        BadInput: if the template is broken, refuses the system message, or leaves it out silently.
     """
-    if system and not form.template:
-        raise BadInput(f"--system: there is no place for a system message: {form.why}; put it into the prompt")
     if not form.template:
+        if system:
+            raise BadInput(f"--system: there is no place for a system message: {form.why}; put it into the prompt")
         return
     question = {"role": "user", "content": "?"}
     write_prompt(tokenizer, [question])
@@ -137,14 +130,11 @@ def try_format(tokenizer: Any, form: Format, system: str | None) -> None:
 
 
 def write_prompt(tokenizer: Any, said: str | Sequence[Mapping[str, str]]) -> Any:
-    """Tokenise a prompt as training does.
+    """Tokenise a prompt as training does; return ``input_ids`` and ``attention_mask``, each of shape (1, T).
 
     Args:
         tokenizer: the adapter's tokenizer.
         said: one text, which is tokenised unchanged; or the messages so far, which the chat template writes.
-
-    Returns:
-        ``input_ids`` and ``attention_mask``, each of shape (1, T).
 
     Raises:
         BadInput: if the prompt has no tokens; if the tokenizer has no chat template, or a broken one.
@@ -172,30 +162,27 @@ def answer(
     max_new_tokens: int,
     streamer: Any = None,
 ) -> str:
-    """Generate an answer greedily.
+    """Generate the assistant's turn, or the continuation of a text, greedily.
 
     Args:
         model: a causal language model in eval mode.
         tokenizer: the model's tokenizer.
-        said: the messages so far, ending with the user's, which the chat template writes as one prompt; or one text,
-            which is the prompt as it is.
+        said: as for :func:`write_prompt`; the last message is the user's.
         max_new_tokens: length limit of the answer (tokens).
         streamer: receives the text while it is generated, e.g. ``transformers.TextStreamer``.
-
-    Returns:
-        The assistant's turn, or the text's continuation.
 
     Raises:
         BadInput: if the prompt cannot be written.
         Diverged: if the logits of the first token are NaN.
     """
     prompt = write_prompt(tokenizer, said).to(model.device)
+    asked = prompt["input_ids"].shape[1]
     pretrained.refuse_unknown_tokens(model, int(prompt["input_ids"].max()), "this model")
-    max_new_tokens = pretrained.room(model, prompt["input_ids"].shape[1], max_new_tokens)
+    max_new_tokens = pretrained.room(model, asked, max_new_tokens)
     with torch.no_grad():
         out = model.generate(
             **prompt,
-            **cache.for_answers(model, prompt["input_ids"].shape[1] + max_new_tokens),
+            **cache.for_answers(model, asked + max_new_tokens),
             max_new_tokens=max_new_tokens,
             do_sample=False,
             pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
@@ -203,9 +190,10 @@ def answer(
             logits_processor=LogitsProcessorList([RefuseNaN()]),
             streamer=streamer,
         )
-    return tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    return tokenizer.decode(out[0, asked:], skip_special_tokens=True)
 
 
+@dataclass
 class Conversation:
     """The turns of a user with an adapter, and with its base if that is asked, too: each sees its own answers only.
 
@@ -214,25 +202,19 @@ class Conversation:
         tokenizer: the model's tokenizer.
         form: how prompts are written.
         max_new_tokens: length limit of an answer (tokens).
-        streamer: receives the text while it is generated, e.g. ``transformers.TextStreamer``; ``None`` for nothing.
         turns: the messages so far, with ``"adapter"`` and with ``"base"``.
+        streamer: receives the text while it is generated, e.g. ``transformers.TextStreamer``; ``None`` for nothing.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, form: Format, system: str | None, max_new_tokens: int):
-        self.model = model
-        self.tokenizer = tokenizer
-        self.form = form
-        self.max_new_tokens = max_new_tokens
-        self.streamer: Any = None
-        begin = [{"role": "system", "content": system}] if system else []
-        self.turns = {name: list(begin) for name in ("adapter", "base")}
+    model: Any
+    tokenizer: Any
+    form: Format
+    max_new_tokens: int
+    turns: dict[str, list[dict[str, str]]]
+    streamer: Any = None
 
     def ask(self, text: str, name: str = "adapter") -> str:
-        """Return the answer of ``"adapter"`` or ``"base"`` to the user's next text.
-
-        Raises:
-            BadInput: if the prompt cannot be written.
-        """
+        """Return the answer of ``"adapter"`` or ``"base"`` to the user's next text."""
         turns = self.turns[name]
         turns.append({"role": "user", "content": text.strip()})
         asked = without_adapter(self.model) if name == "base" else contextlib.nullcontext(self.model)

@@ -12,14 +12,10 @@ transformers in three ways:
 The proof reads the file again with transformers. Each weight must be the model's, rounded to the file's type. The
 logits must be those of the model's own code over these weights, so the settings are right. Template, special tokens and
 the tokens of a prompt must be the same. What 8 bits do to the model's logits is reported.
-
-Ollama does not run the Jinja template of a GGUF file. It recognises some common ones; for others it would give the
-model a prompt that it was not trained on, without an error. So the pieces between the messages are read off from
-conversations that the Jinja template writes, are compared with it on other ones, and go into the Modelfile.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,30 +27,20 @@ from gguf import GGMLQuantizationType as Kind
 from tokenizers import Tokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from cria_tricks.adapter import folder as artifact
 from cria_tricks.adapter.chat import prompt_format, trained_system, write_prompt
-from cria_tricks.adapter.merge import merge
-from cria_tricks.adapter.opening import base_of
+from cria_tricks.adapter.ollama import adds_bos, modelfile, ollama_template
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, usable_path
-from cria_tricks.data.tokens import DATE
 from cria_tricks.load import host_memory
 from cria_tricks.load.model import quiet_libraries
 from cria_tricks.models import ends, pretrained
 
-KINDS = {
-    "f16": (Kind.F16, gguf.LlamaFileType.MOSTLY_F16),
-    "q8_0": (Kind.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
-}
-"""The types of file: how matrices are stored, and what the file calls it."""
-ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
+KINDS = ("f16", "q8_0")
+"""The types of file: how matrices are stored."""
 WRITTEN: dict[str, dict[str, tuple[Any, ...]]] = {
-    "llama": {
-        "rope_type": ("default", "llama3"),
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-    },
-    "qwen2": {"rope_type": ("default",), "hidden_act": ("silu",), "use_sliding_window": (False,)},
+    "llama": {"rope_type": ("default", "llama3"), "attention_bias": (False,), "mlp_bias": (False,)},
+    "qwen2": {"rope_type": ("default",), "use_sliding_window": (False,)},
 }
 """The settings that can be written, by model type. llama.cpp knows no others of these kinds, or ignores them."""
 NOISE = 1e-4
@@ -84,24 +70,17 @@ WHOLE_WORDS_FIRST = ("llama-bpe",)
 
 def export(
     folder: str | Path,
-    to: str = "gguf",
     kinds: Sequence[str] | None = None,
     out: str | Path | None = None,
-    *,
-    base: str | Path | None = None,
-    other_base: bool = False,
     say: Callable[[str], None] = lambda sentence: None,
 ) -> dict[str, Any]:
     """Write GGUF files of a model and a Modelfile, and compare every file with the model.
 
     Args:
-        folder: of a whole model; or of an adapter, which is merged first, into ``merged`` beside it.
-        to: the format, ``gguf``.
-        kinds: the types of file, of ``f16`` and ``q8_0``; both when left out.
+        folder: of a whole model; an adapter is merged first, with ``cria merge``.
+        kinds: the types of file, of :data:`KINDS`; both when left out.
         out: the folder to write; ``gguf`` beside the model when left out.
-        base: folder or name of an adapter's base model, if it is no longer where the adapter's config says.
-        other_base: whether to allow a base other than the one that the adapter was trained over.
-        say: called with one sentence for each step, and with each warning.
+        say: called with one sentence for each step.
 
     Returns:
         ``folder``, ``model`` (what was exported), ``stops``, ``versions``, ``template`` (whether the Modelfile has
@@ -112,21 +91,22 @@ def export(
     Raises:
         BadInput: if the folder is damaged, its model cannot be written as GGUF, memory is too small, or a proof fails.
     """
-    folder = usable_path("adapter", folder)
+    whole = usable_path("model", folder)
     wanted = list(dict.fromkeys(kind.lower() for kind in kinds or KINDS))
-    if to != "gguf":
-        raise BadInput(f"--to {to}: there is gguf")
     for kind in wanted:
         if kind not in KINDS:
             raise BadInput(f"--type {kind}: there are f16 and q8_0; ollama create --quantize makes others of f16")
-    target = usable_path("--out", out or folder.absolute().parent / "gguf")
+    target = usable_path("--out", out or whole.absolute().parent / "gguf")
     if target.exists():
         raise BadInput(f"--out {target}: is there already; name a new folder")
     quiet_libraries()
-    whole = _whole(folder, base, other_base, say)
+    artifact.refuse_adapter(whole)
+    artifact.refuse_damaged(whole)
     tokenizer = pretrained.tokenizer(whole, str(whole))
-    if not _pre(tokenizer) or isinstance(tokenizer.chat_template, dict):
-        raise _unwritten(whole, f"has a tokenizer that is no byte-level BPE like {', '.join(PRE)} with one template")
+    why = _unwritten(pretrained.config(whole, str(whole)), tokenizer)
+    if why:
+        raise BadInput(f"{whole}: {why}, which is not written as GGUF here; take llama.cpp's convert_hf_to_gguf.py")
+    host_memory.refuse_too_large(whole, 8, f"cria export {whole}")  # the model's weights and the file's, both in fp32
     chats = prompt_format(whole, tokenizer).template
     stops = [token for token in ends.stops(tokenizer, ends.named_in(whole)) if tokenizer.convert_ids_to_tokens(token)]
     if not stops:
@@ -134,7 +114,7 @@ def export(
     say(f"loading {whole}")
     model = pretrained.causal_lm(whole, str(whole), dtype=torch.float32).eval()
     pretrained.refuse_unknown_tokens(model, max(tokenizer.get_vocab().values()), str(whole))
-    template = ollama_template(tokenizer, _adds_bos(tokenizer)) if chats else "{{ .Prompt }}"
+    template = ollama_template(tokenizer) if chats else "{{ .Prompt }}"
     found: dict[str, Any] = {
         "folder": str(target),
         "model": str(whole),
@@ -150,50 +130,26 @@ def export(
             _write(file, kind, model, tokenizer, "/".join(whole.absolute().parts[-2:]))
             proof = _prove(file, kind, model, tokenizer, chats)
             found["files"].append({"file": file.name, "type": kind, "bytes": file.stat().st_size, **proof})
-        for_ollama = "model-f16.gguf"
-        if "q8_0" in wanted:
-            for_ollama = "model-q8_0.gguf"
-        text = modelfile(for_ollama, template, found["stops"], trained_system(whole))
+        smallest = "q8_0" if "q8_0" in wanted else "f16"
+        text = modelfile(f"model-{smallest}.gguf", template, found["stops"], trained_system(whole))
         (aside / "Modelfile").write_text(text, encoding="utf-8")
         (aside / "export.json").write_text(json.dumps(found, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     return found
 
 
-def _whole(folder: Path, base: str | Path | None, other_base: bool, say: Callable[[str], None]) -> Path:
-    """Return the folder of the whole model: an adapter is merged, after a base that cannot be written was refused."""
-    _, below = base_of(folder, base)
-    place = folder
-    if below:
-        place = Path(below.path)
-    config = pretrained.config(place, str(place))
-    why = ""
+def _unwritten(config: Any, tokenizer: Any) -> str:
+    """Say why a model cannot be written: its kind, its tokenizer, or a setting that llama.cpp does not know."""
     if config.model_type not in WRITTEN:
-        why = f"is of the kind {config.model_type}"
-    elif below is None and getattr(config, "quantization_config", None):
-        why = "is quantised already"
-    else:
-        settings = {**config.to_dict(), **config.rope_parameters}
-        for name, values in WRITTEN[config.model_type].items():
-            if settings.get(name, values[0]) not in values:
-                why = f"has {name}={settings[name]}"
-    if why:
-        raise _unwritten(place, why)
-    host_memory.refuse_too_large(place, 8, f"cria export {folder}")  # the model's weights and the file's, both in fp32
-    if below is None:
-        return folder
-    merged = folder.absolute().parent / "merged"
-    if merged.exists():
-        raise BadInput(f"{merged}: is there already; export it if it was merged from this adapter, or take it away")
-    say(f"merging {folder} into {below.name}")
-    merge(folder, base=base, other_base=other_base, say=say)
-    return merged
-
-
-def _unwritten(model: Path, why: str) -> BadInput:
-    """Return the error for a model that is not written here."""
-    return BadInput(
-        f"{model}: {why}, which is not written as GGUF here; take llama.cpp's convert_hf_to_gguf.py (after cria merge)"
-    )
+        return f"is of the kind {config.model_type}"
+    if getattr(config, "quantization_config", None):
+        return "is quantised already"
+    settings = {**config.to_dict(), **config.rope_parameters}
+    for name, values in {"hidden_act": ("silu",), **WRITTEN[config.model_type]}.items():
+        if settings.get(name, values[0]) not in values:
+            return f"has {name}={settings[name]}"
+    if not _pre(tokenizer) or isinstance(tokenizer.chat_template, dict):
+        return f"has a tokenizer that is no byte-level BPE like {', '.join(PRE)} with one template"
+    return ""
 
 
 def _pre(tokenizer: Any) -> str:
@@ -214,17 +170,11 @@ def _pre(tokenizer: Any) -> str:
     return ""
 
 
-def _adds_bos(tokenizer: Any) -> bool:
-    """Tell whether the tokenizer puts the BOS token before a text."""
-    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
-
-
 def _write(file: Path, kind: str, model: Any, tokenizer: Any, title: str) -> None:
     """Write a model and its tokenizer into one file, of a type in :data:`KINDS`."""
     config = model.config
-    architecture = ARCHITECTURES[config.model_type]
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
+    writer = gguf.GGUFWriter(file, config.model_type)
     try:
         writer.add_type("model")
         writer.add_name(title)
@@ -240,12 +190,12 @@ def _write(file: Path, kind: str, model: Any, tokenizer: Any, title: str) -> Non
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         writer.add_vocab_size(config.vocab_size)
-        writer.add_file_type(KINDS[kind][1])
+        writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind.upper()}"])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         _add_tokenizer(writer, tokenizer, config.vocab_size)
         if config.rope_parameters["rope_type"] == "llama3":
             writer.add_tensor("rope_freqs.weight", _rope_factors(config, width).numpy())
-        names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[config.model_type.upper()], config.num_hidden_layers)
         for name, weight in model.named_parameters():  # a tied head is not named again
             rows = _permuted(weight.detach(), name, config).contiguous()
             packing = _packing(rows, kind)
@@ -276,7 +226,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, rows: int) -> None:
     for key, value in _special(tokenizer).items():
         if isinstance(value, int):
             writer.add_uint32(key, value)
-    writer.add_add_bos_token(_adds_bos(tokenizer))
+    writer.add_add_bos_token(adds_bos(tokenizer))
     writer.add_add_eos_token(tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id)
     writer.add_add_space_prefix(False)
     if tokenizer.chat_template is not None:
@@ -298,7 +248,7 @@ def _packing(weight: torch.Tensor, kind: str) -> Kind:
     """Choose how a tensor is stored: norms and biases in fp32; rows that are no multiple of 32 in 16 bits."""
     if weight.dim() == 1:
         return Kind.F32
-    return Kind.F16 if weight.shape[-1] % 32 else KINDS[kind][0]
+    return Kind.F16 if weight.shape[-1] % 32 else Kind[kind.upper()]
 
 
 def _permuted(weight: torch.Tensor, name: str, config: Any) -> torch.Tensor:
@@ -367,83 +317,3 @@ def _refuse_other_tokens(file: Path, reader: Any, read: Any, tokenizer: Any, tex
     ids = Tokenizer.from_str(json.dumps(parts)).encode(text, add_special_tokens=False).ids
     if ids != tokenizer(text, add_special_tokens=False)["input_ids"]:
         raise BadInput(f"{file.name}: its tokenizer cuts a prompt into other tokens than the model's")
-
-
-SYSTEM, USER, ANSWER, LAST = "SYSTEM-7", "USER-7", "ANSWER-7", "LAST-7"
-"""Messages that no template contains. They mark where a message goes."""
-ROLES = {"s": "system", "u": "user", "a": "assistant"}
-TRIED = ("u", "su", "uau", "suauau")
-"""The conversations on which the pieces are compared with the Jinja template, by the roles of their messages."""
-
-
-def ollama_template(tokenizer: Any, bos: bool) -> str:
-    """Return the chat template in Ollama's language, which is that of Go.
-
-    Args:
-        tokenizer: transformers' tokenizer, with a chat template.
-        bos: whether llama.cpp puts the BOS token before every prompt; then it is left out of the template, because
-            two of them would be another prompt than in training.
-
-    Returns:
-        The template; empty if the Jinja template is not made of fixed pieces.
-    """
-
-    def jinja(messages: Sequence[Mapping[str, str]]) -> str:
-        # Some templates write today's date. The Modelfile has the date that was in the training rows.
-        written = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, date_string=DATE)
-        return written.removeprefix(tokenizer.bos_token) if bos else written
-
-    marks = zip("suau", (SYSTEM, USER, ANSWER, LAST), strict=True)
-    whole = [{"role": ROLES[role], "content": mark} for role, mark in marks]
-    try:
-        before_system, _, rest = jinja(whole).partition(SYSTEM)
-        after_system, _, rest = rest.partition(USER)
-        after_user, _, rest = rest.partition(ANSWER)
-        after_answer = rest.partition(LAST)[0]
-        without_system = jinja(whole[1:2]).partition(USER)[0]
-        for roles in TRIED:
-            messages = [{"role": ROLES[role], "content": f"Say {n}, please."} for n, role in enumerate(roles)]
-            text = without_system
-            for message in messages:
-                content = message["content"]
-                if message["role"] == "system":
-                    text = before_system + content + after_system
-                else:
-                    text += content + (after_user if message["role"] == "user" else after_answer)
-            if text != jinja(messages):
-                return ""
-    except Exception:  # a template is a small program, and may refuse these conversations in its own words
-        return ""
-    pieces = (before_system, after_system, after_user, after_answer, without_system)
-    if any("{{" in piece or '"""' in piece for piece in pieces):  # Ollama would read these as its own signs
-        return ""
-    system = "{{ if .System }}" + before_system + "{{ .System }}" + after_system
-    user = '{{ if eq $m.Role "user" }}{{ $m.Content }}' + after_user
-    answer = '{{ else if eq $m.Role "assistant" }}{{ $m.Content }}' + after_answer
-    # Ollama joins all system messages in .System. They are in .Messages, too, so the loop leaves them out.
-    loop = "{{ range $i, $m := .Messages }}" + user + answer + "{{ end }}{{ end }}"
-    return system + "{{ else }}" + without_system + "{{ end }}" + loop
-
-
-def modelfile(file: str, ollamas: str, stops: Sequence[str], system: str | None = None) -> str:
-    """Return the text of a Modelfile.
-
-    Args:
-        file: the name of the GGUF file beside it.
-        ollamas: the template in Ollama's language; empty if there is none.
-        stops: the tokens that end an answer.
-        system: the system message that every training row had, if the template is to write it by default.
-    """
-    lines = [f"FROM ./{file}"]
-    if ollamas:
-        lines.append(f'TEMPLATE """{ollamas}"""')
-    else:
-        lines.append(
-            "# The chat template is not made of fixed pieces: write a TEMPLATE by hand, or Ollama guesses one."
-        )
-    if system:
-        lines.append(f'SYSTEM """{system}"""')
-    lines += [f'PARAMETER stop "{stop}"' for stop in stops]
-    # Greedy decoding, as in ``cria chat``: the same question gets the same answer.
-    lines.append("PARAMETER temperature 0")
-    return "\n".join(lines) + "\n"

@@ -2,8 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +35,7 @@ def save(
     provenance: Mapping[str, Any] | None = None,
     weights: Mapping[str, Any] | None = None,
 ) -> None:
-    """Save what was trained.
-
-    The folder gets its name only when it is complete, so no crash leaves half a folder under this name.
+    """Save what was trained. The folder gets its name only when it is complete.
 
     Args:
         folder: ``.../adapter`` for an adapter, ``.../model`` for a fully fine-tuned model.
@@ -47,7 +44,7 @@ def save(
         base: the name by which others can load the base model, so never a folder of our cache.
         card: the text of the model card, README.md.
         recipe: saved as recipe.toml, so that the run can be repeated.
-        provenance: saved as provenance.json, from :func:`cria_tricks.adapter.provenance.describe`.
+        provenance: from :func:`cria_tricks.adapter.provenance.describe`.
         weights: the full state dict; needed if the model's own parameters are only shards.
     """
     with atomic_files.new_folder(folder) as aside:
@@ -91,25 +88,19 @@ def trained_over(folder: Path) -> dict[str, Any]:
 
 
 def refuse_another(folder: Path, *more: str) -> None:
-    """Refuse a folder that holds neither an adapter nor a model.
-
-    If adapter/, model/ or merged/ inside it holds one, the error names that folder.
-
-    Args:
-        folder: the folder as the user named it.
-        *more: further file names; a folder that holds one of these files is accepted, too.
+    """Refuse a folder that holds neither an adapter nor a model, nor one of the files ``more``.
 
     Raises:
-        BadInput: if the folder holds none of the files.
+        BadInput: naming adapter/, model/ or merged/ in it, if that holds one.
     """
     if not folder.exists():
         raise BadInput(f"{folder}: there is no such folder; name the folder of an adapter, such as runs/smoke/adapter")
     if not folder.is_dir():
         raise BadInput(f"{folder}: is a file; name the folder that it is in")
-    if _holds_one(folder, (*MODEL_FILES, *more)):
+    if any((folder / name).is_file() for name in (*MODEL_FILES, *more)):
         return
     for name in RESULTS:
-        if _holds_one(folder / name, MODEL_FILES):
+        if any((folder / name / file).is_file() for file in MODEL_FILES):
             raise BadInput(f"{folder}: is the folder of a run; what it has trained is in {folder / name}: name that")
     if (folder / "checkpoints").is_dir():
         raise BadInput(
@@ -117,10 +108,6 @@ def refuse_another(folder: Path, *more: str) -> None:
             f"cria train {folder / RECIPE} --out {folder} --resume"
         )
     raise BadInput(f"{folder}: holds neither adapter_config.json nor config.json; name the folder of an adapter")
-
-
-def _holds_one(folder: Path, names: Iterable[str]) -> bool:
-    return any((folder / name).is_file() for name in names)
 
 
 def adapter_config(folder: Path) -> Path | None:
@@ -170,23 +157,11 @@ def base_of_training(folder: Path) -> str:
     return base
 
 
-@dataclass(frozen=True)
-class Verified:
-    """What :func:`verify` found in an undamaged folder.
-
-    Attributes:
-        files: the number of files in the manifest.
-        bytes: the sum of their sizes.
-        unlisted: names of files that the manifest does not list.
-    """
-
-    files: int
-    bytes: int
-    unlisted: tuple[str, ...]
-
-
-def verify(folder: str | Path) -> Verified:
+def verify(folder: str | Path) -> dict[str, Any]:
     """Compare every file of a folder with its manifest.
+
+    Returns:
+        The number of ``files`` in the manifest, the sum of their ``bytes``, and the files that are ``unlisted`` there.
 
     Raises:
         BadInput: naming the first file that is missing or changed.
@@ -202,21 +177,17 @@ def verify(folder: str | Path) -> Verified:
     refuse_damaged(folder)
     files = atomic_files.listed(folder)
     size = sum(about["bytes"] for about in files.values())
-    return Verified(len(files), size, atomic_files.unlisted(folder))
+    return {"files": len(files), "bytes": size, "unlisted": list(atomic_files.unlisted(folder))}
 
 
 def refuse_damaged(folder: Path) -> None:
     """Refuse a folder that is not as it was written, and one whose weights are in a pickle.
-
-    Chat, merge, publish and evaluation call this before they load a model or send files from the folder.
 
     A folder that we wrote is compared with its manifest. That finds damage by a disk, a transfer or a careless edit. It
     is no defence against a person who can write the folder, because that person can write the manifest, too. Against
     that person it helps that nothing is loaded in a way that runs code: weights are read from safetensors files only,
     and configs without remote code.
 
-    Raises:
-        BadInput: naming the file, and what is wrong with it.
     """
     # One of the three shows that we wrote the folder, because the others may be lost. Plain peft writes none of them.
     if any((folder / name).exists() for name in (atomic_files.MANIFEST, PROVENANCE, RECIPE)):
@@ -250,20 +221,22 @@ def adapter(folder: str | Path, base: str | Path | None = None, other_base: bool
     """
     path = usable_path("adapter", folder)
     refuse_another(path)
-    if is_whole(path):  # its files are checked when it is opened
-        refuse_base_of_whole(path, base, other_base)
-        return path
-    refuse_damaged(path)
-    models.refuse_out_of_reach(str(base or base_of_training(path)))
+    if not is_whole(path):
+        refuse_damaged(path)
+        models.refuse_out_of_reach(str(base or base_of_training(path)))
+    elif base:  # the files of a whole model are compared when it is opened: that may take long
+        raise no_base_below(path, "--base", f" {base}")
+    elif other_base:
+        raise no_base_below(path, "--other-base")
     return path
 
 
-def refuse_base_of_whole(folder: Path, base: str | Path | None, other_base: bool = False) -> None:
-    """Refuse ``--base`` and ``--other-base`` for a whole model, because it needs no base."""
-    if base:
-        raise no_base_below(folder, "--base", f" {base}")
-    if other_base:
-        raise no_base_below(folder, "--other-base")
+def refuse_adapter(folder: Path) -> None:
+    """Refuse every folder but that of a whole model, whose own files are not compared here: that may take long."""
+    refuse_another(folder)
+    if not is_whole(folder):
+        refuse_damaged(folder)
+        raise BadInput(f"{folder}: is an adapter; merge it with cria merge, and export the folder that this writes")
 
 
 def no_base_below(folder: Path, option: str, value: str = "") -> BadInput:

@@ -16,7 +16,6 @@ weights, on a CPU: a difference of 0.32 where 0.67 is the limit; with DoRA 0.40 
 the difference is more than half of what the adapter itself changes: rounding would destroy what the adapter learnt.
 """
 
-import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -28,13 +27,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from cria_tricks.adapter import model_card
 from cria_tricks.adapter.chat import trained_kinds
 from cria_tricks.adapter.folder import CONFIGS, PROVENANCE, RECIPE, write_provenance
-from cria_tricks.adapter.opening import base_of, open_folder, other_than_trained_over
+from cria_tricks.adapter.opening import base_of, open_folder
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, first_line, is_out_of_memory, usable_path
 from cria_tricks.data import sources
 from cria_tricks.hardware import Device
 from cria_tricks.load.adapter_files import SIDE_NETWORK
-from cria_tricks.models import Weights, ends, pretrained
+from cria_tricks.models import ends, pretrained
 from cria_tricks.recipe import Recipe, from_toml
 from cria_tricks.settings import Lora, Tricks
 
@@ -44,8 +43,6 @@ ROWS = 4
 """The number of fixed rows on which the models are compared."""
 TOKENS = 64
 """Length limit of these rows (tokens); the rest of a row is cut off."""
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-"""The file in which peft saves an adapter's weights."""
 NOTHING_TO_MERGE = "has nothing to merge into the weights"
 
 
@@ -78,14 +75,16 @@ def merge(
     """
     folder = usable_path("adapter", adapter)
     target = usable_path("--out", out or folder.absolute().parent / "merged")
-    config, below = base_of(folder, base)
-    _refuse_unmergeable(folder, config)
     if target.exists():
         raise BadInput(f"--out {target}: is there already; name a new folder")
-    assert below  # base_of returns None only for a whole model, which is refused above
-    others = other_than_trained_over(folder, below, other_base)
+    below, others = base_of(folder, base, other_base)
+    if below is None:
+        raise BadInput(f"{folder}: is a whole model already; transformers and cria chat load it as it is")
+    _refuse_unmergeable(folder)
     model, tokenizer = open_folder(folder, CPU, torch.float32, base=base, other_base=other_base, say=say)
-    dtype = _stored_dtype(below)
+    dtype = torch.float16  # rounds less
+    if pretrained.config(below.path, below.name).dtype == torch.bfloat16:
+        dtype = torch.bfloat16
     rows = _rows(tokenizer, pretrained.vocabulary(model))
     unmerged = _logits(model, rows)
     # The limit: how much the unmerged model's logits change when it computes in 16 bits.
@@ -99,26 +98,28 @@ def merge(
     with atomic_files.new_folder(target) as aside:
         whole.to(dtype).save_pretrained(aside)
         del whole, model  # before the saved model is loaded: memory may be too small for all three
-        check = _compare(unmerged, _logits(_reloaded(aside), rows)) | {
+        # Loaded as plain transformers does; fp32 represents 16-bit weights exactly.
+        saved = pretrained.causal_lm(aside, str(aside), dtype=torch.float32).eval()
+        check = _compare(unmerged, _logits(saved, rows)) | {
+            "dtype": str(dtype).removeprefix("torch."),
+            "base": below.name,
             "bound": _largest(rounded, unmerged),
             "adapter_effect": _largest(plain, unmerged),
-            "adapter_sha256": atomic_files.entry(folder / ADAPTER_WEIGHTS)["sha256"],
+            "adapter_sha256": atomic_files.entry(folder / pretrained.ADAPTER)["sha256"],
         }
         if others:
             check["other_base"] = "; ".join(others)
         _refuse_beyond_rounding(folder, check)
         tokenizer.save_pretrained(aside)
         ends.write(aside, tokenizer, ends.named_in(aside))
-        _describe(aside, folder, below, dtype, check)
-    return {"merged": str(target), "dtype": _name(dtype), "base": below.name, **check}
+        _describe(aside, folder, below.note, check)
+    return {"merged": str(target), **check}
 
 
-def _refuse_unmergeable(folder: Path, config: Path | None) -> None:
-    if config is None:
-        raise BadInput(f"{folder}: is a whole model already; transformers and cria chat load it as it is")
-    if config.name == SIDE_NETWORK:
+def _refuse_unmergeable(folder: Path) -> None:
+    if (folder / SIDE_NETWORK).is_file():
         raise BadInput(f"{folder}: a side network runs beside the base and {NOTHING_TO_MERGE}; use it with cria chat")
-    kind = json.loads(config.read_text(encoding="utf-8")).get("peft_type")
+    kind = json.loads((folder / CONFIGS[0]).read_text(encoding="utf-8")).get("peft_type")
     if kind == "PROMPT_TUNING":
         raise BadInput(f"{folder}: a learnt prompt is input and {NOTHING_TO_MERGE}; use it with peft or cria chat")
     if kind != "LORA":
@@ -150,13 +151,6 @@ def _merged(model: Any, folder: Path) -> Any:
     return whole
 
 
-def _stored_dtype(base: Weights) -> torch.dtype:
-    """Return bf16 for a base that is stored in bf16; else fp16, which rounds less."""
-    if pretrained.config(base.path, base.name).dtype == torch.bfloat16:
-        return torch.bfloat16
-    return torch.float16
-
-
 def _rows(tokenizer: Any, vocabulary: int) -> list[torch.Tensor]:
     """Tokenise the first held-out rows of our own data set; each tensor has the shape (1, T)."""
     texts = [row.content for row in sources.find("nguzo_saba", "eval").rows[:ROWS]]
@@ -172,22 +166,13 @@ def _logits(model: Any, rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([model(row, use_cache=False).logits[0].float() for row in rows])
 
 
-def _reloaded(folder: Path) -> Any:
-    """Load the saved model as plain transformers does; in fp32, which represents 16-bit weights exactly."""
-    return pretrained.causal_lm(folder, str(folder), dtype=torch.float32).eval()
-
-
 def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a - b).abs().max().item()
 
 
 def _compare(unmerged: torch.Tensor, merged: torch.Tensor) -> dict[str, Any]:
     same = (unmerged.argmax(-1) == merged.argmax(-1)).float().mean().item()
-    return {
-        "positions": len(unmerged),
-        "largest_difference": _largest(unmerged, merged),
-        "same_argmax": same,
-    }
+    return {"positions": len(unmerged), "largest_difference": _largest(unmerged, merged), "same_argmax": same}
 
 
 def _refuse_beyond_rounding(folder: Path, check: dict[str, Any]) -> None:
@@ -205,30 +190,20 @@ def _refuse_beyond_rounding(folder: Path, check: dict[str, Any]) -> None:
         )
 
 
-def _describe(aside: Path, folder: Path, base: Weights, dtype: torch.dtype, check: dict[str, Any]) -> None:
+def _describe(aside: Path, folder: Path, note: str, check: dict[str, Any]) -> None:
     """Write the model card, the adapter's recipe, and its provenance with the results of the merge added."""
     made: dict[str, Any] = {}
     name = folder.absolute().name
-    recipe = _recipe(folder)
-    if (folder / RECIPE).is_file():
-        (aside / RECIPE).write_bytes((folder / RECIPE).read_bytes())
-    with contextlib.suppress(FileNotFoundError):  # an adapter of plain peft has none
+    if (folder / PROVENANCE).is_file():
         made = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
         name = made["recipe"]["name"]
-    write_provenance(aside, made | {"merge": {"base": base.name, "dtype": _name(dtype), **check}})
-    kinds = trained_kinds(folder)
-    text = model_card.merged_card(name, base.name, base.note, recipe, kinds, _name(dtype), check)
-    (aside / "README.md").write_text(text, encoding="utf-8")
-
-
-def _recipe(folder: Path) -> Recipe:
-    """Read an adapter's recipe; for an adapter of plain peft, make one of what its config tells."""
     if (folder / RECIPE).is_file():
-        return from_toml(folder / RECIPE)
-    config = json.loads((folder / CONFIGS[0]).read_text(encoding="utf-8"))
-    lora = Lora(dora=bool(config.get("use_dora")), rslora=bool(config.get("use_rslora")))
-    return Recipe(tricks=Tricks(peft="lora"), lora=lora)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        (aside / RECIPE).write_bytes((folder / RECIPE).read_bytes())
+        recipe = from_toml(folder / RECIPE)
+    else:  # an adapter of plain peft, which has no provenance either
+        config = json.loads((folder / CONFIGS[0]).read_text(encoding="utf-8"))
+        lora = Lora(dora=bool(config.get("use_dora")), rslora=bool(config.get("use_rslora")))
+        recipe = Recipe(tricks=Tricks(peft="lora"), lora=lora)
+    write_provenance(aside, made | {"merge": check})
+    text = model_card.merged_card(name, note, recipe, trained_kinds(folder), check)
+    (aside / "README.md").write_text(text, encoding="utf-8")

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cria_tricks.common.markdown_table import markdown_table
+from cria_tricks.common.markdown_table import table
 from cria_tricks.common.units import human
 from cria_tricks.models import is_hub_id
 from cria_tricks.models.catalogue import SMOLLM2
@@ -28,32 +28,6 @@ USE = "## Use"
 """The heading before which ``cria card`` writes the scores."""
 HERE = "path/to/this/folder"
 """The path that the card's code gives for the folder; a reader replaces it."""
-_TEMPLATE = f"""---
-{{{{ card_data }}}}
----
-# {{{{ title }}}}
-
-{{{{ said }}}}
-
-## {{{{ heading }}}}
-
-{{{{ table }}}}
-
-{{{{ limits }}}}
-
-{USE}
-
-```python
-from cria_tricks.adapter.chat import open_for_chat
-
-talk = open_for_chat("{HERE}")  # base and prompts are as in training
-print(talk.ask("Your question"))
-```
-
-{{{{ others }}}}
-
-{{{{ licence }}}}
-"""
 
 
 def model_card(made: Mapping[str, Any], base: str, note: str, recipe: Recipe) -> str:
@@ -77,55 +51,60 @@ def model_card(made: Mapping[str, Any], base: str, note: str, recipe: Recipe) ->
         again += f", in {made['processes']} processes"
     if made["lengthened"]:
         again = f"`recipe.toml` does not repeat the run: {'; '.join(map(what_ran.lengthened, made['lengthened']))}"
+    kept = ""
+    if "kept" in made:  # the folder ``best``
+        kept = (
+            f"These are the weights after step {made['kept']['step']}, whose evaluation loss of "
+            f"{made['kept']['eval_loss']:.4f} was the lowest by then (`train.keep_best`). The run may have gone on; "
+            "this card knows it up to this step only."
+        )
     return _card(
         base,
         library,
         what_ran.tags(recipe),
-        title=recipe.name,
-        said=_paragraphs(what_ran.in_words(recipe, base, made["data"]["train_kinds"]), note, _kept(made)),
-        heading="What ran",
-        table=_table(_run(made)),
-        limits="The losses are all that the run measured of quality. It did not measure whether answers are true or "
-        f"safe.{NOT_SCORED}",
-        others=_paragraphs(others, f"{again}. `provenance.json` holds the report."),
+        recipe.name,
+        what_ran.in_words(recipe, base, made["data"]["train_kinds"]),
+        note,
+        kept,
+        "## What ran",
+        table(("what", "value"), _run(made)),
+        "The losses are all that the run measured of quality. It did not measure whether answers are true or safe."
+        + NOT_SCORED,
+        _use(others, f"{again}. `provenance.json` holds the report."),
     )
 
 
-def merged_card(
-    name: str, base: str, note: str, recipe: Recipe, kinds: Mapping[str, int], dtype: str, check: Mapping[str, Any]
-) -> str:
+def merged_card(name: str, note: str, recipe: Recipe, kinds: Mapping[str, int], check: Mapping[str, Any]) -> str:
     """Return the text of README.md, the model card of a merged model.
 
     Args:
         name: the recipe's name, or the name of the adapter's folder.
-        base: the base model's name.
         note: what a reader must know about the base's weights; often empty.
         recipe: the recipe of the adapter's training, or as much of it as the adapter's config tells.
         kinds: number of training rows of each kind; empty if it is not known.
-        dtype: dtype of the merged weights.
         check: what :func:`cria_tricks.adapter.merge.merge` found when it compared merged and unmerged model.
     """
+    base = check["base"]
     trained = ""
     if kinds:
         trained = f"The adapter was trained on {what_ran.rows_in_words(kinds)}."
-    quantized = what_ran.quantized(recipe)
-    rounded = f"Its training quantised the base to {quantized}, so these weights are rounded in the same way."
+    rounded = what_ran.quantized(recipe)
+    if rounded:
+        rounded = f"Its training quantised the base to {rounded}, so these weights are rounded in the same way."
     return _card(
         base,
         "transformers",
         ["merged", *what_ran.tags(recipe)],
-        title=f"{name}, merged",
-        said=_paragraphs(
-            f"`{base}` with {what_ran.adapter(recipe)} merged into its weights, in {dtype}.",
-            trained,
-            rounded if quantized else "",
-            note,
-        ),
-        heading="Merged against unmerged",
-        table=_table(check_rows(check)),
-        limits="Nothing else was measured on the merged model. What was measured on the adapter, and where it comes "
-        "from, stands in `provenance.json` where the adapter brought one.",
-        others="Plain transformers loads the folder, too.",
+        f"{name}, merged",
+        f"`{base}` with {what_ran.adapter(recipe)} merged into its weights, in {check['dtype']}.",
+        trained,
+        rounded,
+        note,
+        "## Merged against unmerged",
+        table(("what", "value"), check_rows(check)),
+        "Nothing else was measured on the merged model. What was measured on the adapter, and where it comes from, "
+        "stands in `provenance.json` where the adapter brought one.",
+        _use("Plain transformers loads the folder, too."),
     )
 
 
@@ -143,10 +122,10 @@ def check_rows(check: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _card(base: str, library: str, tags: Sequence[str], **parts: str) -> str:
-    """Fill the template; the lines at its top tell the hub base, library, licence and tags."""
+def _card(base: str, library: str, tags: Sequence[str], title: str, *paragraphs: str) -> str:
+    """Put a card together; the lines at its top tell the hub base, library, licence and tags."""
     # Slow to import, and only a card needs it.
-    from huggingface_hub import ModelCard, ModelCardData
+    from huggingface_hub import ModelCardData
 
     licence = "llama3.2" if _LLAMA in base else _LICENCES.get(base)
     about = ModelCardData(
@@ -159,22 +138,29 @@ def _card(base: str, library: str, tags: Sequence[str], **parts: str) -> str:
     if licence:
         applies = f"its licence ({licence}) applies."
     said = f"Derived from {base}: {applies} The training data's licence is named above where it is known."
-    notice = _paragraphs(said, _LLAMA_NOTICE if _LLAMA in base else "")
-    return f"{ModelCard.from_template(about, template_str=_TEMPLATE, licence=notice, **parts)}\n"
+    notice = _LLAMA_NOTICE if _LLAMA in base else ""
+    text = "\n\n".join(filter(None, (f"# {title}", *paragraphs, said, notice)))
+    return f"---\n{about.to_yaml()}\n---\n{text}\n"
 
 
-def _paragraphs(*texts: str) -> str:
-    return "\n\n".join(text for text in texts if text)
+def _use(*others: str) -> str:
+    """Return the section on use: code that asks the model, and what else a reader should know."""
+    code = f"""{USE}
 
+```python
+from cria_tricks.adapter.chat import open_for_chat
 
-def _table(rows: Sequence[tuple[str, str]]) -> str:
-    return "\n".join(markdown_table(("what", "value"), rows))
+talk = open_for_chat("{HERE}")  # base and prompts are as in training
+print(talk.ask("Your question"))
+```"""
+    return "\n\n".join(filter(None, (code, *others)))
 
 
 def _run(made: Mapping[str, Any]) -> list[tuple[str, str]]:
     """List what ran and what it measured, as (what, value)."""
     data = made["data"]
     recipe = made["recipe"]
+    package = made["package"]
     rows = [
         ("base model", base_in_words(made["base"])),
         ("training rows", f"{data['train']} (sha256 of the rows {data['train_sha256']})"),
@@ -189,19 +175,15 @@ def _run(made: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("device", made["device"]),
         ("processes", str(made["processes"])),
         ("peak memory", human(made["peak_bytes"])),
-        ("peak memory, estimated before it ran", _estimated(made)),
         ("tokens per second", f"{made['tokens_per_second']:,.0f}"),
         ("minutes, loading and evaluation included", f"{made['seconds'] / 60:,.1f}"),
         ("versions", ", ".join(f"{name} {version}" for name, version in made["versions"].items())),
-        ("commit of cria_tricks", _commit(made["package"])),
+        ("commit of cria_tricks", f"{package['commit'] or 'not known'}{' with changes' * bool(package['changed'])}"),
     ]
     before = made.get("continued_from")
     if before:
         rows.insert(1, ("continued from", f"the adapter `{before['folder']}`, {_hashes(before['weights'])}"))
-    if made["plan"]["device"]["kind"] == "cuda":
-        reserved = made["memory"]["train"]["reserved_bytes"]
-        rows.append(("memory reserved in training", human(reserved)))
-    else:
+    if made["plan"]["device"]["kind"] != "cuda":
         rows.append(("memory and speed on a GPU", "not measured: this run was on a CPU"))
     return rows
 
@@ -221,33 +203,6 @@ def base_in_words(base: Mapping[str, Any]) -> str:
 
 def _hashes(files: Mapping[str, str]) -> str:
     return ", ".join(f"{name} sha256 {digest}" for name, digest in files.items())
-
-
-def _kept(made: Mapping[str, Any]) -> str:
-    """Say which evaluation the folder ``best`` is of; empty for any other folder."""
-    kept = made.get("kept")
-    if not kept:
-        return ""
-    return (
-        f"These are the weights after step {kept['step']}, whose evaluation loss of {kept['eval_loss']:.4f} was the "
-        "lowest by then (`train.keep_best`). The run may have gone on; this card knows it up to this step only."
-    )
-
-
-def _estimated(made: Mapping[str, Any]) -> str:
-    if not made["estimated_peak_bytes"]:
-        return "not estimated: a kind of model that cannot be"
-    said = human(made["estimated_peak_bytes"])
-    ratio = (made["estimate"] or {}).get("ratio")
-    if not ratio:
-        return said
-    return f"{said}, {ratio:.3f} of the measured"
-
-
-def _commit(package: Mapping[str, Any]) -> str:
-    if not package["commit"]:
-        return "not known"
-    return f"{package['commit']}{' with changes' if package['changed'] else ''}"
 
 
 def _switched(tricks: Mapping[str, Any]) -> str:

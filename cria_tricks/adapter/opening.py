@@ -11,16 +11,13 @@ from transformers import BitsAndBytesConfig
 from cria_tricks import models
 from cria_tricks.adapter.folder import (
     RECIPE,
-    adapter_config,
+    adapter,
     base_of_training,
     is_whole,
-    refuse_another,
-    refuse_base_of_whole,
     refuse_damaged,
     trained_over,
 )
 from cria_tricks.common import packages
-from cria_tricks.common.atomic_files import MANIFEST
 from cria_tricks.common.errors import BadInput, first_line, usable_path
 from cria_tricks.common.units import DTYPE
 from cria_tricks.hardware import Device, this_device
@@ -75,15 +72,17 @@ def open_folder(
     quiet_libraries()
     folder = usable_path("adapter", folder)
     device = device or this_device()
-    dtype = dtype or _dtype(device)
-    config, below = base_of(folder, base)
-    if packed:
-        refuse_unquantised(folder)
-    if below:
-        for warning in other_than_trained_over(folder, below, other_base):
-            say(f"warning: {warning}")
+    dtype = dtype or getattr(torch, DTYPE[device.best_precision])
+    below, others = base_of(folder, base, other_base)
+    if packed and quantization_of(folder).quantization == "none":
+        raise BadInput(
+            f"--packed: {folder} was not trained over an NF4, FP4 or int8 base, so nothing in it is packed; leave "
+            "--packed out"
+        )
+    for other in others:
+        say(f"warning: {other}")
     try:
-        model = _loaded(folder, config, below, device, dtype, packed=packed)
+        model = _loaded(folder, below, device, dtype, packed)
         tokenizer = pretrained.tokenizer(folder, str(folder))
     except BadInput:
         raise
@@ -92,20 +91,12 @@ def open_folder(
         raise BadInput(
             f"{folder}: cannot be loaded: {first_line(error)}; is it whole? cria verify {folder} tells"
         ) from None
-    if below and config and config.name != SIDE_NETWORK and pretrained.changes_nothing(folder):
+    if below and not (folder / SIDE_NETWORK).is_file() and pretrained.changes_nothing(folder):
         say(f"warning: {folder}: every B of the adapter is zero, as before training, so it changes nothing")
     return model.eval(), tokenizer
 
 
-def _loaded(
-    folder: Path,
-    config: Path | None,
-    below: models.Weights | None,
-    device: Device,
-    dtype: torch.dtype,
-    *,
-    packed: bool,
-) -> Any:
+def _loaded(folder: Path, below: models.Weights | None, device: Device, dtype: torch.dtype, packed: bool) -> Any:
     """Load the base with the weights that the adapter saw in training, and add the adapter; or load a whole model."""
     weights = below or models.Weights(name=str(folder), path=str(folder), tokenizer=None)
     if device.kind == "cpu" and not packed:
@@ -119,8 +110,8 @@ def _loaded(
         model = model.dequantize()
         # transformers keeps how a folder of packed weights was read, and could not undo that to save unpacked ones.
         model._weight_conversions = None
-    if config and config.name == SIDE_NETWORK:
-        add_side_network(model, json.loads(config.read_text())["blocks"])
+    if below and (folder / SIDE_NETWORK).is_file():
+        add_side_network(model, json.loads((folder / SIDE_NETWORK).read_text())["blocks"])
         load_side_network(model, folder)
     elif below:
         model = pretrained.adapter(model, folder)
@@ -146,19 +137,6 @@ def quantization_of(folder: Path) -> Tricks:
     return Tricks(quantization=tricks.quantization, double_quantization=tricks.double_quantization)
 
 
-def refuse_unquantised(folder: Path) -> None:
-    """Refuse ``--packed`` for a model whose base was not quantised in training.
-
-    Raises:
-        BadInput: if it was not.
-    """
-    if quantization_of(folder).quantization == "none":
-        raise BadInput(
-            f"--packed: {folder} was not trained over an NF4, FP4 or int8 base, so nothing in it is packed; leave "
-            "--packed out"
-        )
-
-
 def _rounding(folder: Path, device: Device, dtype: torch.dtype) -> dict[str, Any]:
     """Return the keywords that make ``from_pretrained`` quantise the base as training did; empty if it did not.
 
@@ -178,44 +156,32 @@ def _rounding(folder: Path, device: Device, dtype: torch.dtype) -> dict[str, Any
     return keywords
 
 
-def base_of(folder: Path, base: str | Path | None = None) -> tuple[Path | None, models.Weights | None]:
-    """Check a folder, and fetch the base model that it names.
+def base_of(
+    folder: Path, base: str | Path | None = None, other_base: bool = False
+) -> tuple[models.Weights | None, list[str]]:
+    """Check a folder, fetch the base model that it names, and compare it with the one of the training.
 
     Args:
         folder: folder of an adapter, or of a whole model.
         base: folder or name of the base model, if it is no longer where the adapter's config says.
+        other_base: whether a base with other weights or another config is allowed.
 
     Returns:
-        The adapter's config file and its base; ``None`` and ``None`` for a whole model, which has no base.
+        The base, and a sentence for each difference between it and the one that the adapter was trained over; ``None``
+        and no sentence for a whole model, which has no base.
 
     Raises:
-        BadInput: if the folder holds no adapter and no model, is damaged, or its base cannot be
-            found or downloaded.
+        BadInput: if the folder holds no adapter and no model, or is damaged; if its base cannot be found or downloaded,
+            or is another one that is not allowed.
     """
-    refuse_another(folder, MANIFEST)
-    refuse_damaged(folder)
-    config = adapter_config(folder)
-    if config is None and not (folder / "config.json").is_file():
-        raise BadInput(f"{folder}: holds neither adapter_config.json nor config.json; name the folder of an adapter")
-    if config is None:
-        refuse_base_of_whole(folder, base)
-        return None, None
+    adapter(folder, base, other_base)
+    if is_whole(folder):
+        refuse_damaged(folder)
+        return None, []
+    before = trained_over(folder)
     if base:
-        return config, models.fetch(models.find(str(base)))
-    return config, models.fetch(models.find(base_of_training(folder)), trained_over(folder).get("revision") or "")
-
-
-def other_than_trained_over(folder: Path, base: models.Weights, allowed: bool) -> list[str]:
-    """Compare a base with the one that an adapter was trained over.
-
-    Returns:
-        A sentence for each difference.
-
-    Raises:
-        BadInput: if weights or config differ, and ``allowed`` is false. A different tokenizer is never an error.
-    """
-    return identity.compare(trained_over(folder), identity.of(base), str(folder), allowed=allowed, weights=base)
-
-
-def _dtype(device: Device) -> torch.dtype:
-    return getattr(torch, DTYPE[device.best_precision])
+        below = models.fetch(models.find(str(base)))
+    else:
+        below = models.fetch(models.find(base_of_training(folder)), before.get("revision") or "")
+    others = identity.compare(before, identity.of(below), str(folder), allowed=other_base, weights=below)
+    return below, others

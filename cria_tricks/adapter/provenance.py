@@ -20,15 +20,13 @@ def describe(
 ) -> dict[str, Any]:
     """Return the run's report without its steps, with what the folder of an adapter needs besides.
 
+    New are ``processes``, ``package`` (see :func:`commit`), and ``data.train_sha256`` and ``data.eval_sha256``: the
+    hash of the rows as they were read, or the fingerprint of a stream's files.
+
     Args:
-        report: the run's report; it holds the identity of the base (``base``), the recipe, and how many rows of each
-            kind were tokenised (``data.train_kinds``), by which ``cria chat`` chooses its prompt format.
+        report: the run's report.
         found: the rows by part, ``train`` and ``eval``.
         other_base: identity of the base with which the run began, if it was resumed over a different one.
-
-    Returns:
-        Plain data for JSON. New are ``processes``, ``package`` (see :func:`commit`), and ``data.train_sha256`` and
-        ``data.eval_sha256``: the hash of the rows as they were read, or the fingerprint of a stream's files.
     """
     long = ("history", "monitor", "adapter")  # report.json has them; the last is a path of this machine
     made = {key: value for key, value in report.items() if key not in long}

@@ -31,9 +31,8 @@ def prepare(adapter: str | Path, repo: str, tag: str = TAG, private: bool = Fals
         private: whether a new repository is private.
 
     Returns:
-        ``folder``, ``repo``, ``tag``, ``private``; ``files`` (what would be sent: the files that the manifest lists,
-        and the manifest itself, each with ``path``, ``bytes`` and ``sha256``); ``bytes``, their sum; ``card``, the
-        text of the model card; and ``notes``, what the user should look at before sending.
+        The arguments; ``files`` (the manifest and what it lists, each with ``path``, ``bytes`` and ``sha256``); their
+        ``bytes``; the text of the model ``card``; and ``notes``, what the user should look at before sending.
 
     Raises:
         BadInput: if the folder is damaged, a file contains a token, or the hub would refuse the repository's name.
@@ -83,9 +82,7 @@ def push(prepared: dict[str, Any], say: Callable[[str], None] = lambda sentence:
         ``url``, the page of the published version, and ``commit``, the hash of the commit.
 
     Raises:
-        BadInput: if the network is switched off, nobody is logged in, the tag exists already, the base is not on the
-            hub, a repository that must be private is public, the repository holds other files that a loader might read
-            together with these, or the hub refuses.
+        BadInput: if nobody could load what is sent, the repository holds what would harm, or the hub refuses.
     """
     import huggingface_hub
 

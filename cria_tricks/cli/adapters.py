@@ -16,6 +16,10 @@ from cria_tricks.common.console import doing, table
 from cria_tricks.common.units import human
 
 
+def _say(*lines: str) -> None:
+    screen.print(*lines, sep="\n", highlight=False, markup=False)
+
+
 @app.command(rich_help_panel=ADAPTER, epilog="Example: cria chat runs/smoke/adapter --prompt 'What is umoja?'")
 def chat(
     adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],
@@ -52,7 +56,7 @@ def chat(
             return
         for name in ("base", "adapter") if with_base else ("adapter",):
             if with_base:
-                screen.print(f"{name}:", markup=False, highlight=False)
+                _say(f"{name}:")
             talk.ask(text, name)
         if prompt:
             return
@@ -107,7 +111,7 @@ def evaluate(
     for row in rows:
         shown.add_row(*row)
     screen.wrapped(f"[bold]{found['rows']} rows, mean and 95 % interval[/]", "", shown, "")
-    screen.print(f"to read: {Path(found['out']) / 'eval.md'}", markup=False, highlight=False)
+    _say(f"to read: {Path(found['out']) / 'eval.md'}")
 
 
 @app.command(rich_help_panel=ADAPTER, epilog="Example: cria card runs/kwanzaa/adapter")
@@ -126,8 +130,8 @@ def card(
     if as_json:
         print(json.dumps({"verdict": said, "card": str(adapter / "README.md")}))
         return
-    screen.print(said, markup=False, highlight=False)
-    screen.print(f"written: {adapter / 'README.md'}", markup=False, highlight=False)
+    _say(said)
+    _say(f"written: {adapter / 'README.md'}")
 
 
 @app.command(rich_help_panel=ADAPTER, epilog="Example: cria verify runs/smoke/adapter")
@@ -140,11 +144,11 @@ def verify(
 
     found = artifact.verify(adapter)
     if as_json:
-        print(json.dumps({"ok": True, "files": found.files, "bytes": found.bytes, "unlisted": found.unlisted}))
+        print(json.dumps({"ok": True, **found}))
         return
-    for name in found.unlisted:
-        screen.print(f"note: {name} is not in the manifest", highlight=False, markup=False)
-    screen.print(f"whole: {found.files} files, {human(found.bytes)}, every sha256 as written", highlight=False)
+    for name in found["unlisted"]:
+        _say(f"note: {name} is not in the manifest")
+    _say(f"whole: {found['files']} files, {human(found['bytes'])}, every sha256 as written")
 
 
 @app.command(rich_help_panel=ADAPTER, epilog="Example: cria merge runs/kwanzaa/adapter")
@@ -169,32 +173,28 @@ def merge(
         print(json.dumps(found, indent=2, allow_nan=False))
         return
     for name, value in check_rows(found):
-        screen.print(f"{name}: {value}", highlight=False, markup=False)
-    screen.print(f"merged into {found['base']}, {found['dtype']}: {found['merged']}", highlight=False, markup=False)
+        _say(f"{name}: {value}")
+    _say(f"merged into {found['base']}, {found['dtype']}: {found['merged']}")
 
 
-@app.command(rich_help_panel=ADAPTER, epilog="Example: cria export runs/kwanzaa/adapter --to gguf --type q8_0")
+@app.command(rich_help_panel=ADAPTER, epilog="Example: cria export runs/kwanzaa/merged --type q8_0")
 def export(
-    model: Annotated[Path, typer.Argument(help="The folder of an adapter, or of a merged or trained model.")],
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="The format; there is gguf.")] = "gguf",
+    model: Annotated[Path, typer.Argument(help="The folder of a merged model, or of one whose weights all trained.")],
     kinds: Annotated[
         list[str] | None,
         typer.Option("--type", metavar="TYPE", help="f16 or q8_0; may be repeated; both when left out."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write; gguf beside the model when left out.")] = None,
-    base: Base = None,
-    other_base: OtherBase = False,
-    offline: Offline = False,
     as_json: Json = False,
 ) -> None:
     """Write GGUF files for Ollama and llama.cpp, read each again, and hold it against the model."""
     from cria_tricks.adapter import folder as artifact
 
-    artifact.adapter(model, base, other_base=other_base)
+    artifact.refuse_adapter(model)
     from cria_tricks.adapter.export import export as run
 
     with contextlib.redirect_stdout(sys.stderr):
-        found = run(model, to, kinds, out, base=base, other_base=other_base, say=aside.print)
+        found = run(model, kinds, out, say=aside.print)
     if as_json:
         print(json.dumps(found, indent=2, allow_nan=False))
         return
@@ -213,10 +213,10 @@ def _print_exported(found: dict[str, Any]) -> None:
             f"{file['same_argmax']:.1%}",
         )
     screen.wrapped("[bold]each file, read again, against the model[/]", "", shown, "")
-    screen.print(f"written: {found['folder']}", highlight=False, markup=False)
+    _say(f"written: {found['folder']}")
     if not found["template"]:
-        screen.print("note: the Modelfile has no TEMPLATE; write one by hand", highlight=False, markup=False)
-    screen.print(f"next: cd {found['folder']} && ollama create mine -f Modelfile", highlight=False, markup=False)
+        _say("note: the Modelfile has no TEMPLATE; write one by hand")
+    _say(f"next: cd {found['folder']} && ollama create mine -f Modelfile")
 
 
 @app.command(rich_help_panel=ADAPTER, epilog="Example: cria publish runs/kwanzaa/adapter me/kwanzaa --tag v0.1.0")
@@ -244,31 +244,25 @@ def publish(
 
 
 def _print_published(found: dict[str, Any], done: dict[str, Any]) -> None:
-    def say(*lines: str) -> None:
-        screen.print(*lines, sep="\n", highlight=False, markup=False)
-
     if done:
-        say(f"published: {done['url']} (commit {done['commit']})")
+        _say(f"published: {done['url']} (commit {done['commit']})")
         return
-    say(found["card"])
+    _say(found["card"])
     where = f"{found['repo']} {found['tag']}"
     if found["private"]:
         where += ", private if it is new"
-    say(where, "")
+    _say(where, "")
     widest = max(len(f"{file['bytes']:,}") for file in found["files"])
-    say(*(f"{file['sha256']}  {file['bytes']:>{widest},}  {file['path']}" for file in found["files"]), "")
-    say(*(f"note: {note}" for note in found["notes"]))
-    say(f"{len(found['files'])} files, {human(found['bytes'])}. Nothing was sent, and the hub was not asked.")
-    say("To publish it: the same command with --yes.")
+    _say(*(f"{file['sha256']}  {file['bytes']:>{widest},}  {file['path']}" for file in found["files"]), "")
+    _say(*(f"note: {note}" for note in found["notes"]))
+    _say(f"{len(found['files'])} files, {human(found['bytes'])}. Nothing was sent, and the hub was not asked.")
+    _say("To publish it: the same command with --yes.")
 
 
 def _ask() -> str:
     """Read the user's next line; an empty one, or the end of the input, is an empty text."""
-    mark = "you> " if sys.stdin.isatty() else ""
     try:
-        line = input(mark)
+        line = input("you> " if sys.stdin.isatty() else "")
     except EOFError:
         return ""
-    if not line.strip():
-        return ""
-    return line
+    return line if line.strip() else ""

@@ -43,18 +43,9 @@ FREE = {
     "train.report_to",
     "train.keep_best",
     "train.patience",
-    "eval.samples",
-    "eval.max_new_tokens",
-    "parallel.strategy",
-    "parallel.reduce",
-    "parallel.tensor_size",
-    "parallel.sequence",
-    "parallel.pipelines",
-    "parallel.pipeline_schedule",
-    "parallel.stage_blocks",
-    "parallel.timeout",
 }
-"""Fields of a recipe that do not change what is trained, so a resumed run may change them."""
+FREE_GROUPS = ("eval.", "parallel.")
+"""Fields, and groups of fields, of a recipe that do not change what is trained, so a resumed run may change them."""
 BY_CONTENT = {"data.train", "data.eval", "lora.continue_from"}
 """Fields that name a place. For a resumed run the rows found there must be the same, not the name. The same holds for
 ``model``, once the hashes of its files are known. The adapter from which a run continued is in its checkpoints."""
@@ -160,12 +151,6 @@ class Checkpoints:
 def describe(recipe: Recipe, found: Mapping[str, OpenedSource], device: str, processes: int = 1) -> dict[str, Any]:
     """Describe a run by all that decides its result.
 
-    Args:
-        recipe: the recipe.
-        found: the ``train`` and ``eval`` rows, or the stream of them.
-        device: the device's name.
-        processes: the world size.
-
     Returns:
         ``recipe``, ``rows`` (the hash of each part) and ``versions`` (of libraries, with device and world size).
     """
@@ -177,15 +162,10 @@ def describe(recipe: Recipe, found: Mapping[str, OpenedSource], device: str, pro
 
 
 def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
-    """Refuse to resume a run whose recipe or rows have changed.
-
-    Args:
-        before: the description of the run that is there, from :func:`describe`.
-        now: the description of the run that would resume it.
-        where: the run's folder or its checkpoint, for the error message.
+    """Refuse to resume a run whose recipe or rows have changed; both runs are described by :func:`describe`.
 
     Raises:
-        BadInput: naming the fields that differ.
+        BadInput: naming the fields that differ, and ``where`` the earlier run or its checkpoint is.
     """
     try:
         then = Recipe.model_validate(before["recipe"]).model_dump(mode="json")
@@ -198,7 +178,8 @@ def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any], where:
     ignored = FREE | BY_CONTENT | _lengthened(old, new)
     if "base" in before:  # then Folders.over compares the hashes of the base's files, so their name does not matter
         ignored |= {"model"}
-    changed = [key for key in new if key not in ignored and old[key] != new[key]]
+    decisive = [key for key in new if key not in ignored and not key.startswith(FREE_GROUPS)]
+    changed = [key for key in decisive if old[key] != new[key]]
     differ = [f"{key} ({old[key]!r}, now {new[key]!r})" for key in changed]
     rows = before.get("rows", {})
     differ += [f"data.{part} (other rows)" for part in now["rows"] if part in rows and rows[part] != now["rows"][part]]

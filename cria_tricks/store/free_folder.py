@@ -43,16 +43,8 @@ def taken(folder: Path) -> str:
 def refuse_taken(option: str, place: Path, resume: bool) -> str:
     """Refuse a path that is a file, and a folder that holds a run unless that run is to be resumed.
 
-    Args:
-        option: the option that named the path, for the error message.
-        place: the path that is to be the run's folder.
-        resume: whether to continue the run that is in the folder.
-
     Returns:
         The name of the first file of a run that is there; empty if there is none.
-
-    Raises:
-        BadInput: if the path cannot be used.
     """
     if place.exists() and not place.is_dir():
         raise BadInput(f"{option} {place}: is a file; name a folder")
@@ -63,12 +55,9 @@ def refuse_taken(option: str, place: Path, resume: bool) -> str:
 
 
 def make_room(option: str, folder: Path, needed: int) -> None:
-    """Make a folder, and refuse it if its disk cannot hold what the run will write.
+    """Make a folder, and refuse it if its disk cannot hold what the run will write [bytes].
 
-    Args:
-        option: the option that named the folder, for the error message.
-        folder: the folder.
-        needed: what the run will write [bytes]; checkpoints that are there already count, because they are replaced.
+    Checkpoints that are there already count as free, because they are replaced.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

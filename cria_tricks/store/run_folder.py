@@ -145,8 +145,7 @@ class Folders:
 
     def monitor(self, rank: int) -> Path:
         """Return the file into which the monitor of a process writes its samples."""
-        name = f"monitor-{rank}.jsonl" if rank else "monitor.jsonl"
-        return self.folder / name
+        return self.folder / (f"monitor-{rank}.jsonl" if rank else "monitor.jsonl")
 
     def mirror_results(self) -> None:
         """Copy the results into the mirror, where the checkpoints have been copied; if it fails, only warn."""

@@ -94,7 +94,7 @@ def test_cria_card_writes_into_a_whole_folder_and_refuses_the_evaluation_of_anot
     assert code == 0, stderr
     said = json.loads(stdout)
     assert said["verdict"] in (adapter / "README.md").read_text()
-    assert artifact.verify(adapter).files
+    assert artifact.verify(adapter)["files"]
     assert (adapter / "adapter_model.safetensors").read_bytes() == weights
     assert run_cria("eval", adapter, *short)[0] == 0, "the card is no part of what made the answers"
     config = adapter / "recipe.toml"
