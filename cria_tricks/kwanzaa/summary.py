@@ -255,8 +255,8 @@ def _answers(scored: Mapping[str, Scored]) -> dict[str, Any]:
             systems[name]["written"] = asdict(each.written)
     return {
         "row": row.where,
-        "query": row.prompt.query,
-        "documents": [document.title for document in row.prompt.documents],
+        "query": row.query,
+        "documents": [document.title for document in row.documents],
         "reference": row.reference.text,
         "systems": systems,
     }

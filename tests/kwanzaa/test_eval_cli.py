@@ -215,7 +215,10 @@ def test_the_reference_alone_loads_nothing_heavy(tmp_path):
             ["eval", "--reference", "--data", "prose.jsonl"],
             "prose.jsonl:2: the row does not end with an answer of the contract",
         ),
-        (["eval", "--reference", "--data", str(ROWS), "--out", "prose.jsonl"], "--out prose.jsonl: is a file"),
+        (
+            ["eval", "--reference", "--data", str(ROWS), "--out", "prose.jsonl"],
+            "--out prose.jsonl: cannot be made: File exists",
+        ),
         (["eval", "--reference", "--data", str(ROWS), "--out", "prose.jsonl/x"], "cannot be made: Not a directory"),
     ],
 )
