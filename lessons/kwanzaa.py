@@ -115,8 +115,7 @@ def short(text: str, width: int) -> str:
 
 def show(row: QARow) -> None:
     documents = (
-        "; ".join(short(document.title, 60) for document in row.documents)
-        or "none"
+        "; ".join(short(document.title, 60) for document in row.documents) or "none"
     )
     print(
         f"{kind(row)}\n  documents: {documents}\n  asked: "

@@ -68,7 +68,7 @@ def is_on_the_surface(module: str, name: str) -> bool:
     if module == "cria_tricks":
         return name in ("", "course", *cria_tricks.__all__)
     if module == "cria_tricks.course":
-        return name in (*course._PLACES, "register_attention", "hang_demo", "hybrid_demo")
+        return name in (*course._PLACES, "register_attention", "hybrid_demo")
     return module.startswith("cria_tricks.tricks") and "folds" not in (name, module.rpartition(".")[2])
 
 
