@@ -11,7 +11,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cria_tricks.data.rows import Chat
@@ -88,18 +88,18 @@ def of(recipe: Recipe) -> Callable[[Chat], Iterable[tuple[str, Chat]]] | None:
     return Augment(shares, recipe.train.seed).copies
 
 
+@dataclass(frozen=True)
 class Augment:
     """Make copies of randomly chosen rows.
 
-    Args:
+    Attributes:
         shares: the share of the rows that get a copy (0 to 1), by kind.
         seed: decides, together with the text of a row, whether that row gets a copy. So the choice does not depend on
             the order of the rows.
     """
 
-    def __init__(self, shares: Mapping[str, float], seed: int):
-        self.shares = shares
-        self.seed = seed
+    shares: Mapping[str, float]
+    seed: int
 
     def copies(self, chat: Chat) -> Iterable[tuple[str, Chat]]:
         """Yield each copy of a row with its kind; no copies if the row does not keep the contract."""

@@ -32,7 +32,7 @@ Time = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(\.\d+)
 class ContractObject(BaseModel):
     """Base class of all objects of an answer, checked strictly: ``"3"`` is no number, and ``1`` is no boolean."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
 class Toggles(ContractObject):
