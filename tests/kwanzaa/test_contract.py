@@ -78,7 +78,7 @@ UNREAD = {
     ],
     "truncated JSON": [
         json.dumps(answer())[:-1], json.dumps(answer())[:200], '{"answer": {"text": "a } and', "{",
-        '{"a": {"b": 1,}', '{"a": "}",', '{"a": "it breaks off }', '{"a": ' + "[" * 100_000,
+        '{"a": {"b": 1,}', '{"a": "}",', '{"a": "it breaks off }'
     ],
 }  # fmt: skip
 AROUND = ["Here you are:\n{}", "```json\n{}\n```", "{}\nI hope this helps.", "{} {{}}"]
@@ -142,6 +142,10 @@ def test_an_object_with_text_around_it_is_read_and_counted(frame):
     found = read_reply(frame.format(json.dumps(answer())))
     assert [v.kind for v in found.violations] == ["text around the JSON"]
     assert found.fields == answer()
+
+
+def test_brackets_thousands_deep_are_no_crash():
+    assert read_reply('{"a": ' + "[" * 100_000).fields is None
 
 
 def test_every_kind_has_a_case_here():
