@@ -178,12 +178,7 @@ VIOLATIONS = (*UNREADABLE, "text around the JSON", *dict.fromkeys(KINDS.values()
 
 @dataclass(frozen=True)
 class Violation:
-    """One violation of the contract.
-
-    Attributes:
-        kind: one of :data:`VIOLATIONS`.
-        where: the field, e.g. ``sources[0].year``; empty for the answer as a whole.
-    """
+    """One violation of the contract: its kind in :data:`VIOLATIONS`, and its field; empty for the whole answer."""
 
     kind: str
     where: str = ""
@@ -242,11 +237,7 @@ class Reply:
 
 
 def read_reply(raw: str) -> Reply:
-    """Find the first JSON object in a text, also inside a Markdown fence, and validate it against the contract.
-
-    Args:
-        raw: what the model wrote.
-    """
+    """Find the first JSON object in a text, also inside a Markdown fence, and validate it against the contract."""
     text = raw.strip()
     start = text.find("{")
     if start < 0:

@@ -34,7 +34,7 @@ OUT = Path("runs/eval")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings for generating answers.
+    """How answers are generated.
 
     Attributes:
         batch_size: number of rows that are answered together.
@@ -80,7 +80,7 @@ def evaluate(
         trivial: also score the answers that need no model; all rows must keep the contract.
         out: folder to write; ``eval`` beside the adapter when left out, ``runs/eval`` without an adapter.
         limit: evaluate only this many rows, the first ones.
-        settings: the settings for generating answers.
+        settings: how answers are generated.
         console: where progress is shown; standard error when left out.
 
     Returns:

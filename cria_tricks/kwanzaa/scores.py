@@ -39,12 +39,7 @@ Later, "I cannot" only limits an answer."""
 
 @dataclass(frozen=True)
 class Score:
-    """The result of a scorer.
-
-    Attributes:
-        value: the score (0 to 1).
-        why: counts, and what was found wrong or missing, as plain JSON data.
-    """
+    """A score from 0 to 1, and its reasons as JSON data: counts, and what was found wrong or missing."""
 
     value: float
     why: dict[str, Any] = field(default_factory=dict)

@@ -24,11 +24,11 @@ _BLUE, _ORANGE, *_ = THEMES["light"].series
 
 
 def write(folder: Path, report: Mapping[str, Any]) -> None:
-    """Write report.json, report.md and report.png into a folder.
+    """Write report.json, report.md and report.png into a run's folder.
 
     Args:
         folder: the run's folder.
-        report: the summary, from :func:`cria_tricks.report.summary.summarise`, with what ``run/steps.py`` adds.
+        report: the summary, from :func:`cria_tricks.report.summary.summarise`, with what ``run/results.py`` adds.
 
     Raises:
         Unwritten: if one of the files cannot be written.

@@ -1,4 +1,4 @@
-"""``cria eval`` as a user meets it: what it writes, what it prints, what it refuses, and going on after a stop."""
+"""``cria eval`` as a user meets it: what it writes, what it prints, and what it refuses."""
 
 import json
 import math
