@@ -218,30 +218,17 @@ def test_the_command_says_the_peak_and_writes_nothing(run_cria, tmp_path, monkey
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["kwanzaa", "--out", "film.png"], "must end with .html or .svg"),
-        (["kwanzaa", "--gpu", "t4x2"], "a film is of one card"),
-        (["kwanza", "--gpu", "t4"], "unknown recipe"),
-        (["kwanzaa", "--gpu", "t5"], "t5"),
-        (
-            [
-                "baseline",
-                "--model",
-                "random:tiny",
-                "--gpu",
-                "t4",
-                "--set",
-                "data.max_length=16",
-                "--out",
-                "file/film.svg",
-            ],
-            "file",
-        ),
+        ("kwanzaa --out film.png", "must end with .html or .svg"),
+        ("kwanzaa --gpu t4x2", "a film is of one card"),
+        ("kwanza --gpu t4", "unknown recipe"),
+        ("kwanzaa --gpu t5", "t5"),
+        ("baseline --model random:tiny --gpu t4 --set data.max_length=16 --out file/film.svg", "file"),
     ],
 )
 def test_a_wrong_question_is_one_line(arguments, said, run_cria, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("kept")
-    code, stdout, stderr = run_cria("film", *arguments)
+    code, stdout, stderr = run_cria("film", *arguments.split())
     errors = [line for line in stderr.splitlines() if not line.startswith("recording: ")]
     assert (code, stdout) == (2, "")
     assert len(errors) == 1
