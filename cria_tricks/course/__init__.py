@@ -105,7 +105,7 @@ _NAMES = {
     "course.notebook": "ask cria show_table",
     "course.predictions": "reveal",
     "course.hybrid_demo": "over_the_cube",
-    "course.processes": "Ranks free_port",
+    "course.processes": "Ranks",
 }
 """Module -> the names that lessons take from it, ``OWN=HERE`` where this module has another name for it.
 
