@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from cria_tricks.data.rows import Chat, marked_question
-from cria_tricks.data.samples import prompt_of
 from cria_tricks.kwanzaa.contract import Reply, plain_reply, read_reply
 
 _DOCUMENT = re.compile(r"\[(\d+)\] +(\S.*)")
@@ -92,8 +91,8 @@ def read_rows(chats: Sequence[Chat]) -> list[QARow]:
     Otherwise a mean over some of the rows would be mistaken for a mean over all rows.
     """
     if all(map(keeps_contract, chats)):
-        return [QARow(c.where, c.before_answer, *read_prompt(prompt_of(c)), read_reply(c.answer)) for c in chats]
-    return [QARow(c.where, c.before_answer, (), prompt_of(c), plain_reply(c.answer), contract=False) for c in chats]
+        return [QARow(c.where, c.before_answer, *read_prompt(_last(c)), read_reply(c.answer)) for c in chats]
+    return [QARow(c.where, c.before_answer, (), _last(c), plain_reply(c.answer), contract=False) for c in chats]
 
 
 def keeps_contract(chat: Chat) -> bool:
@@ -105,3 +104,10 @@ def keeps_contract(chat: Chat) -> bool:
         return False
     reference = read_reply(chat.answer)
     return reference.fields is not None and bool(reference.text)
+
+
+def _last(chat: Chat) -> str:
+    """Return the last turn before the answer, or the prompt of a completion; empty for a text."""
+    if chat.before_answer:
+        return chat.before_answer[-1]["content"]
+    return chat.prompt
