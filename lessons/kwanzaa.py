@@ -115,12 +115,11 @@ def short(text: str, width: int) -> str:
 
 def show(row: QARow) -> None:
     documents = (
-        "; ".join(short(document.title, 60) for document in row.prompt.documents)
-        or "none"
+        "; ".join(short(document.title, 60) for document in row.documents) or "none"
     )
     print(
         f"{kind(row)}\n  documents: {documents}\n  asked: "
-        f"    {row.prompt.query}\n  answer:    {row.reference.text}\n"
+        f"    {row.query}\n  answer:    {row.reference.text}\n"
     )
 
 
@@ -128,7 +127,7 @@ ours = read_rows(sources.find("history_notes", "train").rows)
 answer, refusal = (
     next(row for row in ours if kind(row) == wanted) for wanted in ("answer", "refusal")
 )
-unfilled = plain_reply(f"[This answer would explain: {answer.prompt.query}]")
+unfilled = plain_reply(f"[This answer would explain: {answer.query}]")
 for row in (answer, refusal, replace(answer, reference=unfilled)):
     show(row)
 

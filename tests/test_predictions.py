@@ -38,7 +38,7 @@ def test_what_is_said(guess, answer, unit, said):
 @pytest.mark.parametrize("untouched", [0, 0.0, None, ""])
 def test_an_untouched_form_gets_the_answer_alone(untouched):
     assert predictions.verdict(untouched, 12, "GB") == "It is 12 GB."
-    assert predictions.verdict(course.NO_GUESS, "rise") == "The answer: rise."
+    assert predictions.verdict(predictions.NO_GUESS, "rise") == "The answer: rise."
 
 
 def test_words_in_the_place_of_a_number_stop_nothing():
@@ -50,16 +50,12 @@ def test_a_script_prints_it(capsys):
     assert capsys.readouterr().out == "You said 900 MiB, it is 1,155 MiB: 22% too low.\n"
 
 
-def test_a_trend():
-    assert [course.trend(1, after) for after in (0, 1, 2)] == ["fall", "stay", "rise"]
-
-
 END = "So it is 12.\n\n## 2. The end\nWords."
 
 
 def code(source, *answers, tags=(), **more):
     """A cell that was executed, with what its calls of ``course.reveal`` handed over."""
-    said = [{"text/plain": f"It is {one}.", course.PREDICTION: {"answer": one, "unit": "MiB"}} for one in answers]
+    said = [{"text/plain": f"It is {one}.", predictions.PREDICTION: {"answer": one, "unit": "MiB"}} for one in answers]
     outputs = [nbformat.v4.new_output("display_data", data) for data in said]
     return nbformat.v4.new_code_cell(source, metadata={"tags": list(tags), **more}, outputs=outputs)
 

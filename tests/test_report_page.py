@@ -12,8 +12,9 @@ from cria_tricks.data.tokens import TokenRows
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.measure.utilisation import Utilisation
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.report import figure, page
+from cria_tricks.report import page
 from cria_tricks.report import summary as report
+from cria_tricks.report.page import draw  # the real one, before a fixture replaces it
 from cria_tricks.resolve import resolve
 from cria_tricks.trainer.fit import Run
 
@@ -307,7 +308,7 @@ def figure_of(whole: dict[str, Any], monkeypatch) -> Any:
 
     kept, honest = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (kept.append(self), honest(self, *a, **k)))
-    assert figure.draw(whole).startswith(b"\x89PNG")
+    assert draw(whole).startswith(b"\x89PNG")
     return kept[0]
 
 

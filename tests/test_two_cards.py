@@ -1,7 +1,7 @@
 """The notebook "Two cards": in a kernel on two gloo processes (``make two-cards`` shows it), and what cards change."""
 
 import os
-from dataclasses import replace
+import tempfile
 from pathlib import Path
 
 import jupytext
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import cria_tricks
-from cria_tricks.course import two_cards
 from cria_tricks.course.processes import Ranks
+from cria_tricks.recipe import Recipe, with_settings
 from tests.drills import two_cards as drill
 from tests.sweeps import ALL
 from tools import notebooks
@@ -82,22 +82,30 @@ def test_with_cards_each_process_is_started_by_itself_and_sees_one(monkeypatch, 
     assert os.environ.get("RANK") is None
 
 
-def test_a_failure_in_a_process_is_one_line_in_the_notebook():
+@pytest.fixture
+def cell() -> dict:
+    """The functions by which the notebook trains and prints."""
+    found = {"tempfile": tempfile, "Path": Path, "with_settings": with_settings}
+    source = next(
+        cell.source for cell in jupytext.read(SCRIPT, fmt="py:percent").cells if "def train_here" in cell.source
+    )
+    exec(source, found)
+    return found
+
+
+def test_a_failure_in_a_process_is_one_line_in_the_notebook(cell):
     class Failing:
         def run(self, *arguments):
-            said = (
-                "Traceback (most recent call last):\n  File ...\ncria_tricks.common.errors.OutOfMemory: out of memory\n"
+            raise RuntimeError(
+                "process 0: Traceback (most recent call last):\n  File ...\nOutOfMemory: out of memory\n"
             )
-            raise RuntimeError(f"process 0: {said}")
 
     with pytest.raises(RuntimeError, match=r"^OutOfMemory: out of memory$"):
-        two_cards.train(Failing(), "kwanzaa", [])
+        cell["train"](Failing(), Recipe())
 
 
-def test_losses_are_compared_step_by_step_and_a_missing_prediction_is_a_dash():
-    one = two_cards.Trained([4.0, 2.0], 1.0, None, 100, 100, [], [])
-    assert two_cards.apart(one, one) == 0
-    assert two_cards.apart(one, replace(one, losses=[4.0, 2.5])) == pytest.approx(0.2)
-    assert two_cards.line("MB", None, None, 1234.5).split() == (
-        ["MB", "your", "guess", "-", "predicted", "-", "measured", "1,234.50"]
-    )
+def test_losses_are_compared_step_by_step_and_a_missing_prediction_is_a_dash(cell, capsys):
+    assert cell["apart"]({"losses": [4.0, 2.0]}, {"losses": [4.0, 2.5]}) == pytest.approx(0.2)
+    cell["print_line"]("MB", None, None, 1234.5)
+    said = capsys.readouterr().out.split()
+    assert said == ["MB", "your", "guess", "-", "predicted", "-", "measured", "1,234.50"]

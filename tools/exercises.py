@@ -6,6 +6,7 @@ from typing import Any
 from IPython.display import display
 
 from cria_tricks import course
+from cria_tricks.course.exercises import CHECKS
 from tools import made_of, processors
 
 MEASURED: list[list[str]] = []
@@ -39,7 +40,7 @@ def begin() -> None:
 
 def answer(shell: Any, asked: dict[str, Any]) -> None:
     """Hand over what the checks say: of the exercises as they stand, of the solutions and of each wrong answer."""
-    found: dict[str, Any] = {"on a GPU": MEASURED, "as it stands": [list(check) for check in course.CHECKS]}
+    found: dict[str, Any] = {"on a GPU": MEASURED, "as it stands": [list(check) for check in CHECKS]}
     if asked["checks"]:
         found |= try_answers(shell.user_ns, asked["checks"], asked["solutions"], asked["wrong"])
     found["used"] = made_of.used()
@@ -63,10 +64,10 @@ def try_answers(names: dict[str, Any], checks: list[str], solutions: str, wrong:
     kinds: dict[int, dict[str, Any]] = {}
 
     def of_the_wrong_kind(exercise: int, right: Any, grade: Any, returns: str = "") -> None:
-        course.CHECKS.clear()
+        CHECKS.clear()
         for nonsense in FUNCTIONS if callable(right) else VALUES:
             check(exercise, nonsense, grade, returns)
-        kinds[exercise] = {"exercise": exercise, "returns": returns, "found": [list(one) for one in course.CHECKS]}
+        kinds[exercise] = {"exercise": exercise, "returns": returns, "found": [list(one) for one in CHECKS]}
 
     check = course.check
     found = {"wrong": [_found(names, checks, code, exercise)[0] for exercise, code in wrong]}
@@ -85,7 +86,7 @@ def _found(
         if only in (None, exercise):
             (instead or check)(exercise, *rest, **more)
 
-    course.CHECKS.clear()
+    CHECKS.clear()
     course.check = chosen
     try:
         exec(code, names)
@@ -95,7 +96,7 @@ def _found(
         course.check = check
         names.clear()
         names.update(before)
-    return [list(one) for one in course.CHECKS]
+    return [list(one) for one in CHECKS]
 
 
 def _refuse(self: socket.socket, address: Any) -> None:

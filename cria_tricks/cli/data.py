@@ -138,9 +138,11 @@ def _cell(value: int | None) -> str:
 def _print_examples(look: "Look", number: int) -> None:
     """Print the first rows of each kind: where they stand, what is asked, and the answer."""
     from cria_tricks.data.rows import marked_question
+    from cria_tricks.data.samples import answer_line, one_line
 
     if not number:
         return
+    width = min(screen.width, WIDEST) - len("  answer: ")
     for kind in look.kinds:
         shown = [row for row in look.rows if row.kind == kind][:number]
         screen.wrapped("", Text(f"{len(shown)} of {look.kinds[kind]:,} rows of kind {kind}", style="bold"))
@@ -148,28 +150,16 @@ def _print_examples(look: "Look", number: int) -> None:
             head = _short(row.where)
             if row.tokens is not None:
                 head += f", {row.tokens:,} tokens"
-            lines = [head]
+            lines = [one_line(head, width)]
             if row.question:
                 # Of a turn with documents in it only the question.
                 marked = marked_question(row.question)
-                lines.append(f"  asked:  {_one_line(marked[1] if marked else row.question)}")
-            lines.append(f"  answer: {_one_line(row.answer)}")
+                lines.append(f"  asked:  {one_line(marked[1] if marked else row.question, width)}")
+            lines.append(f"  answer: {answer_line(row.answer, width)}")
             for line in lines:
-                screen.print(Text(_cut(line)), highlight=False)
+                screen.print(Text(line), highlight=False)
 
 
 def _short(where: str) -> str:
     """Leave out the folders of the files in a text."""
     return re.sub(r"(?<!\S)\S*/(?=[^/\s])", "", where)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split()) or "(empty)"
-
-
-def _cut(line: str) -> str:
-    """Cut a line to the terminal's width, or to :data:`WIDEST` characters where there is no terminal."""
-    width = min(screen.width, WIDEST)
-    if len(line) <= width:
-        return line
-    return f"{line[: width - 4]} ..."

@@ -8,38 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from cria_tricks.course.drawing import DARK, LIGHT, Sketch, figure, ladder, show
-from cria_tricks.course.exercises import CHECKS, about, check, equal
-from cria_tricks.course.job import CAPSTONE, bill, show_bill, show_worth, so_far
-from cria_tricks.course.measured import on_a_gpu
-from cria_tricks.course.notebook import show_table
-from cria_tricks.course.predictions import NO_GUESS, PREDICTION, reveal, trend
 from cria_tricks.models import peft_probes
-
-__all__ = [
-    "CAPSTONE",
-    "CHECKS",
-    "DARK",
-    "LIGHT",
-    "NO_GUESS",
-    "PREDICTION",
-    "Sketch",
-    "about",
-    "bill",
-    "check",
-    "equal",
-    "figure",
-    "ladder",
-    "on_a_gpu",
-    "register_attention",
-    "reveal",
-    "show",
-    "show_bill",
-    "show_table",
-    "show_worth",
-    "so_far",
-    "trend",
-]
 
 _NAMES = {
     # the machine and the model
@@ -88,7 +57,6 @@ _NAMES = {
     "bench.case": "TRAINED_SHARE",
     "common.figures": "Theme marked panels readable",
     "common.markdown_table": "table",
-    "course.drawing": "capacity",
     "measure.counting": "SavedBytes Traffic flops peak_bytes",
     "measure.memory": "LiveBytes",
     "measure.monitor": "Monitor read=read_monitor summarise=summarise_monitor",
@@ -130,7 +98,12 @@ _NAMES = {
     "processes": "world",
     # the course itself
     "": "models parallel",
-    "course.commands": "ask cria",
+    "course.drawing": "Sketch capacity figure ladder show",
+    "course.exercises": "about check equal",
+    "course.job": "CAPSTONE bill show_bill show_worth so_far",
+    "course.measured": "on_a_gpu",
+    "course.notebook": "ask cria show_table",
+    "course.predictions": "reveal",
     "course.hybrid_demo": "over_the_cube",
     "course.processes": "Ranks",
 }

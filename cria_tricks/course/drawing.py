@@ -1,9 +1,9 @@
 """Draw the course's figures: charts, sketches of tensors, and the bars of its memory bills lesson by lesson."""
 
-import re
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
@@ -114,7 +114,7 @@ class Sketch:
             kept: whether the tensor is still in memory; if not, its box is empty, with a dashed edge.
         """
         edge = self.theme.series[color]
-        fill: dict[str, Any] = {"facecolor": (*_rgb(edge), 0.22)}
+        fill: dict[str, Any] = {"facecolor": to_rgba(edge, 0.22)}
         if not kept:
             fill = {"facecolor": "none", "linestyle": "--"}
         self.axes.add_patch(Rectangle((x, y), w, h, edgecolor=edge, linewidth=1.2, **fill))
@@ -134,20 +134,9 @@ class Sketch:
         self.axes.text(x, y, words, ha=align, va="center", color=color, fontsize=9)
 
     def arrow(self, start: tuple[float, float], end: tuple[float, float], *, color: int | None = None) -> None:
-        """Draw an arrow between two points (x, y).
-
-        Args:
-            start: where the arrow begins.
-            end: where its head is.
-            color: index of one of the theme's series colours; the theme's grey when left out.
-        """
+        """Draw an arrow between two points (x, y), in a series colour of the theme, or in its grey."""
         ink = self.theme.quiet
         if color is not None:
             ink = self.theme.series[color]
         head: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 9, "shrinkA": 0, "shrinkB": 0}
         self.axes.add_patch(FancyArrowPatch(start, end, color=ink, linewidth=1.2, **head))
-
-
-def _rgb(color: str) -> tuple[float, ...]:
-    """Turn ``#rrggbb`` into three numbers from 0 to 1."""
-    return tuple(int(part, 16) / 255 for part in re.findall("..", color[1:]))

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from transformers import TrainerCallback
 
 from cria_tricks import models
 from cria_tricks.common.errors import BadInput
@@ -55,12 +54,7 @@ def planned(recipe: Recipe, size: int, sizes: Mapping[str, int]) -> Plan:
     return resolve(with_settings(recipe, piped), processes=sizes["data"] * sizes["stage"])
 
 
-def over_the_cube(
-    recipe: Recipe,
-    rows: Sequence[dict[str, list[int]]],
-    sizes: Mapping[str, int],
-    callbacks: Sequence[TrainerCallback] = (),
-) -> Run:
+def over_the_cube(recipe: Recipe, rows: Sequence[dict[str, list[int]]], sizes: Mapping[str, int]) -> Run:
     """Train on rows in all processes of a cube. Every process calls this and gets the same losses.
 
     Args:
@@ -68,7 +62,6 @@ def over_the_cube(
         rows: the tokenised rows.
         sizes: the lengths of the cube's axes ``data``, ``stage`` and ``tensor``. Their order decides which ranks are
             neighbours: those that differ only on the last axis.
-        callbacks: passed to transformers' Trainer.
     """
     plan = planned(recipe, numbers.processes(), sizes)
     torch.manual_seed(recipe.train.seed)  # so that all processes draw the same weights
@@ -77,7 +70,7 @@ def over_the_cube(
     # Here only the matrices are cut. The trainer removes the blocks of other stages, before it makes the optimizer.
     tensor.split(loaded.model, mesh["tensor"])
     world = World(numbers.rank(), numbers.processes(), sizes["data"], mesh)
-    return _fitted(loaded, plan, recipe, rows, world, callbacks)
+    return _fitted(loaded, plan, recipe, rows, world)
 
 
 def alone(recipe: Recipe, rows: Sequence[dict[str, list[int]]]) -> Run:
@@ -87,27 +80,20 @@ def alone(recipe: Recipe, rows: Sequence[dict[str, list[int]]]) -> Run:
     return _fitted(load(plan, models.find(recipe.model)), plan, recipe, rows, World())
 
 
-def _fitted(
-    loaded: Loaded,
-    plan: Plan,
-    recipe: Recipe,
-    rows: Sequence[dict[str, list[int]]],
-    world: World,
-    callbacks: Sequence[TrainerCallback] = (),
-) -> Run:
+def _fitted(loaded: Loaded, plan: Plan, recipe: Recipe, rows: Sequence[dict[str, list[int]]], world: World) -> Run:
     with tempfile.TemporaryDirectory() as folder:  # fit writes checkpoints, and nobody needs them here
         checkpoints = Checkpoints(Path(folder))
-        return fit(loaded, plan, recipe.train, rows, (), checkpoints, pad_id=0, world=world, callbacks=callbacks)
+        return fit(loaded, plan, recipe.train, rows, (), checkpoints, pad_id=0, world=world)
 
 
-def random_rows(many: int = 11, longest: int = 24) -> list[dict[str, list[int]]]:
-    """Draw rows of random token ids, with different lengths.
+def random_rows(longest: int = 24) -> list[dict[str, list[int]]]:
+    """Draw eleven rows of random token ids, with different lengths.
 
-    With four rows in an optimizer step, the default of eleven rows leaves the last step one row short. The first three
-    tokens of a row are not trained, like the tokens of a prompt.
+    With four rows in an optimizer step, eleven rows leave the last step one row short. The first three tokens of a row
+    are not trained, like the tokens of a prompt.
     """
     draw = random.Random(0)
     # 0 is the padding id, see _fitted; 1 and 2 are the tiny model's ids for the beginning and the end of a text. The
     # model knows 49,152 ids; the first 500 are enough here.
-    rows = [[draw.randrange(3, 500) for _ in range(draw.randint(6, longest))] for _ in range(many)]
+    rows = [[draw.randrange(3, 500) for _ in range(draw.randint(6, longest))] for _ in range(11)]
     return [{"input_ids": ids, "labels": [IGNORED] * 3 + ids[3:]} for ids in rows]

@@ -61,10 +61,3 @@ def _number(value: float, unit: str) -> str:
     """Write a number with three digits or more, and its unit."""
     number = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return f"{number} {unit}".strip()
-
-
-def trend(before: float, after: float) -> str:
-    """Say whether a number falls, stays or rises, as the choices of a form do."""
-    if after == before:
-        return "stay"
-    return "rise" if after > before else "fall"

@@ -11,7 +11,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cria_tricks.data.rows import Chat
@@ -28,7 +28,7 @@ NOTHING_RETRIEVED = "No relevant documents were retrieved from the corpus."
 
 def shuffle_documents(row: QARow, draw: random.Random) -> Chat | None:
     """Shuffle the documents and renumber the labels in the answer; ``None`` if there are fewer than two documents."""
-    documents = list(row.prompt.documents)
+    documents = list(row.documents)
     if all(document == documents[0] for document in documents):
         return None  # every order is the same
     shuffled = documents
@@ -40,7 +40,7 @@ def shuffle_documents(row: QARow, draw: random.Random) -> Chat | None:
 def drop_uncited(row: QARow, draw: random.Random) -> Chat | None:
     """Keep only the documents that the answer cites; ``None`` if it cites none or all of them."""
     cited = _cited(row)
-    if not cited or len(cited) == len(row.prompt.documents):
+    if not cited or len(cited) == len(row.documents):
         return None
     return _with_documents(row, cited)
 
@@ -54,14 +54,14 @@ def drop_cited(row: QARow, draw: random.Random) -> Chat | None:
     cited = _cited(row)
     if not cited or should_refuse(row) or row.reference.said("toggles", "creative_mode"):
         return None
-    left = [document for document in row.prompt.documents if document not in cited]
+    left = [document for document in row.documents if document not in cited]
     copy = _with_documents(row, left)
     fields = json.loads(copy.messages[-1]["content"])
     fields["answer"] |= {"text": REFUSAL, "completeness": "insufficient_data"}
     fields["answer"].pop("confidence", None)  # it was the confidence in the old answer
     # The contract allows 1,000 characters for what is missing.
     fields["sources"] = []
-    fields["unknowns"] |= {"unsupported_claims": [], "missing_context": [f"A document on: {row.prompt.query}"[:1000]]}
+    fields["unknowns"] |= {"unsupported_claims": [], "missing_context": [f"A document on: {row.query}"[:1000]]}
     if "integrity" in fields:
         fields["integrity"] |= {
             "citations_provided": False,
@@ -88,18 +88,18 @@ def of(recipe: Recipe) -> Callable[[Chat], Iterable[tuple[str, Chat]]] | None:
     return Augment(shares, recipe.train.seed).copies
 
 
+@dataclass(frozen=True)
 class Augment:
     """Make copies of randomly chosen rows.
 
-    Args:
+    Attributes:
         shares: the share of the rows that get a copy (0 to 1), by kind.
         seed: decides, together with the text of a row, whether that row gets a copy. So the choice does not depend on
             the order of the rows.
     """
 
-    def __init__(self, shares: Mapping[str, float], seed: int):
-        self.shares = shares
-        self.seed = seed
+    shares: Mapping[str, float]
+    seed: int
 
     def copies(self, chat: Chat) -> Iterable[tuple[str, Chat]]:
         """Yield each copy of a row with its kind; no copies if the row does not keep the contract."""
@@ -127,7 +127,7 @@ def _keeps(row: QARow, copy: Chat) -> bool:
 def _cited(row: QARow) -> list[Document]:
     """List the documents whose labels are in the text of the answer."""
     labels = set(statements.labels(row.reference.text))
-    return [document for document in row.prompt.documents if document.number in labels]
+    return [document for document in row.documents if document.number in labels]
 
 
 def _with_documents(row: QARow, documents: Sequence[Document]) -> Chat:
@@ -138,9 +138,9 @@ def _with_documents(row: QARow, documents: Sequence[Document]) -> Chat:
     for part in ("answer", "unknowns"):  # both may contain labels, such as [1]
         text = json.dumps(fields[part])
         fields[part] = json.loads(statements.LABELS.sub(lambda match: _renumbered(match, numbers), text))
-    fields["sources"] = _in_order(fields["sources"], row.prompt.documents, numbers)
+    fields["sources"] = _in_order(fields["sources"], row.documents, numbers)
     summary = fields["retrieval_summary"]
-    summary["results"] = _in_order(summary["results"], row.prompt.documents, numbers)
+    summary["results"] = _in_order(summary["results"], row.documents, numbers)
     for rank, result in enumerate(summary["results"], 1):
         result["rank"] = rank
     messages = (*row.messages[:-1], turn, {"role": "assistant", "content": ""})
@@ -150,8 +150,8 @@ def _with_documents(row: QARow, documents: Sequence[Document]) -> Chat:
 def _turn_with(row: QARow, documents: Sequence[Document], numbers: Mapping[int, int]) -> str:
     """Write the user's turn with these documents, and between them the same separator as in the row."""
     turn = row.messages[-1]["content"]
-    first = row.prompt.documents[0]
-    last = row.prompt.documents[-1]
+    first = row.documents[0]
+    last = row.documents[-1]
     begin = turn.index(first.text)
     end = turn.index(last.text) + len(last.text)
     if not documents:

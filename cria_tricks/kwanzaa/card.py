@@ -10,6 +10,7 @@ from cria_tricks.adapter import folder as artifact
 from cria_tricks.adapter.model_card import NOT_SCORED, USE
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, usable_path
+from cria_tricks.kwanzaa.evaluate import fingerprint
 from cria_tricks.kwanzaa.scores import SCORERS
 from cria_tricks.kwanzaa.summary import NAMES, table_lines
 
@@ -46,9 +47,6 @@ def write_scores(adapter: str | Path, evaluations: Sequence[str | Path] = ()) ->
 
 def _read(place: Path, adapter: Path) -> dict[str, Any]:
     """Read an evaluation, and refuse one of another adapter."""
-    # Imported here, because it imports torch.
-    from cria_tricks.kwanzaa.generate import fingerprint
-
     path = place / "eval.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -32,7 +32,7 @@ Time = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(\.\d+)
 class ContractObject(BaseModel):
     """Base class of all objects of an answer, checked strictly: ``"3"`` is no number, and ``1`` is no boolean."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
 class Toggles(ContractObject):
@@ -178,12 +178,7 @@ VIOLATIONS = (*UNREADABLE, "text around the JSON", *dict.fromkeys(KINDS.values()
 
 @dataclass(frozen=True)
 class Violation:
-    """One violation of the contract.
-
-    Attributes:
-        kind: one of :data:`VIOLATIONS`.
-        where: the field, e.g. ``sources[0].year``; empty for the answer as a whole.
-    """
+    """One violation of the contract: its kind in :data:`VIOLATIONS`, and its field; empty for the whole answer."""
 
     kind: str
     where: str = ""
@@ -242,11 +237,7 @@ class Reply:
 
 
 def read_reply(raw: str) -> Reply:
-    """Find the first JSON object in a text, also inside a Markdown fence, and validate it against the contract.
-
-    Args:
-        raw: what the model wrote.
-    """
+    """Find the first JSON object in a text, also inside a Markdown fence, and validate it against the contract."""
     text = raw.strip()
     start = text.find("{")
     if start < 0:

@@ -4,8 +4,8 @@ These three are called systems here. The reference is the data's own answers. If
 answers of each system are scored, too.
 """
 
+import hashlib
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +14,13 @@ from typing import Any
 from rich.console import Console
 
 from cria_tricks.adapter import folder as artifact
-from cria_tricks.adapter.folder import MODEL_FILES, RECIPE, is_whole, named_base
+from cria_tricks.adapter.folder import MODEL_FILES, PROVENANCE, RECIPE, is_whole, named_base
 from cria_tricks.common import atomic_files
 from cria_tricks.common.console import Aside
 from cria_tricks.common.errors import BadInput, usable_path
 from cria_tricks.common.version import versions
 from cria_tricks.data import sources
-from cria_tricks.data.sources import DataSource
+from cria_tricks.data.rows import Chat
 from cria_tricks.kwanzaa.contract import plain_reply, read_reply
 from cria_tricks.kwanzaa.prompt import QARow, keeps_contract, read_rows
 from cria_tricks.kwanzaa.summary import UNSCORED, Scored, Written, markdown, summarise
@@ -34,7 +34,7 @@ OUT = Path("runs/eval")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings for generating answers.
+    """How answers are generated.
 
     Attributes:
         batch_size: number of rows that are answered together.
@@ -80,7 +80,7 @@ def evaluate(
         trivial: also score the answers that need no model; all rows must keep the contract.
         out: folder to write; ``eval`` beside the adapter when left out, ``runs/eval`` without an adapter.
         limit: evaluate only this many rows, the first ones.
-        settings: the settings for generating answers.
+        settings: how answers are generated.
         console: where progress is shown; standard error when left out.
 
     Returns:
@@ -94,12 +94,13 @@ def evaluate(
     console = console or Aside()
     folder = _adapter_folder(adapter, base, reference or trivial, settings)
     contract = settings.contract
-    if contract is None:  # as in the training
-        contract = folder is not None and (folder / RECIPE).is_file() and from_toml(folder / RECIPE).data.contract
+    if contract is None:
+        contract = _trained_with(folder).contract
     source = sources.find_named("--data ", data, "eval", contract=contract)
-    rows = read_rows(source.rows[:limit])
+    chats = source.rows[:limit]
+    rows = read_rows(chats)
     for option in ["--reference"] * reference + ["--trivial"] * trivial:
-        for chat in source.rows[:limit]:
+        for chat in chats:
             if not keeps_contract(chat):
                 raise BadInput(
                     f"{option}: {chat.where}: the row does not end with an answer of the contract kwanzaa.answer.v1 "
@@ -111,7 +112,7 @@ def evaluate(
         systems: dict[str, list[Scored]] = {}
         if folder:
             console.print(f"loading {folder}, writing to {place}")
-            answered, more = _answered(folder, base, source, len(rows), settings, console)
+            answered, more = _answered(folder, base, chats, settings, console)
             systems = {name: _scored(rows, written) for name, written in answered.items()}
             about |= {"adapter": str(folder), **more}
             if not rows[0].contract:
@@ -124,6 +125,13 @@ def evaluate(
         atomic_files.write_file(place / "eval.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
         atomic_files.write_file(place / "eval.md", markdown(found))
     return found | {"out": str(place)}
+
+
+def _trained_with(folder: Path | None) -> Data:
+    """Return the data settings of the adapter's recipe; the defaults where there is no recipe."""
+    if folder and (folder / RECIPE).is_file():
+        return from_toml(folder / RECIPE).data
+    return Data()
 
 
 def _adapter_folder(adapter: str | Path | None, base: bool, without: bool, settings: Settings) -> Path | None:
@@ -150,8 +158,6 @@ def _made_folder(out: str | Path | None, adapter: Path | None) -> Path:
         place = adapter.absolute().parent / "eval"
     else:
         place = OUT
-    if place.exists() and not place.is_dir():
-        raise BadInput(f"--out {place}: is a file; name a folder")
     if any((place / name).exists() for name in (*MODEL_FILES, atomic_files.MANIFEST)):
         raise BadInput(f"--out {place}: holds an adapter or a model, where more files do harm; name another folder")
     try:
@@ -167,15 +173,22 @@ def _scored(rows: Sequence[QARow], written: Sequence[Written]) -> list[Scored]:
     return [Scored(row, reader(answer.text), answer) for row, answer in zip(rows, written, strict=True)]
 
 
+def fingerprint(folder: Path) -> str:
+    """Hash the files of an adapter's folder that decide its answers: not the card, the provenance and the manifest."""
+    others = ("README.md", PROVENANCE, atomic_files.MANIFEST)
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in others]
+    hashes = {path.name: atomic_files.entry(path)["sha256"] for path in files}
+    return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
+
+
 def _answered(
-    folder: Path, base: bool, source: DataSource, rows: int, settings: Settings, console: Console
+    folder: Path, base: bool, chats: Sequence[Chat], settings: Settings, console: Console
 ) -> tuple[dict[str, list[Written]], dict[str, Any]]:
-    """Answer the first rows with the adapter, and with its base if asked for; return the answers and their settings."""
+    """Answer rows with the adapter, and with its base if asked for; return the answers and their settings."""
     # Imported here: torch and transformers take seconds, and wrong arguments should be refused before that.
     from cria_tricks.adapter.opening import open_folder, quantization_of
-    from cria_tricks.kwanzaa.generate import Rows, answer_rows, fingerprint
+    from cria_tricks.kwanzaa.generate import answer_rows
     from cria_tricks.load.adapters import without_adapter
-    from cria_tricks.load.answering import prompt_ids
 
     warnings: list[str] = []
     model, tokenizer = open_folder(
@@ -197,22 +210,16 @@ def _answered(
     }
     if warnings:
         about["warnings"] = warnings
-    trained_with = Data()
-    if (folder / RECIPE).is_file():
-        trained_with = from_toml(folder / RECIPE).data
-    chats = source.rows[:rows]
+    trained_with = _trained_with(folder)
     if any(chat.text for chat in chats):
         about["text_length"] = trained_with.max_length
-    asked = Rows(
-        chats,
-        prompt_ids(chats, tokenizer),
-        about.get("text_length", sys.maxsize),
-        bool(trained_with.eos),
-        settings.batch_size,
-        settings.max_new_tokens,
-    )
-    found = {"adapter": answer_rows(model, tokenizer, asked, "adapter", console)}
+
+    def answers(asked: Any, system: str) -> list[Written]:
+        longest = settings.max_new_tokens
+        return answer_rows(asked, tokenizer, chats, trained_with, settings.batch_size, longest, system, console)
+
+    found = {"adapter": answers(model, "adapter")}
     if base:
         with without_adapter(model) as below:
-            found["base"] = answer_rows(below, tokenizer, asked, "base", console)
+            found["base"] = answers(below, "base")
     return found, about

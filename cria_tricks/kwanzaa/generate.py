@@ -1,18 +1,12 @@
 """Answer held-out rows, and measure the loss of the answers that the data gives."""
 
-import hashlib
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from cria_tricks.adapter.folder import PROVENANCE
-from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import Diverged, OutOfMemory, is_out_of_memory
 from cria_tricks.common.progress_bars import new_bar
 from cria_tricks.data.batches import PadToLongest
@@ -21,10 +15,10 @@ from cria_tricks.data.samples import answer_line, question
 from cria_tricks.data.tokens import tokenize, trained
 from cria_tricks.kwanzaa.contract import read_reply
 from cria_tricks.kwanzaa.summary import Written
-from cria_tricks.load.answering import answer_batch
+from cria_tricks.load.answering import answer_batch, prompt_ids
 from cria_tricks.load.losses import full_loss_sum
 from cria_tricks.models import pretrained
-from cria_tricks.settings import BATCH, NEW_TOKENS
+from cria_tricks.settings import Data
 
 BROKEN = 700.0
 """The loss at which an evaluation stops with an error (nats per token).
@@ -35,36 +29,16 @@ SHOWN = 160
 """The length at which an answer is cut that is shown while others are written (characters)."""
 
 
-def fingerprint(folder: Path) -> str:
-    """Hash the files of an adapter's folder that decide its answers: not the card, the provenance and the manifest."""
-    others = ("README.md", PROVENANCE, atomic_files.MANIFEST)
-    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in others]
-    hashes = {path.name: atomic_files.entry(path)["sha256"] for path in files}
-    return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows that a model is asked, and how.
-
-    Attributes:
-        chats: the rows.
-        prompts: the token ids of their prompts, from :func:`cria_tricks.load.answering.prompt_ids`.
-        text_length: length of the rows into which a text is cut for its loss (tokens).
-        add_eos: as for :func:`cria_tricks.data.tokens.tokenize`.
-        batch_size: number of rows that are answered together.
-        max_new_tokens: length limit of an answer (tokens).
-    """
-
-    chats: Sequence[Chat]
-    prompts: Sequence[list[int]]
-    text_length: int = sys.maxsize
-    add_eos: bool = False
-    batch_size: int = BATCH
-    max_new_tokens: int = NEW_TOKENS
-
-
-def answer_rows(model: Any, tokenizer: Any, rows: Rows, system: str, console: Console) -> list[Written]:
+def answer_rows(
+    model: Any,
+    tokenizer: Any,
+    chats: Sequence[Chat],
+    trained_with: Data,
+    batch_size: int,
+    max_new_tokens: int,
+    system: str,
+    console: Console,
+) -> list[Written]:
     """Answer all rows, and measure the loss of their references.
 
     Rows with prompts of similar length form a batch, so that it has little padding. The batch with the longest prompts
@@ -74,7 +48,10 @@ def answer_rows(model: Any, tokenizer: Any, rows: Rows, system: str, console: Co
     Args:
         model: a causal language model in eval mode.
         tokenizer: the model's tokenizer.
-        rows: what is asked, how many rows together, and the length limit of an answer.
+        chats: the rows.
+        trained_with: the settings that decide how a text is cut, and whether it gets an end token.
+        batch_size: number of rows that are answered together.
+        max_new_tokens: length limit of an answer (tokens).
         system: the name of what answers, for the progress.
         console: where progress is shown.
 
@@ -85,31 +62,35 @@ def answer_rows(model: Any, tokenizer: Any, rows: Rows, system: str, console: Co
         Diverged: if a loss is not finite or not below :data:`BROKEN`.
         OutOfMemory: naming a way out.
     """
-    total = len(rows.chats)
-    order = sorted(range(total), key=lambda row: len(rows.prompts[row]))
-    batches = [order[begin : begin + rows.batch_size] for begin in range(0, total, rows.batch_size)]
+    total = len(chats)
+    prompts = prompt_ids(chats, tokenizer)
+    order = sorted(range(total), key=lambda row: len(prompts[row]))
+    batches = [order[begin : begin + batch_size] for begin in range(0, total, batch_size)]
     answers: dict[int, Written] = {}
     bar = new_bar(console)
     try:
         with bar:
             task = bar.add_task(system, total=total, note="answers")
             for batch in reversed(batches):
-                written = _answered(model, tokenizer, rows, batch)
+                written = dict.fromkeys(batch, ("", 0, True))  # of a row without a prompt: nothing was cut off
+                asked = [row for row in batch if prompts[row]]
+                if asked:
+                    found = answer_batch(model, tokenizer, [prompts[row] for row in asked], max_new_tokens)
+                    written |= zip(asked, found, strict=True)
                 # One row at a time: a loss needs the logits of all tokens, while an answer needs only the last token's.
-                losses = [
-                    reference_loss(model, tokenizer, rows.chats[row], rows.text_length, add_eos=rows.add_eos)
-                    for row in batch
-                ]
-                for row, loss in zip(batch, losses, strict=True):
-                    answers[row] = Written(*written[row], *loss)
+                for row in batch:
+                    loss, trained_tokens = reference_loss(
+                        model, tokenizer, chats[row], trained_with.max_length, add_eos=bool(trained_with.eos)
+                    )
+                    answers[row] = Written(*written[row], loss, trained_tokens)
                 bar.advance(task, len(batch))
                 if not console.is_terminal:
                     console.print(f"{system} {len(answers):>4}/{total} rows")
-                _show_one(console, rows.chats[batch[0]], written[batch[0]][0])
+                _show_one(console, chats[batch[0]], written[batch[0]][0])
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemory(f"out of memory with {rows.batch_size} rows at a time; give a smaller --batch-size") from None
+        raise OutOfMemory(f"out of memory with {batch_size} rows at a time; give a smaller --batch-size") from None
     return [answers[row] for row in range(total)]
 
 
@@ -118,16 +99,6 @@ def _show_one(console: Console, chat: Chat, answer: str) -> None:
     if answer and chat.messages:
         console.print(f"  ? {question(chat)}", markup=False, highlight=False)
         console.print(f"  > {answer_line(read_reply(answer).text, SHOWN)}", markup=False, highlight=False)
-
-
-def _answered(model: Any, tokenizer: Any, rows: Rows, batch: Sequence[int]) -> dict[int, tuple[str, int, bool]]:
-    """Answer a batch of rows by number: text, length (tokens), and whether the model ended the answer."""
-    answers = dict.fromkeys(batch, ("", 0, True))  # of a row without a prompt: nothing was cut off
-    asked = [row for row in batch if rows.prompts[row]]
-    if asked:
-        found = answer_batch(model, tokenizer, [rows.prompts[row] for row in asked], rows.max_new_tokens)
-        answers |= zip(asked, found, strict=True)
-    return answers
 
 
 def reference_loss(

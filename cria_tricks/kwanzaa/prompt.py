@@ -8,7 +8,7 @@ from typing import Any
 from cria_tricks.data.rows import Chat, marked_question
 from cria_tricks.kwanzaa.contract import Reply, plain_reply, read_reply
 
-_DOCUMENT = re.compile(r"^\[(\d+)\] +(\S.*)$", re.MULTILINE)
+_DOCUMENT = re.compile(r"\[(\d+)\] +(\S.*)")
 _URL = re.compile(r"^URL: *(\S+)$", re.MULTILINE)
 
 
@@ -38,16 +38,24 @@ class Document:
 
 
 @dataclass(frozen=True)
-class RetrievalPrompt:
-    """A user's turn, split into the retrieved documents and the question.
+class QARow:
+    """A row, split into what is asked and the data's own answer.
 
     Attributes:
+        where: file and line of the row.
+        messages: the turns before the answer; the last of them holds documents and question.
         documents: the documents that were retrieved; empty if there were none.
         query: the question; the whole turn if no question is marked.
+        reference: the data's own answer.
+        contract: whether the reference keeps the answer contract, so that answers to the row can be scored.
     """
 
+    where: str
+    messages: tuple[dict[str, str], ...]
     documents: tuple[Document, ...]
     query: str
+    reference: Reply
+    contract: bool = True
 
     @property
     def evidence(self) -> str:
@@ -55,46 +63,25 @@ class RetrievalPrompt:
         return "\n".join([*(document.text for document in self.documents), self.query])
 
 
-@dataclass(frozen=True)
-class QARow:
-    """A row, split into what is asked and the data's own answer.
-
-    Attributes:
-        where: file and line of the row.
-        messages: the turns before the answer.
-        prompt: the last of these turns, split into documents and question.
-        reference: the data's own answer.
-        contract: whether the reference keeps the answer contract, so that answers to the row can be scored.
-    """
-
-    where: str
-    messages: tuple[dict[str, str], ...]
-    prompt: RetrievalPrompt
-    reference: Reply
-    contract: bool = True
-
-
-def read_prompt(turn: str) -> RetrievalPrompt:
+def read_prompt(turn: str) -> tuple[tuple[Document, ...], str]:
     """Find the documents and the question in a user's turn.
 
     Each document begins with a line such as ``[1] title``. The question follows the documents, after ``Query:`` or
     ``Question:``.
     """
+    query = turn.strip()
     question = marked_question(turn)
-    if question is None:
-        return RetrievalPrompt(_read_documents(turn), turn.strip())
-    return RetrievalPrompt(_read_documents(turn[: question.start()]), question[1].strip())
-
-
-def _read_documents(text: str) -> tuple[Document, ...]:
-    begins = list(_DOCUMENT.finditer(text))
-    ends = [*(match.start() for match in begins[1:]), len(text)]
+    if question:
+        query = question[1].strip()
+        turn = turn[: question.start()]
     documents = []
-    for match, end in zip(begins, ends, strict=False):  # without documents, ends has one entry and begins has none
-        block = text[match.start() : end].strip()
-        url = _URL.search(block)
-        documents.append(Document(int(match[1]), match[2].strip(), block, url[1] if url else ""))
-    return tuple(documents)
+    # What stands before the first document makes no match.
+    for block in re.split(r"^(?=\[\d+\] +\S)", turn, flags=re.MULTILINE):
+        begin = _DOCUMENT.match(block)
+        if begin:
+            url = _URL.search(block)
+            documents.append(Document(int(begin[1]), begin[2].strip(), block.strip(), url[1] if url else ""))
+    return tuple(documents), query
 
 
 def read_rows(chats: Sequence[Chat]) -> list[QARow]:
@@ -104,8 +91,8 @@ def read_rows(chats: Sequence[Chat]) -> list[QARow]:
     Otherwise a mean over some of the rows would be mistaken for a mean over all rows.
     """
     if all(map(keeps_contract, chats)):
-        return [QARow(c.where, c.before_answer, read_prompt(_last(c)), read_reply(c.answer)) for c in chats]
-    return [QARow(c.where, c.before_answer, RetrievalPrompt((), _last(c)), plain_reply(c.answer), False) for c in chats]
+        return [QARow(c.where, c.before_answer, *read_prompt(_last(c)), read_reply(c.answer)) for c in chats]
+    return [QARow(c.where, c.before_answer, (), _last(c), plain_reply(c.answer), contract=False) for c in chats]
 
 
 def keeps_contract(chat: Chat) -> bool:
@@ -121,6 +108,6 @@ def keeps_contract(chat: Chat) -> bool:
 
 def _last(chat: Chat) -> str:
     """Return the last turn before the answer, or the prompt of a completion; empty for a text."""
-    if chat.messages:
+    if chat.before_answer:
         return chat.before_answer[-1]["content"]
     return chat.prompt

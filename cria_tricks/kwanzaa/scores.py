@@ -39,12 +39,7 @@ Later, "I cannot" only limits an answer."""
 
 @dataclass(frozen=True)
 class Score:
-    """The result of a scorer.
-
-    Attributes:
-        value: the score (0 to 1).
-        why: counts, and what was found wrong or missing, as plain JSON data.
-    """
+    """A score from 0 to 1, and its reasons as JSON data: counts, and what was found wrong or missing."""
 
     value: float
     why: dict[str, Any] = field(default_factory=dict)
@@ -84,7 +79,7 @@ def citation_accuracy(row: QARow, reply: Reply) -> Score:
     """
     if not reply.text:
         return Score(0.0, {"labels": 0, "right": 0, "needed": 0, "covered": 0, "wrong": [], "uncited": []})
-    documents = row.prompt.documents
+    documents = row.documents
     if reply.fields is not None:  # plain prose has no list of sources
         documents = tuple(one for one in documents if any(map(one.is_named_by, reply.sources)))
     known = {document.number for document in documents}
@@ -115,7 +110,7 @@ def _need_a_label(row: QARow, reply: Reply) -> list[statements.Statement]:
         return []
     parts = statements.statements(reply.text)
     need = [part for part in parts if part.subject and (part.labels or statements.items(part))]
-    if not need and row.prompt.documents:
+    if not need and row.documents:
         whole = " ".join(reply.text.split())
         return [statements.Statement(whole, tuple(statements.labels(reply.text)), subject=True)]
     return need
@@ -140,7 +135,7 @@ def grounding(row: QARow, reply: Reply) -> Score:
     """
     if not reply.text:
         return Score(0.0, {"items": 0, "unsupported": []})
-    evidence = statements.Evidence(row.prompt.evidence)
+    evidence = statements.Evidence(row.evidence)
     found: list[statements.Item] = []
     for part in statements.statements(reply.text):
         found += statements.items(part)

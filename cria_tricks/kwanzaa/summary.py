@@ -224,11 +224,7 @@ def _counts(scored: Sequence[Scored]) -> dict[str, Any]:
 
 
 def _kinds(systems: Mapping[str, Sequence[Scored]]) -> dict[str, Any]:
-    """Summarise the scores by kind of row: ``rows``, their number, and ``systems``, the scores of each system.
-
-    Returns:
-        An entry for each kind that the rows have; empty for rows without the contract.
-    """
+    """Summarise the scores by kind of row; empty for rows without the contract."""
     places: dict[str, list[int]] = {}
     for place, scored in enumerate(next(iter(systems.values()))):
         if not scored.row.contract:
@@ -255,19 +251,15 @@ def _answers(scored: Mapping[str, Scored]) -> dict[str, Any]:
             systems[name]["written"] = asdict(each.written)
     return {
         "row": row.where,
-        "query": row.prompt.query,
-        "documents": [document.title for document in row.prompt.documents],
+        "query": row.query,
+        "documents": [document.title for document in row.documents],
         "reference": row.reference.text,
         "systems": systems,
     }
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """Write ``eval.md``: what was evaluated, and the table.
-
-    Args:
-        found: the evaluation, from :func:`summarise`.
-    """
+    """Write ``eval.md`` for an evaluation of :func:`summarise`: what was evaluated, and the table."""
     lines = ["# Evaluation", "", f"{found['rows']} of {found['rows_in_data']} rows of {found['data']}."]
     if "adapter" in found:
         keys = ("base", "quantization", "dtype", "device", "max_new_tokens")
@@ -288,9 +280,6 @@ def table_lines(found: Mapping[str, Any]) -> list[str]:
 
 def table(found: Mapping[str, Any]) -> list[list[str]]:
     """Lay out the scores with their intervals, over all rows and by kind of row, then the counts over all rows.
-
-    Args:
-        found: the evaluation, from :func:`summarise`.
 
     Returns:
         The lines, each a list of cells: the rows, what is told of them, a cell for each system, and their difference.

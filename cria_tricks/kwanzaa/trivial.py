@@ -17,14 +17,14 @@ def trivial_reply(row: QARow) -> Reply:
     The reply keeps the contract, because a program writes it. Everything that its fields need and the documents do not
     tell is filled in with the same words for each row.
     """
-    documents = row.prompt.documents
+    documents = row.documents
     text = " ".join(f"{_first_sentence(document)} [{document.number}]." for document in documents)
     fields = {
         "version": "kwanzaa.answer.v1",
         "answer": {"text": text or REFUSAL, "completeness": "complete" if documents else "insufficient_data"},
         "sources": [_source(document) for document in documents],
         "retrieval_summary": {
-            "query": row.prompt.query[:1000] or "none",
+            "query": row.query[:1000] or "none",
             "top_k": max(1, len(documents)),
             "namespaces": ["none"],
             "results": [],

@@ -91,10 +91,8 @@ def _read(folder: Path, name: str) -> RunFolder:
     evaluation = _json(folder / EVALUATION, ("data", "rows", "systems"))
     try:
         recipe = tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(f"{folder / 'recipe.toml'}: cannot be read: {error.strerror}") from None
-    except ValueError as error:  # no TOML, or not UTF-8
-        raise BadInput(f"{folder / 'recipe.toml'}: not valid TOML: {error}") from None
+    except (OSError, ValueError) as error:  # ValueError: no TOML, or not UTF-8
+        raise BadInput(f"{folder / 'recipe.toml'}: cannot be read as TOML: {error}") from None
     return RunFolder(name, folder, flat(recipe), report, evaluation)
 
 
@@ -104,10 +102,8 @@ def _json(file: Path, needed: Sequence[str]) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except OSError as error:
-        raise BadInput(f"{file}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise BadInput(f"{file}: not valid JSON: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"{file}: cannot be read as JSON: {error}") from None
     if not isinstance(found, dict):
         raise BadInput(f"{file}: must hold a JSON object, not {type(found).__name__}")
     lacking = [key for key in needed if key not in found]

@@ -1,9 +1,16 @@
-"""The answer of ``cria film``: a step as a film, as text, as data, and as a file."""
+"""The answer of ``cria film``: a step as a film, as text, as JSON data, and as a file.
 
+The data has a few hundred moments with exact bytes, and the largest tensors at each of them. The picture, the page and
+the site draw it.
+"""
+
+import itertools
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import AutoConfig
 
@@ -12,16 +19,35 @@ from cria_tricks.common.atomic_files import write_file
 from cria_tricks.common.errors import BadInput, usable_path
 from cria_tricks.common.units import human
 from cria_tricks.models.configs import find_config
-from cria_tricks.predict.film import Film, film
+from cria_tricks.predict import film as recording
+from cria_tricks.predict.film import LINES, Film
 from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe
-from cria_tricks.report import film_data, film_picture
+from cria_tricks.report import film_picture
+from cria_tricks.report.film_picture import WIDE
 
 if TYPE_CHECKING:
     from cria_tricks.common.console import Screen
 
+STRIPS = 120
+"""The width of a film is cut into so many strips. The lowest and the highest moment of each are kept."""
+LARGEST = 8
+"""So many entries name the largest tensors of a moment."""
 NAMED = 5
-"""So many of the largest tensors are shown on a terminal."""
+"""So many of them are shown on a terminal."""
+BLOCK = r"(?<=\.)\d+(?=\.|$)"
+"""The number of a block in the name of a module."""
+
+
+class Family(NamedTuple):
+    """What equal tensors of several blocks share; in ``module`` a star stands for the number of the block."""
+
+    line: str
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    module: str
+    how: str
 
 
 @dataclass(frozen=True)
@@ -46,8 +72,44 @@ class FilmAnswer:
         return max(peaks, key=lambda part: peaks[part])
 
     def data(self) -> dict[str, Any]:
-        """The film as :func:`cria_tricks.report.film_data.as_data` writes it."""
-        return film_data.as_data(self.film, {"title": self.verdict(), **self.about})
+        """Return the film as JSON data.
+
+        Returns:
+            ``title``, the fields of ``about``, and:
+
+            - ``peak``: the number of the kept moment with the most bytes.
+            - ``parts``: name, the first kept moment and the last one, and the one of the part's peak.
+            - ``x``: the place of each kept moment on the axis, from 0 to 10,000.
+            - ``lines``: the bytes of each line of the bill at each kept moment.
+            - ``reserved``: what the allocator has reserved at each of them; ``null`` on a CPU.
+            - ``tensors``: families of equal tensors: line, bytes, shape, dtype, module, operation.
+            - ``largest``: at each kept moment the largest families: number in ``tensors``, and how many tensors.
+        """
+        film = self.film
+        places = kept_moments(film)
+        kept = list(places)
+        lines = film.bytes()
+        number = {moment: place for place, moment in enumerate(kept)}
+        parts = []
+        for (name, first, end), (peak, _) in zip(film.parts, film.peaks().values(), strict=True):
+            parts.append([name, number[first - 1], number[end - 1], number[peak]])
+        totals = film.totals()
+        numbers: dict[Family, int] = {}  # in the order in which they come
+        named = []
+        for moment in kept:
+            entries = [[numbers.setdefault(family, len(numbers)), count] for family, count in largest(film, moment)]
+            named.append(entries)
+        return {
+            "title": self.verdict(),
+            **self.about,
+            "peak": number[max(kept, key=totals.__getitem__)],
+            "parts": parts,
+            "x": list(places.values()),
+            "lines": {line: [lines[line][moment] for moment in kept] for line in LINES},
+            "reserved": [film.reserved[moment] for moment in kept] if film.reserved else None,
+            "tensors": [list(family) for family in numbers],
+            "largest": named,
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Return the peaks, the largest tensors at the highest one, and the data; ``cria film --json`` prints it."""
@@ -56,10 +118,10 @@ class FilmAnswer:
         peaks = self.peaks()
         return {"peak_bytes": peaks[at], "peak_at": at, "peaks": peaks, "largest": largest, "film": self.data()}
 
-    def largest(self) -> list[tuple[film_data.Family, int]]:
+    def largest(self) -> list[tuple[Family, int]]:
         """The largest tensors at the peak; equal tensors of several blocks are one entry with their count."""
         moment, _ = self.film.peaks()[self.peak_at()]
-        return film_data.largest(self.film, moment)
+        return largest(self.film, moment)
 
     def show(self, screen: "Screen") -> None:
         """Print the verdict, the peak of each part, and the largest tensors at the peak."""
@@ -101,6 +163,41 @@ class FilmAnswer:
         write_file(file, film_picture.page(data) if file.suffix == ".html" else film_picture.svg(data))
 
 
+def largest(film: Film, moment: int) -> list[tuple[Family, int]]:
+    """Return the largest families of tensors at a moment, and how many tensors each has.
+
+    A single tensor keeps the number of its block.
+    """
+    counts: Counter[Family] = Counter()
+    modules: dict[Family, str] = {}
+    for shot in film.alive(moment):
+        module = re.sub(BLOCK, "*", shot.module, count=1)
+        family = Family(shot.line, shot.bytes, shot.shape, shot.dtype, module, shot.how)
+        counts[family] += 1
+        modules[family] = shot.module
+    most = sorted(counts.items(), key=lambda one: -one[0].bytes * one[1])[:LARGEST]
+    return [(family._replace(module=modules[family]) if count == 1 else family, count) for family, count in most]
+
+
+def kept_moments(film: Film) -> dict[int, int]:
+    """Choose the moments to keep, and their places on the axis.
+
+    Each allocation and each release takes some width, and more if it is large: half of the width is shared out equally,
+    and half by bytes. Otherwise the logits, which are the peak of many steps, would be a line that nobody sees.
+    """
+    totals = film.totals()
+    moved = [abs(after - before) for before, after in itertools.pairwise(totals)]
+    widths = [WIDE * (0.5 / len(moved) + 0.5 * size / sum(moved)) for size in moved]
+    places = [round(place) for place in itertools.accumulate(widths, initial=0.0)]
+    strips: dict[int, list[int]] = defaultdict(list)
+    for moment, place in enumerate(places):
+        strips[place * STRIPS // WIDE].append(moment)
+    kept = {0, *(part.end - 1 for part in film.parts), *(peak for peak, _ in film.peaks().values())}
+    for moments in strips.values():
+        kept |= {min(moments, key=totals.__getitem__), max(moments, key=totals.__getitem__)}
+    return {moment: places[moment] for moment in sorted(kept)}
+
+
 def destination(path: str | Path) -> Path:
     """Check where a film would be written, before it is made.
 
@@ -129,6 +226,6 @@ def answer(target: Target, recipe: Recipe, say: Callable[[str], None]) -> FilmAn
     plan = target.resolve(recipe)
     config = AutoConfig.for_model(**find_config(recipe.model))
     rows, tokens = recipe.train.batch_size, recipe.data.max_length
-    made = film(plan, config, rows, tokens, expandable=recipe.train.expandable_segments, say=say)
+    made = recording.film(plan, config, rows, tokens, expandable=recipe.train.expandable_segments, say=say)
     card = {"card": target.device.name, "capacity": target.device.memory_bytes}
     return FilmAnswer(made, {"model": target.shape.name, **card, "rows": rows, "tokens": tokens})

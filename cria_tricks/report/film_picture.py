@@ -13,9 +13,10 @@ from typing import Any
 from cria_tricks.common.themes import THEMES
 from cria_tricks.common.units import human
 from cria_tricks.predict.film import LINES
-from cria_tricks.report.film_data import WIDE
 
 GIB = 2**30
+WIDE = 10_000
+"""The largest place on the axis of a film."""
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 56, 708, 72, 366
 """The edges of the chart in the picture."""

@@ -122,8 +122,8 @@ def compare(memory: Bill | None, run: Run, meter: Meter) -> dict[str, Any]:
 
     Args:
         memory: the bill of the largest micro-batch; ``None`` for a kind of model that cannot be estimated.
-        run: what happened.
-        meter: the peak bytes by phase.
+        run: what happened in the steps.
+        meter: what was reserved, by phase.
 
     Returns:
         Two keys; both are ``None`` without an estimate. ``estimated_peak_bytes``: all that CUDA's allocator sees, so
@@ -163,10 +163,6 @@ def compare_seconds(predicted: Setting | None, run: Run) -> dict[str, Any]:
 
     The first steps are left out where there are more than four, because counting their bytes makes them slower.
 
-    Args:
-        predicted: the estimate for the rows of this run; ``None`` for a kind of model that cannot be estimated.
-        run: what happened.
-
     Returns:
         One key, ``step_seconds``: ``measured``, the mean over the steps [s]; ``predicted``, for as many tokens as these
         steps had, with the ``low`` and the ``high`` end of its range [s]; ``ratio``, predicted divided by measured; and
@@ -192,10 +188,6 @@ def _timed(run: Run) -> list[Any]:
 def utilisation(counted: Utilisation | None, run: Run) -> dict[str, Any]:
     """Return which share of the peak rate of its cards the run reached.
 
-    Args:
-        counted: the operations of a token, and the peak; ``None`` for a kind of model that cannot be estimated.
-        run: what happened.
-
     Returns:
         One key, ``utilisation``; ``None`` without a count. Else it has ``model_flops_per_token`` and
         ``hardware_flops_per_token``, ``peak_flops`` [operations/s], and ``mfu`` and ``hfu``, from 0 to 1. The last
@@ -218,11 +210,6 @@ def utilisation(counted: Utilisation | None, run: Run) -> dict[str, Any]:
 
 def of_the_pipeline(plan: Plan, run: Run, model: Any) -> dict[str, Any]:
     """Say how the model was cut into stages, and compare the idle time with that of equally slow stages.
-
-    Args:
-        plan: what ran.
-        run: what happened.
-        model: the trained model.
 
     Returns:
         ``data`` (the number of pipelines), ``blocks`` (the first and the last block of each stage), ``schedule``,

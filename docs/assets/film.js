@@ -1,4 +1,4 @@
-// A training step as a film. report/film_data.py writes the moments that a dry run has seen, and this draws them: no number
+// A training step as a film. report/film_answer.py writes the moments that a dry run has seen, and this draws them: no number
 // is computed here but sums. Without JavaScript the page shows a still picture, which this replaces.
 (function () {
   const GIB = 2 ** 30;

@@ -233,7 +233,7 @@ def test_a_long_example_is_cut_to_the_width(run_cria, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     shown = run_cria("data", path, "--show", "3")[1].partition("1 of 1 rows of kind completion\n")[2]
     assert [len(line) for line in shown.splitlines()[1:]] == [60, 60]
-    assert shown.count(" ...\n") == 2
+    assert shown.count("…\n") == 2
 
 
 def test_a_tokenizer_that_cannot_be_had_leaves_out_the_lengths_alone(run_cria, file):

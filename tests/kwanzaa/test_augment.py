@@ -43,7 +43,7 @@ def real(real_data):
 
 def cited(row) -> list[str]:
     """The titles that the answer's labels lead to, in its order."""
-    titles = {document.number: document.title for document in row.prompt.documents}
+    titles = {document.number: document.title for document in row.documents}
     return [titles[label] for label in labels(row.reference.text)]
 
 
@@ -53,7 +53,7 @@ def places(entries, row) -> list[int]:
     return [
         next(
             place
-            for place, document in enumerate(row.prompt.documents)
+            for place, document in enumerate(row.documents)
             if document.url == entry["canonical_url"] or document.title.startswith(entry["citation_label"] + ":")
         )
         for entry in about
@@ -66,26 +66,26 @@ def hold(found: dict[str, list]) -> None:
             for name, scorer in SCORERS.items():
                 assert scorer(copy, copy.reference).value >= scorer(row, row.reference).value, (kind, copy.where, name)
             assert set(copy.reference.counts()) <= set(row.reference.counts()) <= set(VIOLATIONS)
-            assert copy.prompt.query == row.prompt.query
-            assert [d.number for d in copy.prompt.documents] == list(range(1, len(copy.prompt.documents) + 1))
+            assert copy.query == row.query
+            assert [d.number for d in copy.documents] == list(range(1, len(copy.documents) + 1))
             results = copy.reference.fields["retrieval_summary"]["results"]
-            assert len(results) == len(copy.prompt.documents)
+            assert len(results) == len(copy.documents)
             assert [result["rank"] for result in results] == list(range(1, len(results) + 1))
             assert places(results, copy) == list(range(len(results)))
             assert places(copy.reference.sources, copy) == sorted(places(copy.reference.sources, copy))
     for row, copy in found["shuffle_documents"]:
         assert cited(copy) == cited(row)
-        assert [d.title for d in copy.prompt.documents] != [d.title for d in row.prompt.documents]
-        assert sorted(d.title for d in copy.prompt.documents) == sorted(d.title for d in row.prompt.documents)
+        assert [d.title for d in copy.documents] != [d.title for d in row.documents]
+        assert sorted(d.title for d in copy.documents) == sorted(d.title for d in row.documents)
     for row, copy in found["drop_uncited"]:
         assert cited(copy) == cited(row)
-        assert {d.title for d in copy.prompt.documents} == set(cited(row))
+        assert {d.title for d in copy.documents} == set(cited(row))
     for row, copy in found["drop_cited"]:
         assert not should_refuse(row)
         assert should_refuse(copy)
         assert refuses(copy.reference)
         assert not copy.reference.sources
-        assert not {d.title for d in copy.prompt.documents} & set(cited(row))
+        assert not {d.title for d in copy.documents} & set(cited(row))
 
 
 def test_copies_of_our_rows_hold(ours):
@@ -115,7 +115,7 @@ def made_chat(text: str = made.GOOD, documents: str = made.DOCUMENTS, refuses: b
 
 def test_equal_documents_have_no_other_order():
     row = read_rows([made_chat("Ujima is collective work [1].")])[0]
-    twice = replace(row, prompt=replace(row.prompt, documents=row.prompt.documents[:1] * 2))
+    twice = replace(row, documents=row.documents[:1] * 2)
     assert shuffle_documents(twice, random.Random(1)) is None
 
 
@@ -123,7 +123,7 @@ def test_labels_go_with_their_documents():
     found = copies([made_chat("Ruth Adeyemi carved it in 1969 [1]. Ujima is collective work [2]. Both say so [1, 2].")])
     [(_, copy)] = found["shuffle_documents"]
     assert labels(copy.reference.text) == [2, 1, 2, 1]
-    assert [d.url for d in copy.prompt.documents] == ["https://example.org/ujima", "https://example.org/kinara"]
+    assert [d.url for d in copy.documents] == ["https://example.org/ujima", "https://example.org/kinara"]
     assert [source["doc_id"] for source in copy.reference.sources] == ["ujima", "kinara"]
     assert not found["drop_uncited"], "all are cited"
     assert "\n" in copy.reference.raw, "it is written as the row's own was"
@@ -138,7 +138,7 @@ def test_what_is_not_cited_is_gone_everywhere():
 
 def test_a_refusal_keeps_what_is_not_cited():
     [(_, copy)] = copies([made_chat("Ruth Adeyemi carved the kinara of Amani Hall in 1969 [1].")])["drop_cited"]
-    assert [d.url for d in copy.prompt.documents] == ["https://example.org/ujima"]
+    assert [d.url for d in copy.documents] == ["https://example.org/ujima"]
     assert copy.reference.said("integrity", "retrieval_confidence") == "low"
 
 

@@ -6,7 +6,7 @@ from functools import reduce
 
 import pytest
 
-from cria_tricks.kwanzaa.contract import UNREADABLE, VIOLATIONS, Answer, read_reply
+from cria_tricks.kwanzaa.contract import UNREADABLE, VIOLATIONS, read_reply
 from tests.kwanzaa.made import SOURCES, answer
 
 LEFT_OUT = "left out"
@@ -72,9 +72,15 @@ AT_THE_EDGE = [
 UNREAD = {
     "empty answer": ["", "  \n"],
     "no JSON object": ["Ruth Adeyemi carved it.", "[1, 2]", "null"],
-    "invalid JSON": ["{'version': 1}", '{"answer": {"text": "x",}}', '{"a": NaN}', '{"a": ' + "9" * 5000 + "}"],
-    "truncated JSON": [json.dumps(answer())[:-1], json.dumps(answer())[:200], '{"answer": {"text": "a } and', "{"],
-}
+    "invalid JSON": [
+        "{'version': 1}", '{"answer": {"text": "x",}}', '{"a": NaN}', '{"a": ' + "9" * 5000 + "}",
+        '{"a": {"b": 1,}}', '{"a": "\\"}",}', "} {,}",
+    ],
+    "truncated JSON": [
+        json.dumps(answer())[:-1], json.dumps(answer())[:200], '{"answer": {"text": "a } and', "{",
+        '{"a": {"b": 1,}', '{"a": "}",', '{"a": "it breaks off }'
+    ],
+}  # fmt: skip
 AROUND = ["Here you are:\n{}", "```json\n{}\n```", "{}\nI hope this helps.", "{} {{}}"]
 
 
@@ -206,30 +212,7 @@ def _damaged(whole, draw):
     return one
 
 
-def test_an_answer_that_was_read_stays_as_it_is():
-    found = Answer.model_validate(answer())
-    with pytest.raises(ValueError, match="frozen"):
-        found.answer.text = "x"
-    with pytest.raises(ValueError, match="frozen"):
-        found.version = "x"
-
-
 def test_what_a_broken_answer_says_of_its_parts():
     found = read_reply('{"answer": {"text": "x", "tone": "y"}, "sources": 3, "integrity": []}')
     assert [found.said("answer", "tone"), found.said("answer", "z"), found.said("integrity", "z")] == ["y", None, None]
     assert read_reply("x").said("answer", "tone") is None
-
-
-@pytest.mark.parametrize(
-    ("raw", "kind"),
-    [
-        ('{"a": {"b": 1,}}', "invalid JSON"),
-        ('{"a": {"b": 1,}', "truncated JSON"),
-        ('{"a": "}",', "truncated JSON"),
-        ('{"a": "\\"}",}', "invalid JSON"),
-        ('{"a": "it breaks off }', "truncated JSON"),
-        ("} {,}", "invalid JSON"),
-    ],
-)
-def test_whether_the_first_brace_is_closed_again(raw, kind):
-    assert [violation.kind for violation in read_reply(raw).violations] == [kind]

@@ -1,4 +1,4 @@
-"""``cria eval`` as a user meets it: what it writes, what it prints, what it refuses, and going on after a stop."""
+"""``cria eval`` as a user meets it: what it writes, what it prints, and what it refuses."""
 
 import json
 import math
@@ -215,7 +215,10 @@ def test_the_reference_alone_loads_nothing_heavy(tmp_path):
             ["eval", "--reference", "--data", "prose.jsonl"],
             "prose.jsonl:2: the row does not end with an answer of the contract",
         ),
-        (["eval", "--reference", "--data", str(ROWS), "--out", "prose.jsonl"], "--out prose.jsonl: is a file"),
+        (
+            ["eval", "--reference", "--data", str(ROWS), "--out", "prose.jsonl"],
+            "--out prose.jsonl: cannot be made: File exists",
+        ),
         (["eval", "--reference", "--data", str(ROWS), "--out", "prose.jsonl/x"], "cannot be made: Not a directory"),
     ],
 )

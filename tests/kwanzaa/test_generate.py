@@ -14,6 +14,7 @@ from cria_tricks.kwanzaa import generate
 from cria_tricks.load import answering
 from cria_tricks.load.adapters import without_adapter
 from cria_tricks.load.losses import full_loss_sum
+from cria_tricks.settings import Data
 from tests.helpers import prepare
 
 TOKENS = 6
@@ -172,9 +173,8 @@ def test_batches_have_prompts_of_like_length_and_answers_come_in_the_order_of_th
 
     make = generate.answer_batch
     monkeypatch.setattr(generate, "answer_batch", answer)
-    rows = generate.Rows(CHATS, prompts, batch_size=2, max_new_tokens=3)
-    found = generate.answer_rows(model, Letters(), rows, "base", Aside())
+    found = generate.answer_rows(model, Letters(), CHATS, Data(), 2, 3, "base", Aside())
     assert asked == [[prompts[1]], [prompts[0], prompts[2]]], "the longest first"
     assert [(each.text, each.tokens) for each in found] == [make(model, Letters(), [ids], 3)[0][:2] for ids in prompts]
     with pytest.raises(OutOfMemory, match="with 3 rows at a time; give a smaller --batch-size"):
-        generate.answer_rows(model, Letters(), generate.Rows(CHATS, prompts, batch_size=3), "base", Aside())
+        generate.answer_rows(model, Letters(), CHATS, Data(), 3, 3, "base", Aside())

@@ -114,8 +114,8 @@ def test_every_row_is_there_with_all_answers_and_the_reasons_of_their_scores(sys
     assert list(found)[:3] == list(ABOUT)
     for number, shown in enumerate(found["answers"]):
         asked = systems["base"][number].row
-        assert (shown["row"], shown["query"]) == ("made:1", asked.prompt.query)
-        assert shown["documents"] == [document.title for document in asked.prompt.documents]
+        assert (shown["row"], shown["query"]) == ("made:1", asked.query)
+        assert shown["documents"] == [document.title for document in asked.documents]
         assert shown["reference"] == asked.reference.text
         for name, answer in shown["systems"].items():
             each = systems[name][number]

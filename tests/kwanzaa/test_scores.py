@@ -28,7 +28,7 @@ def test_an_empty_answer_is_bad_in_all_four():
 
 
 def test_the_prompt_is_read():
-    found = row().prompt
+    found = row()
     assert [(d.number, d.title, d.url) for d in found.documents] == [
         (1, "Baraza Press (1971) — The Mat and the Candles", "https://example.org/kinara"),
         (2, "Harbor Letters (1980) — What Ujima Asks", "https://example.org/ujima"),
@@ -39,12 +39,12 @@ def test_the_prompt_is_read():
 
 
 def test_the_prompt_of_our_own_small_set_and_one_without_any_form_are_read():
-    found = read_prompt("Documents:\n[1] notes: Nia: purpose.\n[2] notes: Imani: faith.\n\nQuestion: What is Nia?")
-    assert [d.number for d in found.documents] == [1, 2]
-    assert found.query == "What is Nia?"
-    found = read_prompt("What is Nia?")
-    assert (found.documents, found.query) == ((), "What is Nia?")
-    assert read_prompt(f"Query: What is Nia?\n\n{NOTHING_FOUND}").query == "What is Nia?"
+    turn = "Documents:\n[1] notes: Nia: purpose.\n[2] notes: Imani: faith.\n\nQuestion: What is Nia?"
+    documents, query = read_prompt(turn)
+    assert [d.number for d in documents] == [1, 2]
+    assert query == "What is Nia?"
+    for turn in ("What is Nia?", f"Query: What is Nia?\n\n{NOTHING_FOUND}"):
+        assert read_prompt(turn) == ((), "What is Nia?")
 
 
 def test_format_names_what_is_wrong():
