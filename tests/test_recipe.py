@@ -9,7 +9,7 @@ import pytest
 from cria_tricks import recipes
 from cria_tricks.bill.bill import Bill
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.fields import ALIASES, find_field
+from cria_tricks.common.fields import ALIASES, GONE, find_field
 from cria_tricks.common.names import plain
 from cria_tricks.hardware import T4, Device
 from cria_tricks.hardware.cards import Host
@@ -250,6 +250,22 @@ def test_every_other_name_is_of_one_field_and_of_nothing_else():
     for alias, field in ALIASES.items():
         assert alias == plain(alias)
         assert find_field(alias.upper(), known) == find_field(f"{field.partition('.')[0]}.{alias}", known) == field
+
+
+@pytest.mark.parametrize("field", GONE)
+def test_a_field_that_is_gone_is_refused_in_one_line_that_says_what_to_use_instead(field, tmp_path):
+    assert field not in {*field_names(), *ALIASES.values()}
+    group, _, name = field.rpartition(".")
+    said = f"{field} is gone: {GONE[field]}"
+    for key in (field, field.upper(), name):
+        with pytest.raises(BadInput) as caught:
+            with_settings(Recipe(), [f"{key}=adapt"])
+        assert str(caught.value) == f"--set {key}=adapt: {said}"
+    file = tmp_path / "old.toml"
+    file.write_text(f'[{group}]\nbatch_size = 2\n{name} = "stop"\n')
+    with pytest.raises(BadInput) as caught:
+        from_toml(file)
+    assert str(caught.value) == f"recipe {file}:3: {said}"
 
 
 @pytest.mark.parametrize("field", field_names())

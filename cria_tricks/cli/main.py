@@ -35,6 +35,19 @@ from cria_tricks.cli import techniques  # noqa: F401
 from cria_tricks.cli import bench  # noqa: F401
 # isort: on
 
+GONE = {
+    "hardware": "cria plan RECIPE --gpu all",
+    "report": "cria bench, which writes report.md, or in a checkout python -m tools.figures --mine FILE --into FOLDER",
+    "prepare": "cria train, which keeps the tokens of any data in a mapped file",
+}
+"""Commands that are gone, each with what does its work now."""
+INSTEAD = {
+    "--collectives": "NVIDIA's nccl-tests measure a link; the lesson on interconnects has a script that does so",
+    "--hang": "py-spy dump --pid PID shows where a process waits; see the page When it hangs",
+    "--figure": "cria data FILE --json gives the numbers, and --show N the rows",
+}
+"""Options that commands had once, each with what does its work now."""
+
 
 def main() -> None:
     """Run the command line; every foreseen error is one line on stderr and an exit code."""
@@ -44,7 +57,8 @@ def main() -> None:
     try:
         code = _run()
     except UsageError as error:
-        leave(f"error: {error.format_message().rstrip('.')}; see cria --help", 2)
+        instead = INSTEAD.get(getattr(error, "option_name", ""), "see cria --help")
+        leave(f"error: {error.format_message().rstrip('.')}; {instead}", 2)
     except Diverged as error:
         leave(f"error: {error}", 1)
     except OutOfMemory as error:
@@ -105,10 +119,13 @@ def _run() -> int | None:
     """Run the command; the exit code of typer.Exit.
 
     Raises:
-        BadInput: if it cannot be told which process of a run this is.
+        BadInput: for a command that is gone, or if it cannot be told which process of a run this is.
         KeyboardInterrupt: on Ctrl-C, of which typer makes the exit code 130.
     """
     numbers.refuse_odd_numbers()
+    command = "".join(sys.argv[1:2])
+    if command in GONE:
+        raise BadInput(f"cria {command} is gone; use {GONE[command]}")
     code = app(sys.argv[1:] or ["--help"], prog_name="cria", standalone_mode=False)
     if code == interrupts.CODE:
         raise KeyboardInterrupt

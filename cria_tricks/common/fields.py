@@ -51,6 +51,11 @@ ALIASES: dict[str, str] = {
 field's own name, so that all files use the same names.
 """
 
+GONE: dict[str, str] = {
+    "train.on_oom": "a run that is out of memory stops and says which switches save how many bytes; --fit finds a set",
+}
+"""Fields that a recipe had before, and what to use instead."""
+
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten one level of nested groups: each field gets a dotted name.
@@ -108,6 +113,9 @@ def unknown_field(key: str, known: Sequence[str]) -> str:
     groups = _groups(known)
     if key in groups:
         return a_group(key, known)
+    gone = _typed(list(GONE)).get(name)
+    if gone:
+        return f"{gone} is gone: {GONE[gone]}"
     typed = _typed(known)
     near = typed.get(name) or typed.get(_last(name))  # its group is missing or wrong
     if not near:

@@ -547,6 +547,7 @@ SINGLE = [
     Fault("command: merged into a folder that is there", "merge run/adapter --out run", "is there already"),
     Fault("command: no version", f"{PUBLISH} --tag 1.0", "is no version"),
     Fault("command: published without a network", f"{PUBLISH} --yes", "the network is switched off"),
+    Fault("command: an option that went", "doctor --hang 7", "py-spy dump --pid PID"),
     Fault("command: the folder of a run: chat", "chat run --prompt a", "is the folder of a run; .*run/adapter: name"),
     Fault("command: the folder of a run: train", f"{TRAIN} --set model=run", "is the folder of a run; .*adapter: name"),
     Fault("command: a run that has not ended", "chat stopped --prompt a", "has not ended, .*--resume"),
