@@ -17,6 +17,8 @@ from cria_tricks.load.answering import prompt_ids
 from cria_tricks.models import tokenizer_here
 from cria_tricks.recipe import Recipe, with_settings
 
+pytestmark = pytest.mark.usefixtures("tokenizer")  # a plan downloads and converts none
+
 ROWS = (
     {"messages": [{"role": "system", "content": "Short."}, {"role": "user", "content": "Who?"},
                   {"role": "assistant", "content": "Nia, naïve {% x %} <|im_end|> \n\n 🌍"}]},

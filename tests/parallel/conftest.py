@@ -1,4 +1,4 @@
-"""Two and four joined processes, for the whole session."""
+"""Two and four joined processes for the tests in this folder; others start their own, as a notebook does."""
 
 import pytest
 
@@ -6,9 +6,9 @@ from cria_tricks.course.processes import Ranks
 from tests.sweeps import ALL
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="package")
 def ranks_are_forked(warm):
-    """From one process that has imported the libraries; ``tests/test_notebook_functions.py`` starts its own."""
+    """From one process that has imported the libraries."""
     from tests.warm import ranks
 
     with pytest.MonkeyPatch.context() as patch:
@@ -17,14 +17,14 @@ def ranks_are_forked(warm):
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def two(ranks_are_forked):
     ranks = Ranks(2)
     yield ranks
     ranks.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def four(ranks_are_forked):
     ranks = Ranks(4)
     yield ranks
