@@ -165,7 +165,7 @@ bench-quality: $(READY)
 results: $(READY)
 	$(VENV)/bin/python -m benchmarks.quality --show
 
-# This card in one sitting, an hour on a T4 by our own estimate; SHORT=--short takes ten minutes. The same command goes on.
+# This card in one sitting, predicted to take an hour on a T4, and with SHORT=--short ten minutes. The same command goes on.
 bench-card: $(READY)
 	$(VENV)/bin/cria bench $(SHORT) $(if $(PROFILE),--profile $(PROFILE))
 

@@ -214,7 +214,7 @@ def predict_bytes(run: PublishedRun) -> PredictedBytes:
 
 
 def main() -> None:
-    """Predict all runs, write the result file, and show it."""
+    """Predict all runs, write the result file, and show the times; the bytes are in the file."""
     found = [predict(run) for run in published_runs() if run.set and run.tokens_per_second]
     console = Console()
     weighed = [predict_bytes(run) for run in published_runs() if run.set and run.reserved]

@@ -14,7 +14,7 @@ import cria_tricks
 from cria_tricks.common import version
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4, Device
-from cria_tricks.hardware.cards import L4
+from cria_tricks.hardware.cards import RENTED
 from cria_tricks.recipe import with_settings
 from cria_tricks.run import api, run
 
@@ -78,9 +78,9 @@ def test_a_card_is_a_name_in_any_case_or_a_device(gpu):
 
 def test_without_a_card_the_machines_own_is_taken_or_a_t4(monkeypatch):
     assert cria_tricks.plan("smoke").gpu == T4.name
-    monkeypatch.setattr(api, "this_device", lambda: L4)
-    assert cria_tricks.plan("smoke").gpu == L4.name
-    assert cria_tricks.estimate("smoke").facts.device == L4
+    monkeypatch.setattr(api, "this_device", lambda: RENTED["l4"].device)
+    assert cria_tricks.plan("smoke").gpu == RENTED["l4"].device.name
+    assert cria_tricks.estimate("smoke").facts.device == RENTED["l4"].device
 
 
 def test_a_card_that_is_on_no_list_has_a_bill_and_no_time():

@@ -17,6 +17,7 @@ import cria_tricks
 from cria_tricks import models
 from cria_tricks.adapter import folder as artifact
 from cria_tricks.cli import app, main
+from cria_tricks.cli.main import GONE, INSTEAD
 from cria_tricks.common.errors import BadInput, Diverged, Interrupted, Lost, OutOfMemory
 from cria_tricks.load import adapter_files
 from cria_tricks.recipe import Recipe
@@ -502,3 +503,16 @@ def test_a_disk_that_fills_up_under_the_adapter_is_one_line_and_the_state_is_kep
     assert code == 0, stderr
     assert "going on from" in stderr
     assert artifact.verify(out / "adapter")["files"]
+
+
+@pytest.mark.parametrize("command", GONE)
+def test_a_command_that_is_gone_says_what_to_use(command, run_cria):
+    assert run_cria(command, "--any") == (2, "", f"error: cria {command} is gone; use {GONE[command]}\n")
+
+
+@pytest.mark.parametrize("option", INSTEAD)
+def test_an_option_that_is_gone_says_what_to_use(option, run_cria):
+    code, stdout, stderr = run_cria("verify", "x", option)
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith(f"error: No such option: {option}")
+    assert stderr.endswith(f"; {INSTEAD[option]}\n")

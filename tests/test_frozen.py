@@ -7,6 +7,7 @@ import cria_tricks
 
 PACKAGE = Path(cria_tricks.__file__).parent
 CHANGED = {
+    "adapter/chat.py: Conversation",
     "store/checkpoints.py: Checkpoints",
     "bill/products.py: Blocks",
     "bill/products.py: Products",

@@ -144,6 +144,7 @@ TOGGLES_ARE_READ = {
     "predict/toggle_values.py": (1, "it tries toggles"),
     "predict/plan_data.py": (4, "its times are of rows in the mean, not of the longest one; it prints the strategy"),
     "predict/host.py": (1, "whether a strategy cuts the model is a fact of the strategy"),
+    "load/answering_memory.py": (3, "an opened model has the adapter of its training, and perhaps its packed base"),
     "predict/evaluation.py": (2, "evaluation rows are never packed, and their attention takes them as expand_kv does"),
     "predict/toggles.py": (3, "it tries toggles"),
     "recipe.py": (1, "rows of a step are a fact of the recipe"),

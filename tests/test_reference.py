@@ -61,6 +61,6 @@ def test_an_example_of_a_command_is_understood(line):
 
 def test_every_command_has_an_example():
     names = typer.main.get_command(app).commands
-    assert re.findall(r"^## `cria (\w+)`$", COMMANDS, re.M) == list(names)
+    assert sorted(re.findall(r"^## `cria (\w+)`$", COMMANDS, re.M)) == sorted(names)
     for name in names:
         assert f"\n$ cria {name}" in COMMANDS.partition(f"## `cria {name}`")[2].partition("**Usage**")[0]

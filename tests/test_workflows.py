@@ -106,7 +106,7 @@ def test_what_a_measuring_workflow_keeps_is_what_its_commands_write():
     kept = on_gpu["steps"][-1]["with"]["path"].split()
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     folder = inspect.signature(bench).parameters["out"].default
-    assert set(kept) == {"build/test-gpu.txt", f"{folder}/{NAME}"}
+    assert set(kept) == {"build/test-gpu.txt", f"{folder}/{NAME}", f"{folder}/report.md"}
     assert f"> {kept[0]}" in makefile
     assert f"--check {folder}/{NAME}" in makefile
 

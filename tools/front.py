@@ -114,7 +114,7 @@ def clone(_: Path) -> str:
         f"```\ngit clone {notebooks.REPOSITORY} && cd {folder}\n"
         "make train                 # installs, then trains a 135M model: 3 minutes on two CPU cores\n"
         "source .venv/bin/activate  # for the command cria\n"
-        "make test                  # optional tests: 5 to 8 minutes\n```"
+        "make test                  # optional tests: 5 to 15 minutes\n```"
     )
 
 

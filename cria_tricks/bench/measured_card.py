@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from cria_tricks.bench.results import Case, Strict, first_wrong, folder_of, read_json
 from cria_tricks.common import atomic_files
@@ -61,9 +61,7 @@ class BenchSettings(Strict):
 
 
 class PartRecord(Strict):
-    """What became of a part. Older files also say how long it should take, which is left out when they are read."""
-
-    model_config = ConfigDict(extra="ignore")
+    """What became of a part."""
 
     status: Literal["open", "done", "skipped"]
     why: str = Field("", description="it was skipped")

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 @app.command(rich_help_panel=MACHINE, epilog="Example: cria bench --short --out my-card")
 def bench(
-    short: Annotated[bool, typer.Option("--short", help="About 10 minutes on a T4; without it about an hour.")] = False,
+    short: Annotated[
+        bool,
+        typer.Option("--short", help="Fewer cases, shorter rows: predicted to take ten minutes on a T4, not an hour."),
+    ] = False,
     part: Annotated[
         list[str] | None,
         typer.Option(

@@ -136,8 +136,8 @@ def gpu(
 _T4 = Card(T4, 65e12, 8.1e12, 320e9, 16e9, "NVIDIA T4 datasheet; bandwidth: Turing architecture whitepaper", ON_A_T4)
 
 # The four rates are half_flops, full_flops, memory_rate and link_rate. The memory is in bytes, as deviceQuery or torch
-# prints it. It is less than the GPU is sold with: the driver takes a little, not always the
-# same, and error correction (ECC) takes a sixteenth.
+# prints it. It is less than the GPU is sold with: the driver takes a little, not always the same, and error correction
+# (ECC) takes a sixteenth.
 RENTED: dict[str, Gpu] = {
     "t4": Gpu(T4, "torch.cuda.get_device_properties", as_measured(_T4)),
     "l4": gpu(

@@ -126,12 +126,13 @@ def needed(
         packed: whether a quantised base stays packed.
         row: tokens of the longest row whose loss is measured, too, one at a time; 0 if none is.
     """
-    kept = {"peft"} | ({"quantization", "double_quantization"} if packed else set())
     tricks = Tricks(
         precision=device.best_precision,
         attention="sdpa",
         expand_kv=device.needs_expand_kv,
-        **recipe.tricks.model_dump(include=kept),
+        peft=recipe.tricks.peft,
+        quantization=recipe.tricks.quantization if packed else "none",
+        double_quantization=recipe.tricks.double_quantization and packed,
     )
     recipe = recipe.model_copy(update={"tricks": tricks})
 

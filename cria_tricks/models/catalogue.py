@@ -166,17 +166,12 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "gemma-3-1b": Entry(
         "google/gemma-3-1b-it",
-        _gemma3(
-            _shape("gemma3_text", 1152, 26, 4, 1, 6912, 262144, 32768, 1e6, head_dim=256, tie_word_embeddings=True), 512
-        ),
+        _gemma3(_shape("gemma3_text", 1152, 26, 4, 1, 6912, 262144, 32768, 1e6), 512),
         f"{LITGPT}; context: config.json of mlx-community/gemma-3-1b-pt-6bit",
     ),
     "gemma-3-4b": Entry(
         "",
-        _gemma3(
-            _shape("gemma3_text", 2560, 34, 8, 4, 10240, 262208, 131072, 1e6, head_dim=256, tie_word_embeddings=True),
-            1024,
-        ),
+        _gemma3(_shape("gemma3_text", 2560, 34, 8, 4, 10240, 262208, 131072, 1e6), 1024),
         f"{LITGPT}; vocabulary: config.json of Creekside/gemma-3, the text part alone",
     ),
     "smollm3-3b": Entry(

@@ -20,11 +20,11 @@ def ignore_unusable() -> None:
     It must be called before an adapter is made or opened. Beside packages that peft can use, or none, peft stays as it
     is.
     """
-    from peft import import_utils  # late, because it takes seconds
-
     for name, package in PROBES.items():
         if importlib.util.find_spec(package) is None:
             continue
+        from peft import import_utils  # late, because it takes seconds
+
         asks = getattr(import_utils, name)
         try:
             asks()

@@ -249,7 +249,7 @@ def test_of_a_hub_model_only_the_small_files_are_downloaded(monkeypatch, online)
 
     asked = []
 
-    def download(name, allow_patterns):
+    def download(name, allow_patterns, revision):
         asked.append((name, allow_patterns))
         return str(models.tokenizer_here("smollm2"))
 

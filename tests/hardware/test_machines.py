@@ -109,11 +109,6 @@ def test_what_is_about_one_machine_is_refused(option, run_cria):
     assert stderr == f"error: {option} with --gpu all: it is about one machine; name it, such as --gpu t4\n"
 
 
-def test_the_command_that_did_this_before_says_what_to_use(run_cria):
-    said = "error: cria hardware is gone; use cria plan RECIPE --gpu all\n"
-    assert run_cria("hardware", "--model", "smollm2") == (2, "", said)
-
-
 def test_from_python_a_plan_of_all_machines_is_another_function():
     with pytest.raises(BadInput, match="^gpu=all: this is about one machine; .* cria plan RECIPE --gpu all"):
         cria_tricks.plan("kwanzaa", gpu="all")

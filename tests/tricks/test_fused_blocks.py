@@ -217,7 +217,8 @@ def test_switch(tiny_model, rows, tmp_path, monkeypatch):
         name: lambda *given, ours=ours, name=name: ran.update([name]) or ours(*given)
         for name, ours in fused.PLAIN._asdict().items()
     }
-    monkeypatch.setattr(load_model, "PLAIN", fused.Parts(**counted))
+    edit = {"fuse_blocks": lambda model, plan: fused.fuse_blocks(model, fused.Parts(**counted))}
+    monkeypatch.setattr(load_model, "EDITS", load_model.EDITS | edit)
     settings = (*LORA, "train.max_steps=6", "train.batch_size=2", "train.learning_rate=1e-3", "train.save_steps=100")
     losses = {}
     for switch in ("false", "true"):
