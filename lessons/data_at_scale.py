@@ -843,7 +843,7 @@ course.check(3, numbers_in_a_band, of_bands, "one of the numbers 4, 8, 16 and 32
 #   stop.
 # - **When**: map a file as a rule, also where the rows would fit into memory. Stream if the text comes over the
 #   network, or if you cannot wait until all rows are tokenized.
-# - **When not**: packing needs the lengths of all rows first, so it has no stream.
+# - **When not**: do not stream if you pack, because packing needs the lengths of all rows first.
 #
 # ## Sources
 # - Broder 1997, *On the resemblance and containment of documents*, section 2 (shingles, MinHash). Leskovec, Rajaraman,

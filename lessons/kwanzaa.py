@@ -599,7 +599,8 @@ _ = cria("publish", ADAPTER, name, "--tag", VERSION, *really)
 
 # %% tags=["deep"]
 if not GPU and not (RUN / "gguf").exists():
-    _ = cria("merge", ADAPTER)
+    if not (RUN / "merged").exists():
+        _ = cria("merge", ADAPTER)
     _ = cria("export", RUN / "merged", "--type", "q8_0")
 
 # %% [markdown]

@@ -741,8 +741,8 @@ assert code == 1
 # It is the other one, because rank 0 began its fifth collective, and rank 1 did not. Without the tools you would read
 # only the last line, which the *waiting* process printed. So look at the rank that is in no collective. (On cards a
 # collective of NCCL only starts work, so stacks tell less. There read the recorder, which NCCL writes to a file at a
-# timeout: [When it hangs](../docs/guide/when_it_hangs.md).) Our program waits 15
-# seconds; `parallel.timeout` ends a run of `cria train` that hangs, by default after 10 minutes.
+# timeout: [When it hangs](../docs/guide/when_it_hangs.md).) The program
+# `hangs.py` waits 15 seconds; `parallel.timeout` ends a run of `cria train` that hangs, by default after 10 minutes.
 #
 # ## 7. Exercises
 # 1. **Predict.** On a free T4, others trained Llama-3.2-1B by QLoRA with checkpointing, at 1,060 tokens a second. A

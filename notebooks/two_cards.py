@@ -85,7 +85,7 @@ def train_here(recipe, out, watched):
 
     from cria_tricks.common.console import Aside
     from cria_tricks.processes import numbers
-    from cria_tricks.run.run import train
+    from cria_tricks.run import run
 
     gc.collect()  # the model of an earlier training refers to itself, and would count as memory of this one
     if torch.cuda.is_available():
@@ -93,7 +93,7 @@ def train_here(recipe, out, watched):
     console = Aside()
     console.quiet = True
     if not watched:
-        report = train(recipe, out, console=console)
+        report = run.train(recipe, out, console=console)
     else:
         gradients, sent = [], []
 
@@ -107,9 +107,11 @@ def train_here(recipe, out, watched):
             sent.append(counted.bytes["all_reduce"])
 
         hook = register_optimizer_step_pre_hook(note)
-        with CountCollectives() as counted:
-            report = train(recipe, out, console=console)
-        hook.remove()
+        try:
+            with CountCollectives() as counted:
+                report = run.train(recipe, out, console=console)
+        finally:
+            hook.remove()
         report |= {"gradients": gradients, "all_reduced": sent[1] - sent[0]}
     estimate = report["estimate"]
     peaks = estimate.get("measured_by_process") or [estimate["measured_bytes"]]
@@ -123,7 +125,8 @@ def train(ranks, recipe, *settings, watched=False):
         try:
             return ranks.run(train_here, with_settings(recipe, settings), Path(folder) / "run", watched)
         except RuntimeError as error:  # its last line says what is wrong; the lines before are a traceback
-            raise RuntimeError(str(error).rstrip().splitlines()[-1]) from None
+            last = str(error).rstrip().splitlines()[-1]
+            raise RuntimeError(last.removeprefix("cria_tricks.common.errors.")) from None
 
 
 def apart(one, other):

@@ -187,6 +187,7 @@ def test_chat_reads_questions_until_an_empty_line(run_cria, finished, monkeypatc
         (["train", "--set", f"model={'x' * 300}"], "File name too long"),
         (["verify", "x" * 300], "File name too long"),
         (["chat", "x" * 300], "File name too long"),
+        (["export", "x" * 300], "File name too long"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, said, run_cria, tmp_path, monkeypatch):

@@ -341,7 +341,7 @@ def test_a_merged_model_is_exported_and_an_adapter_is_to_be_merged_first(folders
     save(run / "adapter", loaded.model, words, str(folders["llama"]), "# card\n", recipe)
     code, stdout, stderr = run_cria("export", run / "adapter")
     assert (code, stdout) == (2, "")
-    assert "adapter: is an adapter; merge it with cria merge, and export the folder that this writes" in stderr
+    assert "adapter: is an adapter; cria merge writes a whole model of a LoRA adapter, so export that" in stderr
     assert run_cria("merge", run / "adapter")[0] == 0
     code, stdout, stderr = run_cria("export", run / "merged", "--type", "q8_0", "--type", "Q8_0", "--json")
     assert code == 0, stderr

@@ -80,6 +80,9 @@ def test_with_yes_the_whole_folder_is_there_under_its_tag(hub, adapter, publish,
     assert done["published"]
     assert repo.private
     assert repo.tags == {"v1.0.0": repo.commits[0]}
+    assert f"sending {len(done['files'])} files to owner/name" in stderr
+    assert "tagged v1.0.0" in stderr
+    assert done["files"][-1]["path"] == "manifest.json"
     assert done["commit"] == repo.commits[0]
     assert done["url"] == f"{hub.url}/owner/name/tree/v1.0.0"
     there = tmp_path / "downloaded"
@@ -96,8 +99,13 @@ def test_with_yes_the_whole_folder_is_there_under_its_tag(hub, adapter, publish,
     assert "--tag v1.0.0: owner/name has it already (v1.0.0); name a newer version" in stderr
     assert json.dumps(repo.tags) == before
     assert len(repo.commits) == 1
+    card = (adapter / "README.md").read_text() + "\nThe second version.\n"
+    (adapter / "README.md").write_text(card)
+    (adapter / "manifest.json").unlink()
+    atomic_files.write_manifest(adapter)
     assert publish(adapter, "--tag", "v1.0.1", "--yes")[0] == 0
     assert list(repo.tags) == ["v1.0.0", "v1.0.1"]
+    assert repo.files["README.md"].decode() == card
 
 
 def test_stopped_before_the_tag_the_same_command_goes_on(hub, adapter, publish):

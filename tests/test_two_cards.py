@@ -96,9 +96,8 @@ def cell() -> dict:
 def test_a_failure_in_a_process_is_one_line_in_the_notebook(cell):
     class Failing:
         def run(self, *arguments):
-            raise RuntimeError(
-                "process 0: Traceback (most recent call last):\n  File ...\nOutOfMemory: out of memory\n"
-            )
+            trace = "Traceback (most recent call last):\n  File ...\n"
+            raise RuntimeError(f"process 0: {trace}cria_tricks.common.errors.OutOfMemory: out of memory\n")
 
     with pytest.raises(RuntimeError, match=r"^OutOfMemory: out of memory$"):
         cell["train"](Failing(), Recipe())

@@ -91,7 +91,7 @@ def export(
     Raises:
         BadInput: if the folder is damaged, its model cannot be written as GGUF, memory is too small, or a proof fails.
     """
-    whole = usable_path("model", folder)
+    whole = artifact.whole_model(folder)
     wanted = list(dict.fromkeys(kind.lower() for kind in kinds or KINDS))
     for kind in wanted:
         if kind not in KINDS:
@@ -100,10 +100,12 @@ def export(
     if target.exists():
         raise BadInput(f"--out {target}: is there already; name a new folder")
     quiet_libraries()
-    artifact.refuse_adapter(whole)
     artifact.refuse_damaged(whole)
-    tokenizer = pretrained.tokenizer(whole, str(whole))
-    why = _unwritten(pretrained.config(whole, str(whole)), tokenizer)
+    why = _unwritten(pretrained.config(whole, str(whole)))
+    if not why:
+        tokenizer = pretrained.tokenizer(whole, str(whole))
+        if not _pre(tokenizer) or isinstance(tokenizer.chat_template, dict):
+            why = f"has a tokenizer that is no byte-level BPE like {', '.join(PRE)} with one template"
     if why:
         raise BadInput(f"{whole}: {why}, which is not written as GGUF here; take llama.cpp's convert_hf_to_gguf.py")
     host_memory.refuse_too_large(whole, 8, f"cria export {whole}")  # the model's weights and the file's, both in fp32
@@ -137,8 +139,8 @@ def export(
     return found
 
 
-def _unwritten(config: Any, tokenizer: Any) -> str:
-    """Say why a model cannot be written: its kind, its tokenizer, or a setting that llama.cpp does not know."""
+def _unwritten(config: Any) -> str:
+    """Say why a model cannot be written: its kind, or a setting that llama.cpp does not know; empty if it can."""
     if config.model_type not in WRITTEN:
         return f"is of the kind {config.model_type}"
     if getattr(config, "quantization_config", None):
@@ -147,8 +149,6 @@ def _unwritten(config: Any, tokenizer: Any) -> str:
     for name, values in {"hidden_act": ("silu",), **WRITTEN[config.model_type]}.items():
         if settings.get(name, values[0]) not in values:
             return f"has {name}={settings[name]}"
-    if not _pre(tokenizer) or isinstance(tokenizer.chat_template, dict):
-        return f"has a tokenizer that is no byte-level BPE like {', '.join(PRE)} with one template"
     return ""
 
 

@@ -188,6 +188,8 @@ def refuse_damaged(folder: Path) -> None:
     that person it helps that nothing is loaded in a way that runs code: weights are read from safetensors files only,
     and configs without remote code.
 
+    Raises:
+        BadInput: naming what is wrong.
     """
     # One of the three shows that we wrote the folder, because the others may be lost. Plain peft writes none of them.
     if any((folder / name).exists() for name in (atomic_files.MANIFEST, PROVENANCE, RECIPE)):
@@ -231,12 +233,21 @@ def adapter(folder: str | Path, base: str | Path | None = None, other_base: bool
     return path
 
 
-def refuse_adapter(folder: Path) -> None:
-    """Refuse every folder but that of a whole model, whose own files are not compared here: that may take long."""
-    refuse_another(folder)
-    if not is_whole(folder):
-        refuse_damaged(folder)
-        raise BadInput(f"{folder}: is an adapter; merge it with cria merge, and export the folder that this writes")
+def whole_model(folder: str | Path) -> Path:
+    """Check that a folder holds a whole model. Its files are compared later, because that takes long.
+
+    Returns:
+        The folder's path.
+
+    Raises:
+        BadInput: if it holds none, or an adapter.
+    """
+    path = usable_path("model", folder)
+    refuse_another(path)
+    if not is_whole(path):
+        refuse_damaged(path)
+        raise BadInput(f"{path}: is an adapter; cria merge writes a whole model of a LoRA adapter, so export that")
+    return path
 
 
 def no_base_below(folder: Path, option: str, value: str = "") -> BadInput:

@@ -178,7 +178,7 @@ def _run(made: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("tokens per second", f"{made['tokens_per_second']:,.0f}"),
         ("minutes, loading and evaluation included", f"{made['seconds'] / 60:,.1f}"),
         ("versions", ", ".join(f"{name} {version}" for name, version in made["versions"].items())),
-        ("commit of cria_tricks", f"{package['commit'] or 'not known'}{' with changes' * bool(package['changed'])}"),
+        ("commit of cria_tricks", _commit(package)),
     ]
     before = made.get("continued_from")
     if before:
@@ -210,6 +210,12 @@ def _switched(tricks: Mapping[str, Any]) -> str:
     defaults = Recipe().tricks.model_dump(mode="json")
     switched = [f"{key}={json.dumps(value)}" for key, value in tricks.items() if value != defaults[key]]
     return ", ".join(switched) or "none"
+
+
+def _commit(package: Mapping[str, Any]) -> str:
+    if not package["commit"]:
+        return "not known"
+    return f"{package['commit']}{' with changes' if package['changed'] else ''}"
 
 
 def _loss(value: float | None) -> str:

@@ -82,7 +82,9 @@ def push(prepared: dict[str, Any], say: Callable[[str], None] = lambda sentence:
         ``url``, the page of the published version, and ``commit``, the hash of the commit.
 
     Raises:
-        BadInput: if nobody could load what is sent, the repository holds what would harm, or the hub refuses.
+        BadInput: if the network is switched off, nobody is logged in, the tag exists already, the base is not on the
+            hub, a repository that must be private is public, the repository holds other files that a loader might read
+            together with these, or the hub refuses.
     """
     import huggingface_hub
 

@@ -190,7 +190,7 @@ def export(
     """Write GGUF files for Ollama and llama.cpp, read each again, and hold it against the model."""
     from cria_tricks.adapter import folder as artifact
 
-    artifact.refuse_adapter(model)
+    artifact.whole_model(model)
     from cria_tricks.adapter.export import export as run
 
     with contextlib.redirect_stdout(sys.stderr):

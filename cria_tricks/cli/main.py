@@ -45,13 +45,8 @@ INSTEAD = {
     "--collectives": "NVIDIA's nccl-tests measure a link; the lesson on interconnects has a script that does so",
     "--hang": "py-spy dump --pid PID shows where a process waits; see the page When it hangs",
     "--figure": "cria data FILE --json gives the numbers, and --show N the rows",
-    "--minutes": "leave it out; each part says what it took when it has ended",
     "--toggles": "it is --switches",
     "--advise": "it is --front",
-    "--to": "leave it out; GGUF is the one format",
-    "--base": "give it to cria merge",
-    "--other-base": "give it to cria merge",
-    "--offline": "give it to cria merge",
 }
 """Options that commands had once, each with what does its work now."""
 
