@@ -314,8 +314,10 @@ def sources() -> str:
     folders = (ROOT / name for name in ("docs", "lessons", "tools"))
     files = [path for folder in folders for path in folder.rglob("*") if not set(MADE_HERE) & set(path.parents)]
     for path in sorted([*files, ROOT / "mkdocs.yml", ROOT / "pyproject.toml"]):
-        if path.is_file() and "__pycache__" not in path.parts:
-            found.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+        name = path.relative_to(ROOT)
+        # Python and ruff keep caches beside what they read.
+        if path.is_file() and not any(part == "__pycache__" or part.startswith(".") for part in name.parts):
+            found.update(f"{name}\n".encode() + path.read_bytes())
     return found.hexdigest()
 
 

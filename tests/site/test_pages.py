@@ -83,7 +83,7 @@ def test_a_failing_cell_stops_the_build(lesson, cell, says):
 
 
 def test_a_site_is_tested_only_when_it_is_made_of_the_sources_as_they_are(tmp_path, monkeypatch):
-    for folder in ("docs/lessons", "lessons", "tools/__pycache__", "site"):
+    for folder in ("docs/lessons", "lessons/.ruff_cache", "tools/__pycache__", "site"):
         (tmp_path / folder).mkdir(parents=True)
     for name in ("docs/index.md", "lessons/one.py", "tools/pages.py", "mkdocs.yml", "pyproject.toml"):
         (tmp_path / name).write_text("a")
@@ -94,6 +94,7 @@ def test_a_site_is_tested_only_when_it_is_made_of_the_sources_as_they_are(tmp_pa
     pages.on_post_build(SimpleNamespace(site_dir=str(site)))
     (tmp_path / "docs" / "lessons" / "one.md").write_text("made by the build")
     (tmp_path / "tools" / "__pycache__" / "pages.pyc").write_text("made by Python")
+    (tmp_path / "lessons" / ".ruff_cache" / "1").write_text("made by make lint")
     assert wrong_with(site) == ""
     for name in ("docs/index.md", "lessons/one.py", "mkdocs.yml", "docs/new.md"):
         (tmp_path / name).write_text("b")
