@@ -233,7 +233,8 @@ def refuse_unknown(name: str) -> None:
     if is_hub_id(name) and not name.endswith(".json"):
         return
     aliases = f"aliases are {', '.join(ALIASES)}"
-    raise BadInput(f"model {name}: no such folder, and no hub id (owner/name); {hint(nearest(name, ALIASES), aliases)}")
+    near = nearest(name, ALIASES) or _beside(Path(name))
+    raise BadInput(f"model {name}: no such folder, and no hub id (owner/name); {hint(near, aliases)}")
 
 
 def refuse_out_of_reach(name: str) -> None:
@@ -253,6 +254,16 @@ def refuse_out_of_reach(name: str) -> None:
     if not made_here:
         folder = Path(name).expanduser()
         quantised.refuse_file(folder / "config.json" if folder.is_dir() else network.config_of(name), name)
+
+
+def _beside(path: Path) -> str:
+    """Find a neighbour of a missing folder with a similar name, to suggest it; empty if there is none."""
+    try:
+        folders = [each.name for each in path.parent.iterdir() if each.is_dir()]
+    except OSError:
+        return ""
+    near = nearest(path.name, folders, cutoff=0.7)
+    return str(path.with_name(near)) if near else ""
 
 
 def _cached(name: str, make: Callable[[Path], None]) -> Path:
