@@ -261,8 +261,11 @@ def _print_published(found: dict[str, Any], done: dict[str, Any]) -> None:
 
 def _ask() -> str:
     """Read the user's next line; an empty one, or the end of the input, is an empty text."""
+    mark = "you> " if sys.stdin.isatty() else ""
     try:
-        line = input("you> " if sys.stdin.isatty() else "")
+        line = input(mark)
     except EOFError:
         return ""
-    return line if line.strip() else ""
+    if not line.strip():
+        return ""
+    return line

@@ -263,7 +263,9 @@ def _beside(path: Path) -> str:
     except OSError:
         return ""
     near = nearest(path.name, folders, cutoff=0.7)
-    return str(path.with_name(near)) if near else ""
+    if not near:
+        return ""
+    return str(path.with_name(near))
 
 
 def _cached(name: str, make: Callable[[Path], None]) -> Path:
