@@ -67,7 +67,7 @@ and upload the wheel to its folder. The same in a terminal:
 
 ```
 pip install PATH/TO/THE.whl   # not public yet
-cria bench --short            # predicted: ten minutes on a T4, and an hour without --short; no T4 has run it yet
+cria bench --short            # predicted: ten minutes on a T4; without --short an hour
 cria bench --check cria-bench/measured_card.json
 ```
 
