@@ -56,7 +56,7 @@ CASES = {
             "smoke --set data.min_words=9 --set data.max_words=3": "no row can have at least 9 and",
             "smoke --set model=smolm2": NO_MODEL,
             "smoke --set model=random:tinny": "unknown shape tinny; did you mean random:tiny?",
-            "smoke --set model={folder}/modle": "no such folder, and no hub id (owner/name); aliases are",
+            "smoke --set model={folder}/modle": "did you mean {folder}/model?",
             "smoke --set model={folder}/empty": "model {folder}/empty: the folder has no config.json",
         }.items()
     },
@@ -105,7 +105,7 @@ CASES = {
         f"{command} {{folder}}/plain": NOT_HERE
         for command in ("chat", "eval", "merge")
     },
-    "export {folder}/plain": "{folder}/plain: is an adapter; merge it with cria merge, and export the folder that this",
+    "export {folder}/plain": "{folder}/plain: is an adapter; cria merge writes a whole model of a LoRA adapter",
     "export": "Missing argument",
     "eval": "name the folder of an adapter, or give --reference to score the data's own answers",
     "eval --with-base": "--with-base: there is no adapter to compare with its base; name the adapter's folder",
