@@ -82,7 +82,7 @@ def train(
 @app.command(rich_help_panel=TRAIN, epilog="Example: cria launch kwanzaa --on torchrun --nproc 2")
 def launch(
     recipe: Annotated[str, typer.Argument(help="A named recipe, or a TOML file.")],
-    on: Annotated[str, typer.Option(help="Who starts it: torchrun, or hf-jobs on a rented machine.")],
+    on: Annotated[str, typer.Option(help="The launcher: torchrun, or hf-jobs for a rented machine.")],
     nproc: Annotated[int | None, typer.Option(min=1, help="Processes; one a card when left out, else two.")] = None,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write; runs/NAME when left out.")] = None,
