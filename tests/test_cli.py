@@ -511,9 +511,14 @@ def test_a_command_that_is_gone_says_what_to_use(command, run_cria):
     assert run_cria(command, "--any") == (2, "", f"error: cria {command} is gone; use {GONE[command]}\n")
 
 
-@pytest.mark.parametrize("option", INSTEAD)
-def test_an_option_that_is_gone_says_what_to_use(option, run_cria):
-    code, stdout, stderr = run_cria("verify", "x", option)
+@pytest.mark.parametrize("gone", INSTEAD)
+def test_an_option_that_is_gone_says_what_to_use(gone, run_cria):
+    command, option = gone.split()
+    code, stdout, stderr = run_cria(command, option)
     assert (code, stdout) == (2, "")
     assert stderr.startswith(f"error: No such option: {option}")
-    assert stderr.endswith(f"; {INSTEAD[option]}\n")
+    assert stderr.endswith(f"; {INSTEAD[gone]}\n")
+
+
+def test_an_option_that_another_command_had_is_just_unknown(run_cria):
+    assert run_cria("verify", "--toggles") == (2, "", "error: No such option: --toggles; see cria --help\n")

@@ -246,7 +246,10 @@ def whole_model(folder: str | Path) -> Path:
     refuse_another(path)
     if not is_whole(path):
         refuse_damaged(path)
-        raise BadInput(f"{path}: is an adapter; cria merge writes a whole model of a LoRA adapter, so export that")
+        raise BadInput(
+            f"{path}: is an adapter; cria merge writes a whole model of a LoRA adapter, so export that (a learnt "
+            "prompt and a side network cannot be merged: use cria chat)"
+        )
     return path
 
 

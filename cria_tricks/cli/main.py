@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import traceback
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
@@ -41,12 +41,26 @@ GONE = {
     "prepare": "cria train, which keeps the tokens of any data in a mapped file",
 }
 """Commands that are gone, each with what does its work now."""
+_NCCL = "NVIDIA's nccl-tests measure a link; the lesson on interconnects has a script that does so"
+_MERGED = "cria export takes a whole model: cria merge writes it, and takes --base, --other-base and --offline"
+_ONE_JOB = "cria launch --on hf-jobs sends one job, which --timeout ends"
 INSTEAD = {
-    "--collectives": "NVIDIA's nccl-tests measure a link; the lesson on interconnects has a script that does so",
-    "--hang": "py-spy dump --pid PID shows where a process waits; see the page When it hangs",
-    "--figure": "cria data FILE --json gives the numbers, and --show N the rows",
-    "--toggles": "it is --switches",
-    "--advise": "it is --front",
+    "bench --minutes": "--short is predicted to take ten minutes on a T4, all of it an hour",
+    "compare --page": "cria compare prints the tables, and each run's folder has a report.md",
+    "compare --rows": "each run's eval/eval.json has its answers",
+    "data --figure": "cria data FILE --json gives the numbers, and --show N the rows",
+    "doctor --collectives": _NCCL,
+    "doctor --hang": "py-spy dump --pid PID shows where a process waits; see the page When it hangs",
+    "doctor --nproc": _NCCL,
+    "export --base": _MERGED,
+    "export --offline": _MERGED,
+    "export --other-base": _MERGED,
+    "export --to": "cria export writes GGUF files alone",
+    "launch --attempts": _ONE_JOB,
+    "launch --bucket": f"{_ONE_JOB}, and --repo says where the result goes",
+    "launch --budget": f"{_ONE_JOB}; cria plan --gpu all says what an hour costs",
+    "plan --advise": "it is --front",
+    "plan --toggles": "it is --switches",
 }
 """Options that commands had once, each with what does its work now."""
 
@@ -59,7 +73,7 @@ def main() -> None:
     try:
         code = _run()
     except UsageError as error:
-        instead = INSTEAD.get(getattr(error, "option_name", ""), "see cria --help")
+        instead = INSTEAD.get(_refused(error), "see cria --help")
         leave(f"error: {error.format_message().rstrip('.')}; {instead}", 2)
     except Diverged as error:
         leave(f"error: {error}", 1)
@@ -76,6 +90,12 @@ def main() -> None:
     else:
         if code:
             sys.exit(code)
+
+
+def _refused(error: Any) -> str:
+    """Return the command and the option that an error of usage is about, such as ``plan --toggles``."""
+    command = error.ctx.info_name if error.ctx else ""
+    return f"{command} {getattr(error, 'option_name', '')}"
 
 
 def _end(error: Exception) -> NoReturn:
