@@ -1,4 +1,4 @@
-"""Each technique switched off and on: the same optimizer step of the shared trainer, ``off`` first.
+"""Each technique switched off and on: the same optimizer step, ``off`` first.
 
     pytest --benchmark-only -k "technique and nf4"
 

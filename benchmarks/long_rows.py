@@ -24,9 +24,9 @@ from cria_tricks.load import losses
 from cria_tricks.load.model import load, quiet_libraries
 from cria_tricks.measure.memory import LiveBytes, every_tensor
 from cria_tricks.models.shape import find_shape
-from cria_tricks.predict.dry_run import autocast_of
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
+from cria_tricks.trainer import forward
 from cria_tricks.tricks.folds import estimate
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
@@ -48,7 +48,7 @@ def measured(tokens: int) -> dict[str, Any]:
     began = time.perf_counter()
     with LiveBytes() as live:
         live.track_all([*every_tensor(model), *batch.values()])
-        losses.find(plan, functools.partial(autocast_of, plan))(model, batch).backward()
+        losses.find(plan, functools.partial(forward.autocast, plan, "cpu"))(model, batch).backward()
     seconds = time.perf_counter() - began
     by_hand = estimate(recipe, find_shape(recipe.model), plan.device)
     # The step of the bill has optimizer states, which one micro-batch has not.

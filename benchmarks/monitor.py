@@ -86,7 +86,7 @@ def rows_of(tokens: int, number: int = 8) -> list[dict[str, list[int]]]:
 
 
 def train(recipe: Recipe, callback: TrainerCallback) -> None:
-    """A run of the shared trainer; nothing but the callback looks on."""
+    """A run; nothing but the callback looks on."""
     plan = resolve(recipe)
     loaded = load(plan, models.find(recipe.model))
     meter = Meter(plan.device.kind, compiled=True)  # uncounted: watching every operation would be timed as well

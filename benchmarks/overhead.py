@@ -1,4 +1,4 @@
-"""What our trainer costs: the same job by it, by the plain loop (``trainer/plain_loop.py``) and by TRL, side by side.
+"""What our loop costs: the same job by it, by a bare loop (``peers/bare_loop.py``) and by TRL, side by side.
 
     python -m benchmarks.overhead                                                  # smoke, 5 times 4 steps of each
     python -m benchmarks.overhead --pairs 2 --steps 3 --set data.max_length=256    # a few minutes on two cores

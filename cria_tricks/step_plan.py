@@ -36,7 +36,7 @@ NAMES: Mapping[str, tuple[Any, ...]] = {
     "streaming.source": ("memory", "file"),
     # How micro-batches go through them: tricks/layer_by_layer.py, in trainer/one_pass.py
     "streaming.layer_by_layer": (True,),
-    # Contexts around a forward pass: trainer/shared.py
+    # Contexts around a forward pass: trainer/forward.py
     "step_context": ("activation_offload", "overlapped_offload"),
     # Losses: load/losses.py
     "loss.kind": ("full", "chunked"),
@@ -44,10 +44,10 @@ NAMES: Mapping[str, tuple[Any, ...]] = {
     "peft.kind": ("lora", "head", "prompt_tuning", "side_network"),
     # Attention functions: three of transformers, and ours in load/attention.py
     "model.attn_implementation": ("eager", "sdpa", "flash_attention_2", "sdpa_expanded", "sdpa_by_document"),
-    # Optimizers: trainer/arguments.py
+    # Optimizers: trainer/optimizer.py
     "optimizer.bits": (32, 8),
     "optimizer.paged": (False, True),
-    # Its steps as gradients arrive: tricks/optimizer_in_backward.py, made in trainer/arguments.py
+    # Its steps as gradients arrive: tricks/optimizer_in_backward.py, made in trainer/optimizer.py
     "optimizer.in_backward": (True, "clip"),
     # When gradients are reduced: parallel/fsdp.py, in trainer/strategy.py
     "parallel.reduce": ("micro_batch", "step"),
@@ -78,7 +78,7 @@ class Plan:
             blocks travel to the host and back (``travels_from``); empty if nothing is recomputed.
         streaming: from which ``source`` frozen blocks come when they run, and whether a window's micro-batches go
             through them ``layer_by_layer``; empty if the blocks stay on the device.
-        training: arguments of ``TrainingArguments``.
+        training: the ``gradient_accumulation_steps`` of a process, and ``fp16`` or ``bf16``.
         optimizer: the ``bits`` of an element of its states, and whether the states are ``paged``; whether it takes its
             steps ``in_backward``, if it does.
         loss: the ``kind`` of the loss (``"full"`` or ``"chunked"``) and its settings.

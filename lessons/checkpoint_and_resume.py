@@ -680,7 +680,7 @@ print_files(checkpoint)
 # %% [markdown] tags=["deep"]
 # ### Deeper: what is in the folder, and why it has a manifest
 # The adapter has the same bytes, and the losses are the same. Our seven parts have other names here: the random states
-# are in `rng_state.pth`, and the position is a number of steps in `trainer_state.json`. A run in fp32 has no
+# are in `random.safetensors`, and the position is a number of steps in `trainer_state.json`. A run in fp32 has no
 # `scaler.pt`. `run.json` says which recipe, rows and versions the run has, and another recipe is refused.
 #
 # The name of a folder says only that it *was* whole. Drive is not a disk: what you write first goes to the machine and
@@ -985,6 +985,6 @@ course.check(
 #   1269 (deleted, and still full).
 # - transformers 5.23: `trainer.py` (`_save_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`). torch
 #   2.13: `torch/serialization.py`. bitsandbytes 0.50: `optim/optimizer.py`.
-# - Ours: `cria_tricks/common/atomic_files.py`, `cria_tricks/store/checkpoints.py`, `resumable.py` and `callbacks.py` in
+# - Ours: `cria_tricks/common/atomic_files.py`, `cria_tricks/store/checkpoints.py`, `checkpoint.py` and `stops.py` in
 #   `cria_tricks/trainer/`; `tests/test_checkpoints.py`; `tests/drills/disconnect.py` kills a run 50 times and compares
 #   the bytes.

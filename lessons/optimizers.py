@@ -1201,4 +1201,4 @@ course.check(
 #   `csrc/kernels.cu` (the kernel: `kOptimizerStatic8bit2StateBlockwise`, read at version 0.50.1). transformers 5.23:
 #   `trainer.py` (`create_optimizer`, embeddings), `trainer_optimizer.py`.
 # - Ours: `cria_tricks/tricks/adamw_8bit.py`, `cria_tricks/tricks/paged_optimizer.py`, their tests in `tests/tricks/`,
-#   `cria_tricks/trainer/resumable.py`; rates in `cria_tricks/hardware/cards.py`.
+#   `cria_tricks/trainer/checkpoint.py`; rates in `cria_tricks/hardware/cards.py`.

@@ -866,8 +866,8 @@ print(f"it pays if it saves one run in {one_in:.0f}")
 # - mask: answers are found by prefix, and a row without any is refused (`data/tokens.py`)
 # - leak: packed rows get positions and no mask (`data/batches.py`)
 # - bf16: the sum is fp32, whatever comes in (`losses.py`)
-# - NaN: the filter is off, and loss and norm are checked before the optimizer moves (`trainer/shared.py`)
-# - evaluation: losses and tokens are added up, and divided once (`trainer/shared.py`)
+# - NaN: no filter, and loss and norm are checked before the optimizer moves (`trainer/loop.py`)
+# - evaluation: losses and tokens are added up, and divided once (`trainer/evaluate.py`)
 # - repacking: forbidden when a model is loaded (`load/model.py`)
 
 # %% [markdown]

@@ -62,7 +62,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(autouse=True, scope="module")
 def less_to_look_through():
-    """Leave the libraries' million objects to themselves: the Trainer collects garbage before and after each run."""
+    """Leave the libraries' million objects to themselves: a run collects garbage before it begins."""
     gc.collect()
     gc.freeze()
 

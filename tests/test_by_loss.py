@@ -21,9 +21,9 @@ from cria_tricks.report.summary import step_warnings
 from cria_tricks.run import steps
 from cria_tricks.run.run import train as whole_run
 from cria_tricks.trainer import what_ran
-from cria_tricks.trainer.by_loss import KeepBest, Patience, lowest
-from cria_tricks.trainer.callbacks import sizes
-from cria_tricks.trainer.shared import SharedTrainer
+from cria_tricks.trainer.step_meter import sizes
+from cria_tricks.trainer.stops import KeepBest, Patience, lowest
+from cria_tricks.trainer.training import Training
 from tests.helpers import train, trained_weights
 
 SETS = (
@@ -42,16 +42,16 @@ LOSSES = {
 @pytest.fixture(autouse=True, scope="module")
 def losses():
     """Put these in the place of the losses of evaluations; what is trained does not change."""
-    honest = SharedTrainer.loss_sum
+    honest = Training.loss_sum
 
-    def loss_sum(self, model, inputs):
-        found = honest(self, model, inputs)
+    def loss_sum(self, batch):
+        found = honest(self, batch)
         if torch.is_grad_enabled():
             return found
-        return torch.full_like(found, LOSSES[self.args.learning_rate][self.state.global_step] * sizes(inputs)[1])
+        return torch.full_like(found, LOSSES[self.settings.learning_rate][self.state.global_step] * sizes(batch)[1])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SharedTrainer, "loss_sum", loss_sum)
+        patch.setattr(Training, "loss_sum", loss_sum)
         yield
 
 

@@ -20,8 +20,9 @@ from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, Interrupted, OutOfMemory, Unwritten
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.store.checkpoints import Checkpoints, describe, refuse_another_run
+from cria_tricks.trainer import checkpoint
 from cria_tricks.trainer.fit import fit
-from cria_tricks.trainer.resumable import ResumableTrainer
+from cria_tricks.trainer.training import Training
 from cria_tricks.tricks.optimizer_in_backward import StepInBackward
 from tests.helpers import At, Killed, kill, prepare, send, train, trained_weights
 
@@ -180,7 +181,7 @@ def test_the_newest_two_are_kept_and_nothing_else(tiny_model, rows, tmp_path):
     train(tiny_model, rows, tmp_path, *SETS)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-6", "checkpoint-7"]
     files = {path.name for path in (tmp_path / "checkpoint-7").iterdir()}
-    assert {"adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "run.json"} <= files
+    assert {"adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "random.safetensors", "run.json"} <= files
     assert not [name for name in files if name.startswith(("model", "pytorch_model", "training_args"))]
 
 
@@ -217,7 +218,7 @@ def halted(whole, tiny_model, rows, tmp_path_factory):
 
 FILES = (
     "README.md", "adapter_config.json", "adapter_model.safetensors", "manifest.json", "optimizer.pt",
-    "rng_state.pth", "run.json", "scaler.pt", "scheduler.pt", "trainer_state.json",
+    "random.safetensors", "run.json", "scaler.pt", "scheduler.pt", "trainer_state.json",
 )  # fmt: skip
 
 
@@ -239,7 +240,7 @@ def test_each_file_of_the_newest_damaged_in_turn_resumes_from_the_one_before(dam
         assert "going on from checkpoint-2" in said[0]
 
 
-@pytest.mark.parametrize(("damage", "name"), [("removed", "optimizer.pt"), ("bit-flipped", "rng_state.pth")])
+@pytest.mark.parametrize(("damage", "name"), [("removed", "optimizer.pt"), ("bit-flipped", "random.safetensors")])
 def test_the_run_resumed_past_a_damaged_checkpoint_is_the_uninterrupted_one(
     damage, name, halted, whole, tiny_model, rows, tmp_path
 ):
@@ -250,7 +251,7 @@ def test_the_run_resumed_past_a_damaged_checkpoint_is_the_uninterrupted_one(
     same(*whole("tricks.precision=fp16"), *resumed)
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "scaler.pt"])
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "scaler.pt"])
 def test_a_pickle_with_a_forged_manifest_is_refused_and_never_run(name, halted, tiny_model, rows, tmp_path):
     class Evil:
         def __reduce__(self):
@@ -325,8 +326,6 @@ def fill(disk: Path) -> None:
 def test_out_of_memory_saves_the_last_whole_step_and_says_at_what_it_was(
     where, whole, tiny_model, rows, tmp_path, monkeypatch
 ):
-    from cria_tricks.trainer.shared import SharedTrainer
-
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     class Full(torch.autograd.Function):
@@ -338,17 +337,17 @@ def test_out_of_memory_saves_the_last_whole_step_and_says_at_what_it_was(
         def backward(ctx, gradient):
             raise full
 
-    honest = SharedTrainer.loss_sum
+    honest = Training.loss_sum
 
-    def loss_sum(self, model, batch):
+    def loss_sum(self, batch):
         if self.state.global_step == 3 and self.moment == where:
             torch.rand(7)  # the step had drawn some numbers
             raise full
-        loss = honest(self, model, batch)
+        loss = honest(self, batch)
         return Full.apply(loss) if self.state.global_step == 3 and where == "backward pass" else loss
 
     with monkeypatch.context() as patch:
-        patch.setattr(SharedTrainer, "loss_sum", loss_sum)
+        patch.setattr(Training, "loss_sum", loss_sum)
         place = "after step 3" if where == "evaluation" else "of step 4"
         with pytest.raises(OutOfMemory, match=f"out of memory in the {where} {place}; the state after step 3 is in"):
             train(tiny_model, rows, tmp_path / "out", *SETS, eval_rows=rows[:2])
@@ -432,8 +431,6 @@ def test_the_cadence_may_change_on_resume(tiny_model, rows, tmp_path):
 
 def test_paged_states_are_put_back_in_pages():
     """On a CPU bitsandbytes gives plain memory for a page, but the way is the same; tests/gpu looks at real pages."""
-    from types import SimpleNamespace
-
     from bitsandbytes.optim import GlobalOptimManager, PagedAdamW8bit
 
     GlobalOptimManager.get_instance().initialize()  # it may remember the embedding of an earlier run
@@ -443,7 +440,7 @@ def test_paged_states_are_put_back_in_pages():
     optimizer.step()
     state = optimizer.state[weight]
     before = {name: (state[name], state[name].clone()) for name in ("state1", "state2")}
-    ResumableTrainer._page_again(SimpleNamespace(optimizer=optimizer))
+    checkpoint.page_again(optimizer)
     for name, (old, content) in before.items():
         assert state[name].data_ptr() != old.data_ptr(), "a page of its own"
         assert state[name].dtype == torch.uint8
@@ -455,7 +452,7 @@ def test_a_resumed_run_puts_its_states_back_in_pages(tiny_model, rows, tmp_path,
     sets = (*paged, "train.save_steps=1")
     with pytest.raises(Killed):
         train(tiny_model, rows, tmp_path, *sets, callbacks=[At(2, kill)])
-    asked, honest = [], ResumableTrainer._page_again
-    monkeypatch.setattr(ResumableTrainer, "_page_again", lambda self: asked.append(honest(self)))
+    asked, honest = [], checkpoint.page_again
+    monkeypatch.setattr(checkpoint, "page_again", lambda optimizer: asked.append(honest(optimizer)))
     train(tiny_model, rows, tmp_path, *sets, resume=True)
     assert len(asked) == 1

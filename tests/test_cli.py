@@ -399,12 +399,12 @@ def test_a_time_budget_stops_cleanly_and_resume_reports_the_whole_run(run_cria, 
 @pytest.mark.parametrize("known", [True, False])
 def test_out_of_memory_is_one_line_that_says_what_would_help(known, run_cria, few_rows, tmp_path, monkeypatch):
     from cria_tricks.run import results
-    from cria_tricks.trainer.shared import SharedTrainer
+    from cria_tricks.trainer.training import Training
 
-    def loss_sum(self, model, batch):
+    def loss_sum(self, batch):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(SharedTrainer, "loss_sum", loss_sum)
+    monkeypatch.setattr(Training, "loss_sum", loss_sum)
     if not known:  # a model of a kind that cannot be estimated
         monkeypatch.setattr(results, "shape_of", lambda *what: None)
     code, stdout, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", tmp_path / "run", "--json")

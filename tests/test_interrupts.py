@@ -19,7 +19,7 @@ TRAINING = """
 import sys
 from cria_tricks.common.console import Aside
 from cria_tricks.processes.world import World
-from cria_tricks.trainer.callbacks import StopOnSignal
+from cria_tricks.trainer.stops import StopOnSignal
 
 stop, aside = StopOnSignal(World()), Aside()
 with stop:

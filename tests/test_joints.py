@@ -1,6 +1,5 @@
 """What a trick asks of load and trainer by name is known when the plan is made, and each name is carried out."""
 
-import itertools
 import types
 
 import pytest
@@ -15,11 +14,12 @@ from cria_tricks.models import pretrained
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run.run import train
 from cria_tricks.step_plan import NAMES, Plan
-from cria_tricks.trainer import arguments, shared
+from cria_tricks.trainer import forward, optimizer
 
 CPU = Device("cpu", "some CPU", (0, 0), real_bf16=False, memory_bytes=16 * 2**30)
 MODEL = torch.nn.Linear(2, 2)
 ADAMW = torch.optim.AdamW(MODEL.parameters())
+SCALER = torch.amp.GradScaler("cpu", enabled=False)
 WRONG = [
     (lambda plan: plan.then("prepare_for_kbit_trainin"), "after_load=prepare_for_kbit_trainin", "after_load"),
     (lambda plan: plan.without("prepare_for_kbit"), "after_load=prepare_for_kbit", "after_load"),
@@ -69,12 +69,11 @@ def test_no_weight_is_loaded_for_a_wrong_name(tiny_model, tmp_path, monkeypatch)
 
 def test_each_name_is_carried_out_and_nothing_else_is():
     assert set(model.EDITS) == set(NAMES["after_load"])
-    assert set(shared.CONTEXTS) == set(NAMES["step_context"])
+    assert set(forward.CONTEXTS) == set(NAMES["step_context"])
     assert set(losses.LOSSES) == set(NAMES["loss.kind"])
     assert set(adapters.ADAPTERS) == set(NAMES["peft.kind"])
     for wanted in NAMES["optimizer.in_backward"]:
-        assert arguments.steps_in_backward(Plan(CPU, optimizer={"in_backward": wanted}), MODEL, ADAMW, 1.0, None)
-    assert set(arguments.OPTIMIZERS) == set(itertools.product(NAMES["optimizer.bits"], NAMES["optimizer.paged"]))
+        assert optimizer.steps_in_backward(Plan(CPU, optimizer={"in_backward": wanted}), MODEL, ADAMW, 1.0, SCALER)
     libraries = {"eager", "sdpa", "flash_attention_2"}
     assert {*attention.ATTENTION, *libraries} == set(NAMES["model.attn_implementation"])
     assert set(NAMES["model.attn_implementation"]) - {"eager"} <= set(ALL_ATTENTION_FUNCTIONS.valid_keys())

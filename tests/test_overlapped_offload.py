@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-import cria_tricks.trainer.shared
+import cria_tricks.trainer.forward
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4, Device
 from cria_tricks.load import overlapped_offload
@@ -340,7 +340,7 @@ def test_switch_in_a_step(tiny_model, monkeypatch, tmp_path, rows):
         made.append(overlapped_offload.overlapped(model, plan))
         return made[-1]
 
-    monkeypatch.setitem(cria_tricks.trainer.shared.CONTEXTS, "overlapped_offload", make)
+    monkeypatch.setitem(cria_tricks.trainer.forward.CONTEXTS, "overlapped_offload", make)
     settings = ["tricks.peft=lora", "lora.r=4", "train.max_steps=3", *ASKED]
     train(tiny_model, rows[:1], tmp_path, *settings, eval_rows=rows[:1])
     assert [there.bytes_to_host for there in made] == 3 * [4 * 24 * 256]  # fp32, 24 tokens, width 256

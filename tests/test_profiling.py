@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from cria_tricks.measure import profiler
 from cria_tricks.measure.profiler import Profile, read, windows
-from cria_tricks.trainer.callbacks import StepMeter
+from cria_tricks.trainer.step_meter import StepMeter
 from tests import helpers
 
 SETTINGS = ("tricks.peft=lora", "lora.dropout=0.1", "tricks.gradient_accumulation=2", "train.max_steps=8")
@@ -87,7 +87,7 @@ def test_the_report_has_the_ten_most_costly_operators(profiled):
 def test_writing_is_no_part_of_a_step(tiny_model, rows, tmp_path, monkeypatch):
     """It takes seconds, and they would be in the report's tokens a second."""
     order: list[str] = []
-    for kind, name, word in ((StepMeter, "on_step_end", "timed"), (Profile, "_write", "written")):
+    for kind, name, word in ((StepMeter, "measured", "timed"), (Profile, "_write", "written")):
         real = getattr(kind, name)
         monkeypatch.setattr(kind, name, lambda *a, real=real, word=word, **k: order.append(word) or real(*a, **k))
     with Profile(tmp_path / "profile") as profile:

@@ -9,7 +9,6 @@ import bitsandbytes as bnb
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from cria_tricks.common.errors import Interrupted
@@ -19,9 +18,9 @@ from cria_tricks.doctor import selftest
 from cria_tricks.load import losses
 from cria_tricks.load import model as load
 from cria_tricks.models import pretrained
-from cria_tricks.trainer import arguments
-from cria_tricks.trainer.resumable import ResumableTrainer
-from cria_tricks.trainer.shared import SharedTrainer
+from cria_tricks.trainer import fit as fitting
+from cria_tricks.trainer import loop as training
+from cria_tricks.trainer.training import Training
 
 NAMES = [check.name for check in selftest.CHECKS]
 
@@ -98,19 +97,14 @@ def test_packed_rows_with_a_mask_of_ones(monkeypatch):
     assert "when its neighbour changes" in only_failing("packed_documents")
 
 
-def with_arguments(monkeypatch, **fields):
-    """The library's defaults for what our arguments set otherwise."""
-
-    class Arguments(transformers.TrainingArguments):
-        def __post_init__(self):
-            vars(self).update(fields)
-            super().__post_init__()
-
-    monkeypatch.setattr(arguments, "TrainingArguments", Arguments)
-
-
 def test_packed_rows_with_a_cache(monkeypatch):
-    with_arguments(monkeypatch, use_cache=True)
+    prepare = training.prepare
+
+    def with_a_cache(run):
+        prepare(run)
+        run.model.config.use_cache = True
+
+    monkeypatch.setattr(training, "prepare", with_a_cache)
     assert "when its neighbour changes" in only_failing("packed_documents")
 
 
@@ -130,22 +124,10 @@ def test_a_loss_in_16_bits(monkeypatch):
 
 
 def test_a_nan_that_nobody_looks_at(monkeypatch):
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        with self.step.watching(inputs):
-            loss = ResumableTrainer.training_step(self, model, inputs, num_items_in_batch)
-        self.step.count(inputs)
-        return loss
-
-    monkeypatch.setattr(SharedTrainer, "training_step", training_step)
-    monkeypatch.delattr(SharedTrainer, "_clip_grad_norm")
-    with_arguments(monkeypatch, logging_nan_inf_filter=True)
+    monkeypatch.setattr(Training, "refuse_infinite", lambda self, loss: None)
+    monkeypatch.setattr(training, "clip", lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0))
     found = only_failing("nan_stops")
-    assert ", 0, 0, 0, and 28 of 28 trained matrices are NaN" in found
-
-
-def test_a_log_that_would_hide_a_nan(monkeypatch):
-    with_arguments(monkeypatch, logging_nan_inf_filter=True)
-    assert "logging_nan_inf_filter is on" in only_failing("nan_stops")
+    assert ", nan, nan, nan, and 28 of 28 trained matrices are NaN" in found
 
 
 @pytest.mark.filterwarnings("ignore:bitsandbytes")
@@ -162,17 +144,16 @@ def test_repacking_drops_gradients(monkeypatch):
 
 
 def test_an_evaluation_that_is_a_mean_of_means(monkeypatch):
-    def evaluate(self, *arguments, **named):
-        """That of transformers, with the loss that its models give."""
-        of_library = transformers.Trainer(
-            self.model, self.args, self.data_collator, eval_dataset=self.eval_dataset, callbacks=[]
-        )
-        of_library.remove_callback(transformers.PrinterCallback)
-        metrics = of_library.evaluate()
-        self.log({"eval_loss": metrics["eval_loss"]})
-        return metrics
+    def evaluate(run):
+        """As transformers does it, with the loss that its models give."""
+        run.model.eval()
+        with torch.no_grad():
+            batches = run.loader(run.eval_rows, range(len(run.eval_rows)))
+            means = [run.model(**batch).loss.item() for batch in batches]
+        run.log({"eval_loss": sum(means) / len(means)})
 
-    monkeypatch.setattr(SharedTrainer, "evaluate", evaluate)
+    monkeypatch.setattr(training, "evaluate", evaluate)
+    monkeypatch.setattr(fitting, "evaluate", evaluate)
     assert "over all trained tokens it is" in only_failing("evaluation_is_token_mean")
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from cria_tricks.common.errors import BadInput, Diverged, Interrupted
-from cria_tricks.trainer.shared import SharedTrainer
+from cria_tricks.trainer.training import Training
 from tests.helpers import prepare, train, trained_weights
 
 
@@ -63,7 +63,7 @@ def test_a_window_of_ragged_micro_batches_has_the_gradient_of_its_token_mean(los
 
 
 def _windows_in_the_order_seen(folder, rows, out):
-    """The Trainer shuffles with its seed: watch which rows it takes."""
+    """The loop shuffles with its seed: watch which rows it takes."""
     from cria_tricks.data.batches import PadToLongest
 
     seen = []
@@ -125,19 +125,17 @@ def test_packed_rows_are_fewer(tiny_model, rows, tmp_path):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_stops_before_the_adapter_is_touched(bad, tiny_model, rows, tmp_path, monkeypatch):
-    from cria_tricks.trainer.shared import SharedTrainer
-
-    honest = SharedTrainer.compute_loss
+    honest = Training.loss
     seen = {}
 
-    def compute_loss(self, model, inputs, **options):
+    def loss(self, batch, tokens):
         if self.state.global_step == 1:
-            seen["before"] = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-            seen["model"] = model
-            return honest(self, model, inputs, **options) * bad
-        return honest(self, model, inputs, **options)
+            seen["before"] = {n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad}
+            seen["model"] = self.model
+            return honest(self, batch, tokens) * bad
+        return honest(self, batch, tokens)
 
-    monkeypatch.setattr(SharedTrainer, "compute_loss", compute_loss)
+    monkeypatch.setattr(Training, "loss", loss)
     with pytest.raises(Diverged, match=f"the loss is {bad} at step 2; stopped before the optimizer touched"):
         train(tiny_model, rows, tmp_path, "tricks.peft=lora", "train.max_steps=4")
     for name, p in seen["model"].named_parameters():
@@ -277,7 +275,7 @@ def test_resume_without_a_checkpoint_starts_from_the_beginning(tiny_model, rows,
 def test_the_optimizer_that_really_runs(settings, library, states, tiny_model, rows, tmp_path):
     class Watch(TrainerCallback):
         def on_train_end(self, args, state, control, optimizer=None, **kwargs):
-            self.inner = optimizer.optimizer
+            self.inner = optimizer
 
     watch = Watch()
     # An earlier run in the same process, whose embedding transformers asks bitsandbytes to keep in 32 bits ...
@@ -300,7 +298,7 @@ def test_the_attention_kernel_that_ran_is_named_and_naming_it_changes_nothing(
     settings = ["tricks.peft=lora", "lora.dropout=0.2", f"tricks.attention={attention}", "train.max_steps=3"]
     named, _ = train(tiny_model, rows, tmp_path / "named", *settings)
     assert named.attention_kernel == kernel
-    monkeypatch.setattr(SharedTrainer, "_first_loss_sum", lambda self, model, inputs: self.loss_sum(model, inputs))
+    monkeypatch.setattr(Training, "_first_loss_sum", Training.loss_sum)
     plain, _ = train(tiny_model, rows, tmp_path / "plain", *settings)
     assert plain.attention_kernel == "", "it was not looked at"
     assert [entry["loss"] for entry in named.training] == [entry["loss"] for entry in plain.training]

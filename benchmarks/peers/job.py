@@ -1,4 +1,4 @@
-"""One training job, and the ways to do it: by our trainer, by the plain loop, by TRL."""
+"""One training job, and the ways to do it: by our trainer, by a bare loop, by TRL."""
 
 import itertools
 import tempfile
@@ -11,7 +11,7 @@ import torch
 from bitsandbytes.optim import GlobalOptimManager
 from transformers import TrainerCallback, set_seed
 
-from benchmarks.peers import trl_sft
+from benchmarks.peers import bare_loop, trl_sft
 from cria_tricks import models
 from cria_tricks.bench.case import free_memory
 from cria_tricks.common.errors import Interrupted
@@ -20,8 +20,8 @@ from cria_tricks.measure.memory import LiveBytes, Meter, every_tensor
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.store.checkpoints import Checkpoints
-from cria_tricks.trainer import plain_loop
 from cria_tricks.trainer.fit import fit
+from cria_tricks.trainer.loop import row_order, trained_tokens
 
 Rows = list[dict[str, list[int]]]
 SHORT = 48
@@ -41,7 +41,7 @@ class Clock(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.mark()
-        control.should_save = False  # our trainer's would be after the last step
+        control.should_save = False  # our loop would save after the last step
 
     @property
     def seconds(self) -> list[float]:
@@ -66,13 +66,13 @@ class Job:
         wanted = recipe.train.max_steps * accumulation * recipe.train.batch_size
         self.rows = list(itertools.islice(itertools.cycle(rows), wanted))
         if short_first:
-            order = plain_loop.row_order(wanted, self.settings.seed)
+            order = row_order(wanted, self.settings.seed)
             for place, row in enumerate(order[: wanted // recipe.train.max_steps]):
                 end = {name: values[-SHORT - place :] for name, values in self.rows[row].items()}
                 self.rows[row] = end  # whose tokens are trained
-        windows = plain_loop.windows(self.rows, self.settings, accumulation, tokenizer.pad_token_id)
+        windows = bare_loop.windows(self.rows, self.settings, accumulation, tokenizer.pad_token_id)
         steps = itertools.islice(windows, recipe.train.max_steps)
-        self.tokens = [plain_loop.trained_tokens(window) for window in steps]
+        self.tokens = [sum(int(trained_tokens(batch)) for batch in window) for window in steps]
 
     def time(self, way: str, flags: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Do the job on a freshly loaded model, with nobody counting bytes.
@@ -140,6 +140,6 @@ class Job:
                 steps = run.training
                 return [step["loss"] for step in steps], sum(step["trained_tokens"] for step in steps)
             if way == "bare":
-                steps = plain_loop.train(*job, pad_id=pad_id, after_step=clock.mark)
+                steps = bare_loop.train(*job, pad_id=pad_id, after_step=clock.mark)
                 return [step["loss"] for step in steps], sum(step["trained_tokens"] for step in steps)
             return trl_sft.train(*job, folder, tokenizer=self.tokenizer, callback=clock, flags=flags)

@@ -17,7 +17,14 @@ from cria_tricks.data.tokens import IGNORED
 from cria_tricks.load.model import Loaded
 from cria_tricks.settings import Train
 from cria_tricks.step_plan import Plan
-from cria_tricks.trainer.arguments import OPTIMIZERS
+
+OPTIMIZERS = {
+    (32, False): "adamw_torch_fused",
+    (32, True): "paged_adamw_32bit",
+    (8, False): "adamw_8bit",
+    (8, True): "paged_adamw_8bit",
+}
+"""(bits, paged) of ``Plan.optimizer`` -> the name that ``TrainingArguments(optim=...)`` takes."""
 
 
 def installed() -> bool:

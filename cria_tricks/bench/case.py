@@ -1,4 +1,4 @@
-"""Run one case of a benchmark: a few optimizer steps of the shared trainer, with random weights of a known shape.
+"""Run one case of a benchmark: a few optimizer steps, with random weights of a known shape.
 
 One run measures memory and speed. Every case loads its model anew, and trains on the same rows in every step. The first
 two steps are the warm-up: the first allocates the optimizer states, so the second is the first to reach the full peak.
@@ -226,7 +226,7 @@ class _Rounds(TrainerCallback):
             self.began = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        control.should_save = False  # the Trainer would save after the last step
+        control.should_save = False  # the loop would save after the last step
         enough = state.global_step >= self.warm + LEAST_ROUNDS
         if enough and time.perf_counter() - self.began > SECONDS_OF_ROUNDS:
             control.should_training_stop = True
@@ -291,7 +291,7 @@ def settings_of(words: str, device: Device | None = None) -> list[str]:
 def free_memory() -> None:
     """Free the memory that an earlier case has left."""
     GlobalOptimManager.get_instance().initialize()  # an 8-bit optimizer's entries hold the embedding of each model
-    gc.collect()  # the objects of a Trainer refer to each other in a circle, so only the collector frees them
+    gc.collect()  # an optimizer and its scheduler refer to each other, so only the collector frees them
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()  # else all cases would share torch.compile's limit of compiled versions
     if torch.cuda.is_available():

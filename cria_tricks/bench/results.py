@@ -50,7 +50,7 @@ class Sensors(Strict):
 class Case(Strict):
     """The result of one setting of one benchmark on one machine.
 
-    A round is one optimizer step of the shared trainer; for a technique of inference it is one generated token.
+    A round is one optimizer step; for a technique of inference it is one generated token.
     """
 
     bench: str = Field(pattern=r"^[a-z0-9_]+$", description="the technique, or what else is compared")

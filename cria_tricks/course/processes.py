@@ -143,7 +143,7 @@ def _start(numbers: list[int], *, alone: bool) -> None:
         alone: fork no others, because each was started by itself and knows its rank; then ``numbers`` has one.
     """
     os.dup2(2, 1)  # send prints to standard error, so that they do not mix with the notebook's own output
-    import cria_tricks.trainer.shared  # noqa: F401
+    import cria_tricks.trainer.loop  # noqa: F401
 
     if alone:
         _serve(Connection(numbers[0]))

@@ -103,14 +103,12 @@ class _Watch(TrainerCallback):
     Attributes:
         gradient: of all trained weights in the last step, as one vector in float64 on the CPU; zeros for a weight that
             has none.
-        filtered: whether ``logging_nan_inf_filter`` is on, with which the log would hide a NaN.
     """
 
     def __init__(self, poison: bool = False) -> None:
         self.poison = poison
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
-        self.filtered = args.logging_nan_inf_filter
         if self.poison and state.global_step == 1:
             next(p for p in model.parameters() if not p.requires_grad).data.fill_(math.nan)
 
@@ -240,8 +238,6 @@ def nan_stops(weights: Weights) -> tuple[bool, str]:
     try:
         run, loaded = fitted(weights, random_rows((24, 4)), "train.max_steps=4", watch=poison)
     except Diverged as stopped:
-        if poison.filtered:
-            return False, "the run stopped, but its log would hide a NaN: logging_nan_inf_filter is on"
         return True, first_line(stopped).partition(";")[0] + ", and the run stopped there"
     trained = [p for p in loaded.model.parameters() if p.requires_grad]
     spoilt = sum(not p.isfinite().all() for p in trained)

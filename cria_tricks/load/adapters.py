@@ -89,7 +89,6 @@ def add_side_network(model: Any, blocks: int) -> Any:
     model.requires_grad_(False)
     # No KV cache, because a copy would write its keys and values into the cache of the block beside it.
     model.config.use_cache = model.generation_config.use_cache = False
-    model._hf_peft_config_loaded = True  # otherwise transformers refuses to train a model with quantised blocks
     layers = getattr(model.base_model, "layers", None)
     if layers is None or len(layers) < blocks:
         found = "no list of them"

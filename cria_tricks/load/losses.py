@@ -40,7 +40,7 @@ def _full(plan: Plan, autocast: Callable[[], Any]) -> Loss:
 
 def _chunked(plan: Plan, autocast: Callable[[], Any]) -> Loss:
     def loss_sum(model: Any, batch: Batch) -> torch.Tensor:
-        # accelerate wraps only the model's own forward in autocast. The chunked loss calls modules below it.
+        # Autocast is around the model's own forward (trainer/forward.py). The chunked loss calls modules below it.
         with autocast():
             return chunked_loss_sum(model, batch, plan.loss["tokens_per_chunk"])
 

@@ -333,8 +333,7 @@ def _tile_mlps(model: Any, plan: Plan) -> Any:
 
 
 def _checkpoint_blocks(model: Any, plan: Plan) -> Any:
-    # The Trainer could be asked for all blocks or for every n-th, but not for the first k. So the model is told here,
-    # by the same method that the Trainer would call. It takes the arguments of torch's checkpoint.
+    # transformers' own method, which takes the arguments of torch's checkpoint. It knows no first k blocks.
     wanted = plan.checkpointing["blocks"]
     arguments: dict[str, Any] = {"use_reentrant": False}
     if plan.checkpointing.get("keep_attention"):

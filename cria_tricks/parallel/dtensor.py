@@ -124,9 +124,7 @@ def put_back(
         group["lr"] = saved["lr"]
     mine = {number: saved["state"][name] for number, name in enumerate(names) if name in saved["state"]}
     optimizer.load_state_dict({**own, "state": mine})
-    # accelerate wraps the optimizer, and the wrapper's attribute has the one inside.
-    state: Mapping[Any, dict[str, Any]] = getattr(optimizer, "optimizer", optimizer).state
-    for parameter, values in state.items():
+    for parameter, values in optimizer.state.items():
         if isinstance(parameter, DTensor):
             for name, value in values.items():
                 if torch.is_tensor(value) and value.shape == parameter.shape:

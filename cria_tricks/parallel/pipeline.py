@@ -13,7 +13,7 @@ Breaks   trained embeddings that are tied to the head, because first and last st
 Sources  Narayanan et al. 2021, arXiv:2104.04473, sec. 2.2 (1F1B with a flush, and its bubble); Huang et al. 2018,
          arXiv:1811.06965, sec. 2.2 (GPipe: all forward, then all backward)
 Ours     the order of a stage's passes, and a step over plain sends and receives. The switch runs torch's Schedule1F1B
-         in the shared trainer; from its first step on it holds receive buffers for all k micro-batches, both ways
+         in the loop; from its first step on it holds receive buffers for all k micro-batches, both ways
 
 Shapes: S stages, k micro-batches of (B, T), hidden states (B, T, D), L blocks.
 """

@@ -13,22 +13,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from accelerate.utils.operations import convert_outputs_to_fp32
-from bitsandbytes.optim import AdamW, GlobalOptimManager
+from bitsandbytes.optim import GlobalOptimManager
 from torch._subclasses import FakeTensorMode
-from transformers import AutoConfig, Trainer
+from transformers import AutoConfig
 
 from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.lines import ANSWERS, EVALUATION, Line
-from cria_tricks.load import losses
 from cria_tricks.load.model import blocks_of, quiet_libraries
 from cria_tricks.measure.memory import LiveBytes, every_tensor
 from cria_tricks.models.configs import find_config
 from cria_tricks.predict.cuda_on_cpu import kernels_of
 from cria_tricks.predict.fake_model import fake_model, flash_attention_2, known_values, refuse_data_dependent_shapes
 from cria_tricks.recipe import Recipe
+from cria_tricks.settings import Train
 from cria_tricks.step_plan import Plan
-from cria_tricks.trainer.shared import CONTEXTS
+from cria_tricks.trainer import forward
+from cria_tricks.trainer.optimizer import make_optimizer
 from cria_tricks.tricks.layer_by_layer import one_pass
 from cria_tricks.tricks.optimizer_in_backward import StepInBackward
 
@@ -157,7 +157,7 @@ def later_step(
         yield EVALUATION
         unpacked = replace(training.plan, collator={})  # evaluation rows never are
         training.evaluate(fake_window(unpacked, rows, evaluated)[-1])
-    del window  # not earlier, because transformers holds the window in the optimizer step, too
+    del window  # not earlier, because the loop holds the window in the optimizer step, too
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class FakeTraining:
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
         """Run the forward pass of a batch, and return its loss."""
-        with self.around():
+        with forward.contexts(self.model, self.plan):
             return self.loss_of(batch)
 
     def evaluate(self, batch: dict[str, Any]) -> None:
@@ -197,14 +197,6 @@ class FakeTraining:
             self.loss_of(batch)
         self.model.train()
 
-    @contextlib.contextmanager
-    def around(self, *more: Any) -> Iterator[None]:
-        """Enter the contexts that the plan names, and more."""
-        with contextlib.ExitStack() as contexts:
-            for context in (*(CONTEXTS[name](self.model, self.plan) for name in self.plan.step_context), *more):
-                contexts.enter_context(context)
-            yield
-
     @property
     def in_one_pass(self) -> bool:
         """Whether all micro-batches of a window go through the blocks together."""
@@ -212,8 +204,14 @@ class FakeTraining:
 
     def one_pass(self, window: list[dict[str, Any]]) -> None:
         """Run a window's micro-batches together, forward and backward; only the last one knows what is trained."""
+
+        @contextlib.contextmanager
+        def around() -> Iterator[None]:
+            with forward.contexts(self.model, self.plan), forward.autocast(self.plan, "cpu"):
+                yield
+
         runs = [functools.partial(self.forward, {**window[-1], **batch}) for batch in window]
-        one_pass(blocks_of(self.model), runs, torch.Tensor.backward, lambda: self.around(autocast_of(self.plan)))
+        one_pass(blocks_of(self.model), runs, torch.Tensor.backward, around)
 
     def clip_and_step(self) -> None:
         """Clip the gradients and update the weights, as the trainer does after the last micro-batch of a window."""
@@ -252,7 +250,8 @@ def fake_training(plan: Plan, config: Any, live: LiveBytes) -> Iterator[FakeTrai
         if plan.optimizer.get("in_backward"):
             # A fake gradient has no value that could be finite or not. A limit would change no bytes.
             in_backward = StepInBackward(model, optimizer, finite=lambda norm: True)
-        yield FakeTraining(plan, model, optimizer, _loss(plan, model), live, in_backward)
+        loss_of = functools.partial(forward.loss_sum(model, plan, "cpu"), model)
+        yield FakeTraining(plan, model, optimizer, loss_of, live, in_backward)
 
 
 def fake_window(plan: Plan, rows: int, tokens: int, trained: int | None = None) -> list[dict[str, Any]]:
@@ -286,60 +285,15 @@ def tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         yield from (value for value in state.values() if torch.is_tensor(value))
 
 
-def _loss(plan: Plan, model: Any) -> Callable[[dict[str, Any]], torch.Tensor]:
-    """Return the trainer's loss as a function of a batch, in the same autocast as accelerate uses for training.
-
-    The wrapping is repeated here, because making an ``Accelerator`` would change the state of the whole process.
-    """
-    autocast = functools.partial(autocast_of, plan)
-    if any(plan.training.get(name) for name in _HALF_PRECISION):
-        model.forward = convert_outputs_to_fp32(autocast()(model.forward))
-    # The loss gets autocast, too, because the chunked loss calls modules below ``model.forward``.
-    return functools.partial(losses.find(plan, autocast), model)
-
-
-def autocast_of(plan: Plan) -> Any:
-    """Make the autocast context of the plan's precision."""
-    found = [torch.autocast("cpu", dtype) for name, dtype in _HALF_PRECISION.items() if plan.training.get(name)]
-    return found[0] if found else contextlib.nullcontext()
-
-
-_HALF_PRECISION = {"fp16": torch.float16, "bf16": torch.bfloat16}
-"""The flags of ``TrainingArguments`` that switch on 16-bit autocast -> the dtype of that autocast."""
-
-
 @contextlib.contextmanager
 def _optimizer(plan: Plan, model: Any) -> Iterator[torch.optim.Optimizer]:
-    """Make the same optimizer as the transformers ``Trainer`` makes for the plan (see ``trainer/arguments.py``).
+    """Make the optimizer of a run, whose numbers do not matter, because they change no bytes.
 
-    As there, the weights that decay are in one parameter group, and norms and biases, which do not, in another. The
-    decay itself is not set, because it changes no bytes.
+    bitsandbytes has one manager for the whole process. A dry run must leave no overrides there, so it uses its own.
     """
-    # Two groups do not change the bytes either, but the order in which the optimizer allocates its states. The recorded
-    # allocations of memory_trace.py have to be in the same order as those of a real run.
-    decayed_names = Trainer.get_decay_parameter_names(None, model)
-    with_decay: list[torch.nn.Parameter] = []
-    without_decay: list[torch.nn.Parameter] = []
-    for name, weight in model.named_parameters():
-        if not weight.requires_grad:
-            continue
-        if name in decayed_names:
-            with_decay.append(weight)
-        else:
-            without_decay.append(weight)
-    groups: list[dict[str, Any]] = [{"params": with_decay}, {"params": without_decay}]
-    if plan.steps_by_torch:
-        yield torch.optim.AdamW(groups, fused=True)
-        return
-    # bitsandbytes has one manager for the whole process. A dry run must leave no overrides there, so it uses its own.
-    manager_before = GlobalOptimManager._instance
+    before = GlobalOptimManager._instance
     GlobalOptimManager._instance = None
     try:
-        optimizer = AdamW(groups, optim_bits=plan.optimizer["bits"], is_paged=plan.optimizer["paged"])
-        for module in model.modules():
-            # As in transformers: the states of embeddings stay in 32 bits.
-            if isinstance(module, torch.nn.Embedding) and plan.optimizer["bits"] == 8:
-                optimizer.mng.register_module_override(module, "weight", {"optim_bits": 32})
-        yield optimizer
+        yield make_optimizer(model, plan, Train())
     finally:
-        GlobalOptimManager._instance = manager_before
+        GlobalOptimManager._instance = before

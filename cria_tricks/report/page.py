@@ -13,7 +13,7 @@ from cria_tricks.common.units import human
 from cria_tricks.data.samples import answer_line, one_line
 from cria_tricks.measure import monitor
 from cria_tricks.recipe import Recipe
-from cria_tricks.trainer import by_loss, what_ran
+from cria_tricks.trainer import stops, what_ran
 
 QUESTION = 200
 """How much of a question report.md shows [characters]."""
@@ -74,7 +74,7 @@ def _numbers(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     step = report["step_seconds"]
     best = []
     if report.get("best"):
-        lowest, _ = by_loss.lowest(report["history"])
+        lowest, _ = stops.lowest(report["history"])
         best = [("lowest evaluation loss, kept in `best`", what_ran.best(report["best"], lowest))]
     return [
         ("evaluation loss before", _loss(report["eval_loss_before"])),

@@ -1,1 +1,1 @@
-"""Loaded -> Run: the shared trainer, of one process and of several. It loads nothing and writes no report."""
+"""Loaded -> Run: one loop, for one process and for several. It loads nothing and writes no report."""

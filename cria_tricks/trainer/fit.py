@@ -1,15 +1,13 @@
-"""Train a loaded model (Loaded -> Run): set up the shared trainer for one run, and start it."""
+"""Train a loaded model (Loaded -> Run): set up the loop for one run, and start it."""
 
-import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PrinterCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from cria_tricks.common.errors import BadInput, Diverged, Interrupted, Unwritten
 from cria_tricks.data.batches import PadToLongest
@@ -21,19 +19,14 @@ from cria_tricks.processes.world import World
 from cria_tricks.settings import Train
 from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoint, Checkpoints
-from cria_tricks.trainer.arguments import evaluated, micro_batches_at_once, training_arguments
-from cria_tricks.trainer.by_loss import KeepBest, Patience
-from cria_tricks.trainer.callbacks import Agree, SaveOnClock, StopOnBudget, StopOnSignal
-from cria_tricks.trainer.one_pass import OnePassTrainer
-from cria_tricks.trainer.pipeline import PipelineTrainer
-from cria_tricks.trainer.resumable import position
+from cria_tricks.trainer import loop
+from cria_tricks.trainer.checkpoint import position, rescue
+from cria_tricks.trainer.evaluate import evaluate, evaluated
 from cria_tricks.trainer.samples import Samples
-from cria_tricks.trainer.shared import SharedTrainer
-from cria_tricks.trainer.shares import with_filler
+from cria_tricks.trainer.steps import micro_batches_at_once
+from cria_tricks.trainer.stops import KeepBest, Patience, SaveOnClock, StopOnBudget, StopOnSignal
+from cria_tricks.trainer.training import Rows, Training
 from cria_tricks.tricks.packing import PackedRows
-
-Rows = Sequence[dict[str, list[int]]]
-"""Training examples as token ids: each has ``input_ids`` and ``labels``."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +46,7 @@ class Run:
         warnings: sentences about what was found in the first batch.
         lengthened: an entry for each time that the run was resumed with more steps than before, if its learning rates
             so far were not those of the longer run: ``step``, and ``lengthened_from``, the steps planned before.
-        stopped_early: where and why ``train.patience`` ended the run, as :class:`~cria_tricks.trainer.by_loss.Patience`
+        stopped_early: where and why ``train.patience`` ended the run, as :class:`~cria_tricks.trainer.stops.Patience`
             says it; else empty.
         goes_on: whether these are the results so far of a run that goes on, for ``train.keep_best``.
     """
@@ -125,49 +118,55 @@ def fit(
     """
     world = world or World()
     meter = meter or Meter(plan.device.kind, compiled=plan.compiled)
-    rows = _laid_out(train_rows, plan, start)
     stop = StopOnSignal(world)
-    trainer = _made(
-        loaded, plan, settings, rows, eval_rows, pad_id=pad_id, checkpoints=checkpoints, start=start, meter=meter,
-        world=world, stop=stop, callbacks=callbacks, samples=samples,
-    )  # fmt: skip
-    number = None if isinstance(rows, Stream) else len(rows)
+    # Writing the result at the end is taken to be as slow as writing a checkpoint, and so is keeping the best.
+    writes = 3 if settings.keep_best else 2
+    budget = StopOnBudget(settings.time_budget, lambda: meter.elapsed, lambda: writes * checkpoints.seconds)
     patience = Patience(settings.patience)
-    trainer.add_callback(patience)
+    rows = _laid_out(train_rows, plan, start)
+    collate = PadToLongest(pad_id, *_shape_of_a_window(plan, settings, rows, eval_rows))
+    watching: list[TrainerCallback] = [stop, budget, SaveOnClock(settings.save_minutes), *callbacks, patience]
+    run = Training(
+        loaded.model,
+        plan,
+        settings,
+        rows,
+        eval_rows,
+        collate,
+        checkpoints,
+        meter,
+        world,
+        stop,
+        watching,
+        samples,
+        start,
+    )
     if keep:
-        trainer.add_callback(_keeping(trainer, number, keep, known))
-    if world.draw:  # dropout must differ between processes; those with draw 0 keep the numbers of a single process
-        torch.manual_seed(settings.seed + world.draw)
-    with stop, contextlib.closing(trainer.step):
+        run.callbacks.append(KeepBest(lambda: keep(_summed_up(run, goes_on=True)), known))
+    with stop:
         try:
-            _carry_out(trainer, start, bool(eval_rows))
+            _carry_out(run, patience)
         except Unwritten:  # a BadInput, too, but not about numbers
             raise
         except (Diverged, BadInput):  # BadInput: fp16 cannot hold the activations of the first batch
             # Only now is every weight read. If the base itself holds NaN, no setting helps.
             pretrained.refuse_nonfinite(Path(loaded.weights.path), loaded.weights.name)
             raise
-    return replace(_summed_up(trainer, number), stopped_early=patience.stopped)
+    return replace(_summed_up(run), stopped_early=patience.stopped)
 
 
-def _keeping(trainer: SharedTrainer, number: int | None, keep: Callable[[Run], None], known: float) -> KeepBest:
-    """Make the callback that hands the results so far to ``keep``, at each lower loss."""
-    return KeepBest(lambda: keep(_summed_up(trainer, number, goes_on=True)), known)
-
-
-def _carry_out(trainer: SharedTrainer, start: Checkpoint | None, evaluates: bool) -> None:
-    """Train, and evaluate after the last step; the arguments and the errors are those of :func:`fit`."""
-    stop = trainer.stop
-    trainer.meter.track(every_tensor(trainer.model))
-    with trainer.rescue():
-        with trainer.meter.phase("train"):
-            trainer.train(resume_from_checkpoint=str(start.path) if start else None)
-        trainer.remove_callback(Patience)  # the training has ended, so it can end nothing more
-        if evaluates and not evaluated(trainer.state) and not stop.requested:
-            trainer.evaluate()
-    step = trainer.state.global_step
-    if stop.requested:
-        kept = f"its state is in {trainer.checkpoints.folder}" if step else "there was nothing to save yet"
+def _carry_out(run: Training, patience: Patience) -> None:
+    """Train, and evaluate after the last step; the errors are those of :func:`fit`."""
+    run.meter.track(every_tensor(run.model))
+    with rescue(run):
+        with run.meter.phase("train"):
+            loop.train(run)
+        run.callbacks.remove(patience)  # the training has ended, so it can end nothing more
+        if run.eval_rows and not evaluated(run.state) and not run.stop.requested:
+            evaluate(run)
+    step = run.state.global_step
+    if run.stop.requested:
+        kept = f"its state is in {run.checkpoints.folder}" if step else "there was nothing to save yet"
         raise Interrupted(f"interrupted after step {step}; {kept}")
 
 
@@ -180,83 +179,34 @@ def _laid_out(rows: Rows | Stream, plan: Plan, start: Checkpoint | None) -> Rows
     return PackedRows(rows, plan.collator["packed_length"]) if plan.collator else rows
 
 
-def _made(
-    loaded: Loaded,
-    plan: Plan,
-    settings: Train,
-    rows: Rows | Stream,
-    eval_rows: Rows,
-    *,
-    pad_id: int,
-    checkpoints: Checkpoints,
-    start: Checkpoint | None,
-    meter: Meter,
-    world: World,
-    stop: StopOnSignal,
-    callbacks: Sequence[TrainerCallback],
-    samples: Samples | None,
-) -> SharedTrainer:
-    """Make the trainer for the plan's parallel strategy; the arguments are those of :func:`fit`."""
-    # Writing the result at the end is taken to be as slow as writing a checkpoint, and so is keeping the best.
-    writes = 3 if settings.keep_best else 2
-    budget = StopOnBudget(settings.time_budget, lambda: meter.elapsed, lambda: writes * checkpoints.seconds)
-    stream: Stream | None = None
-    listed: Rows = []
-    number: int | None = None  # nobody knows how many rows a stream has
-    if isinstance(rows, Stream):
-        stream = rows
-    else:
-        listed = rows
-        number = len(rows)
-    kind = SharedTrainer
-    if plan.parallel["strategy"] == "pipeline":
-        kind = PipelineTrainer
-    elif plan.streaming.get("layer_by_layer"):
-        kind = OnePassTrainer
-    trainer = kind(
-        plan=plan,
-        meter=meter,
-        model=loaded.model,
-        checkpoints=checkpoints,
-        stop=stop,
-        samples=samples,
-        world=world,
-        args=training_arguments(plan, settings, number, bool(eval_rows), checkpoints.folder, start),
-        stream=stream,
-        train_dataset=stream or with_filler(listed, pad_id),
-        eval_dataset=with_filler(eval_rows, pad_id) if eval_rows else None,
-        data_collator=PadToLongest(pad_id, *_shape_of_a_window(plan, settings, itertools.chain(listed, eval_rows))),
-        # Agree is the last of them, because it passes on what the others have asked for.
-        callbacks=[stop, budget, SaveOnClock(settings.save_minutes), *callbacks, Agree(world)],
-    )
-    trainer.remove_callback(PrinterCallback)  # our own progress bar prints instead
-    return trainer
-
-
-def _shape_of_a_window(plan: Plan, settings: Train, rows: Iterable[dict[str, list[int]]]) -> tuple[int, int]:
+def _shape_of_a_window(plan: Plan, settings: Train, rows: Rows | Stream, eval_rows: Rows) -> tuple[int, int]:
     """Return rows of a batch and tokens of a row, if all batches must have one shape; (0, 0) if they need not.
 
     A pipeline takes all micro-batches of a step (a window) as one batch, and torch's stages keep the shapes of their
     first step. So all rows are padded to the longest row of the run, and a shorter last window gets rows of padding.
     """
-    if plan.parallel["strategy"] != "pipeline":
+    if plan.parallel["strategy"] != "pipeline" or isinstance(rows, Stream):
         return 0, 0
-    return settings.batch_size * micro_batches_at_once(plan), max(len(row["input_ids"]) for row in rows)
+    longest = max(len(row["input_ids"]) for row in itertools.chain(rows, eval_rows))
+    return settings.batch_size * micro_batches_at_once(plan), longest
 
 
-def _summed_up(trainer: SharedTrainer, train_rows: int | None, *, goes_on: bool = False) -> Run:
-    """Collect the results of a run from the trainer's state."""
-    state = trainer.state
-    # The last entry of transformers' Trainer is left out, because its averages cover only the part after a resume.
+def _summed_up(run: Training, *, goes_on: bool = False) -> Run:
+    """Collect the results of a run."""
+    state = run.state
+    number = None
+    if not run.stream:
+        number = len(run.rows)
+    # The others say where the run was lengthened.
     history = [entry for entry in state.log_history if "loss" in entry or "eval_loss" in entry]
     return Run(
         history=history,
         steps=state.global_step,
         skipped_steps=sum(entry.get("skipped", 0) for entry in history),
         planned_steps=state.max_steps,
-        train_rows=train_rows,
-        attention_kernel=trainer.attention_kernel,
-        warnings=tuple(trainer.warnings),
+        train_rows=number,
+        attention_kernel=run.attention_kernel,
+        warnings=tuple(run.warnings),
         lengthened=tuple(entry for entry in state.log_history if "lengthened_from" in entry),
         goes_on=goes_on,
     )

@@ -1,4 +1,4 @@
-"""The shared trainer for streamed blocks: a window's micro-batches go through each block together."""
+"""Accumulate a window of streamed blocks: all its micro-batches go through each block together."""
 
 import contextlib
 import functools
@@ -8,49 +8,32 @@ import torch
 
 from cria_tricks.hardware.attention_kernels import WatchAttention
 from cria_tricks.load.model import blocks_of
-from cria_tricks.trainer.shared import SharedTrainer
+from cria_tricks.trainer import forward
+from cria_tricks.trainer.training import Batch, Training
 from cria_tricks.tricks.layer_by_layer import one_pass
 
 
-class OnePassTrainer(SharedTrainer):
-    """Compute the losses and gradients of a window when its first micro-batch comes, and give the losses one by one.
+def accumulate(run: Training, window: list[Batch], tokens: torch.Tensor) -> torch.Tensor:
+    """Add up the gradients of a window in one pass over the blocks, and return its mean loss per trained token."""
+    run.look_at_the_first_batch(window[0])
+    watch = WatchAttention()
+    known = run.attention_kernel
 
-    transformers asks for a loss for each micro-batch, so the others wait in ``losses``.
-    """
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        with forward.contexts(run.model, run.plan), contextlib.nullcontext() if known else watch:
+            yield
 
-    def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """Return a window's micro-batches, and its trained tokens; remember the micro-batches."""
-        self.window, tokens = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self.losses: list[torch.Tensor] = []
-        return self.window, tokens
+    def backward(loss: torch.Tensor) -> None:
+        run.scaler.scale(loss).backward()
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        """Take the step of one micro-batch; the first one runs the whole window, whose bytes are then counted."""
-        if self.losses:
-            return super().training_step(model, inputs, num_items_in_batch)
-        self._look_at_the_first_batch(inputs)
-        with self.step.watching(*self.window):
-            self.losses = self._of_window(model, num_items_in_batch)
-        return super().training_step(model, inputs, num_items_in_batch)
-
-    def forward_and_backward(self, model, inputs, num_items_in_batch):
-        """Return the loss of the next micro-batch, which is computed already."""
-        return self.losses.pop(0)
-
-    def _of_window(self, model: torch.nn.Module, trained_tokens: torch.Tensor) -> list[torch.Tensor]:
-        model.train()
-        watch = WatchAttention()
-        known = self.attention_kernel
-
-        @contextlib.contextmanager
-        def around() -> Iterator[None]:
-            with self.contexts(), contextlib.nullcontext() if known else watch:
-                yield
-
-        runs = []
-        for micro_batch in self.window:
-            inputs = self._prepare_inputs(micro_batch)
-            runs.append(functools.partial(self.compute_loss, model, inputs, num_items_in_batch=trained_tokens))
-        losses = one_pass(blocks_of(self.model), runs, self.accelerator.backward, around)
-        self.attention_kernel = known or watch.kernel  # compute_loss has seen no block run
-        return losses
+    with run.step_meter.watching(*window):
+        runs = [functools.partial(run.loss, batch, tokens) for batch in window]
+        losses = one_pass(blocks_of(run.model), runs, backward, around)
+    run.attention_kernel = known or watch.kernel  # run.loss has seen no block run
+    for number, (batch, loss) in enumerate(zip(window, losses, strict=True), 1):
+        run.refuse_infinite(loss)
+        run.step_meter.count(batch)
+        if number < len(window):
+            run.tell("on_substep_end")
+    return sum(losses, torch.zeros((), device=run.device))

@@ -93,7 +93,7 @@ class ShowProgress(TrainerCallback):
     def on_log(self, args, state, control, logs, **kwargs):
         if "loss" not in logs:
             return
-        # StepMeter (callbacks.py) measures tokens, seconds, bytes and skipped steps; shared.py adds them to the logs.
+        # StepMeter (step_meter.py) measures tokens, seconds, bytes and skipped steps.
         self.losses.append(logs["loss"])
         self.speed = logs["tokens"] / logs["step_seconds"]
         self.peak = max(self.peak, logs.get("peak_bytes", 0))

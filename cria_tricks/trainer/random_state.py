@@ -1,6 +1,7 @@
 """Read and restore the random state (RNG state) of torch, from which dropout draws its masks.
 
-A checkpoint keeps the random states of all processes.
+A checkpoint keeps the random states of all processes. Those of Python and numpy are not among them: nothing in a run
+draws from them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,15 +28,8 @@ def put_back(state: State) -> None:
 
 
 def by_rank(states: Sequence[State]) -> dict[str, torch.Tensor]:
-    """Name the states of all processes by rank, for one file: ``{"1.cpu": ...}``.
-
-    Rank 0 is left out, because transformers saves its state itself.
-    """
-    named = {}
-    for rank, state in enumerate(states[1:], 1):
-        for device, tensor in state.items():
-            named[f"{rank}.{device}"] = tensor
-    return named
+    """Name the states of all processes by rank, for one file: ``{"0.cpu": ...}``."""
+    return {f"{rank}.{device}": tensor for rank, state in enumerate(states) for device, tensor in state.items()}
 
 
 def of_rank(named: State, rank: int) -> dict[str, torch.Tensor]:

@@ -2,10 +2,10 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import BatchSampler, ConcatDataset, Dataset, Sampler
+from torch.utils.data import BatchSampler, ConcatDataset, Dataset
 
 from cria_tricks.data.tokens import IGNORED
 
@@ -25,25 +25,28 @@ class Share(BatchSampler):
         shares: N, the number of data-parallel ranks.
         filler: the index of the row in which nothing is trained.
         at_once: micro-batches that are yielded as one batch; a pipeline takes all of a step.
+        skip: batches at the beginning that are left out, because a run is resumed after them.
     """
 
     def __init__(
         self,
-        sampler: Sampler[int],
+        sampler: Iterable[int],
         batch_size: int,
         share: int = 0,
         shares: int = 1,
         filler: int = -1,
         at_once: int = 1,
+        skip: int = 0,
     ):
         super().__init__(sampler, batch_size, drop_last=False)
         self.share = share
         self.shares = shares
         self.filler = filler
         self.at_once = at_once
+        self.skip = skip
 
     def __iter__(self) -> Iterator[list[int]]:
-        mine = self._micro_batches()
+        mine = itertools.islice(self._micro_batches(), self.skip * self.at_once, None)
         while rows := list(itertools.chain.from_iterable(itertools.islice(mine, self.at_once))):
             # A filler only keeps a batch from being empty, so it is dropped beside real rows.
             yield [row for row in rows if row != self.filler] or rows

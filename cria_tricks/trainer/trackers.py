@@ -50,8 +50,6 @@ class Tracker(TrainerCallback):
         self.sample = sample
 
     def on_log(self, args, state, control, logs, **kwargs):
-        if "loss" not in logs and "eval_loss" not in logs:
-            return  # the closing entry, whose averages cover only the part after a resume
         part = "train" if "loss" in logs else "eval"
         step = state.global_step
         numbers = {f"{part}/{key.removeprefix('eval_')}": value for key, value in logs.items() if key != "eval_answers"}

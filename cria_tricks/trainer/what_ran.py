@@ -56,7 +56,7 @@ def stopped_early(entry: Mapping[str, Any], planned: int) -> str:
     """Say that ``train.patience`` has ended a run, and why.
 
     Args:
-        entry: as :class:`~cria_tricks.trainer.by_loss.Patience` has found it.
+        entry: as :class:`~cria_tricks.trainer.stops.Patience` has found it.
         planned: the steps that the run was to have.
     """
     return (

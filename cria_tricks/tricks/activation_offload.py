@@ -131,7 +131,7 @@ def fill(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Put the context around every forward pass; ``trainer/shared.py`` gives it the model's weights.
+    """Put the context around every forward pass; ``trainer/forward.py`` gives it the model's weights.
 
     Raises:
         BadInput: if copies cannot overlap with what else is on.

@@ -109,7 +109,7 @@ def checkpointed(block: torch.nn.Module, x_BTD: torch.Tensor) -> torch.Tensor:
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Ask for an edit of the model, because a number of blocks is no argument of the Trainer."""
+    """Ask for an edit of the model, because a number of blocks is no argument of ``from_pretrained``."""
     wanted = recipe.tricks.gradient_checkpointing
     if not wanted:
         return plan

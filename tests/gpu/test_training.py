@@ -52,7 +52,7 @@ def test_paged_states_are_in_managed_memory(tiny_model, rows, tmp_path):
 
     class Watch(TrainerCallback):
         def on_train_end(self, args, state, control, optimizer=None, **kwargs):
-            large = [s["state1"] for p, s in optimizer.optimizer.state.items() if p.numel() >= 100_000]
+            large = [s["state1"] for p, s in optimizer.state.items() if p.numel() >= 100_000]
             self.paged = [getattr(state, "is_paged", False) for state in large]
 
     watch = Watch()
@@ -99,7 +99,7 @@ def test_paged_states_are_paged_again_after_a_resume(tiny_model, rows, tmp_path)
 
     class Watch(TrainerCallback):
         def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
-            large = [s for p, s in optimizer.optimizer.state.items() if p.numel() >= 100_000]
+            large = [s for p, s in optimizer.state.items() if p.numel() >= 100_000]
             self.paged = [getattr(state[name], "is_paged", False) for state in large for name in ("state1", "state2")]
 
     watch, sets = Watch(), ("tricks.paged_optimizer=true", "train.max_steps=3", "train.save_steps=1")

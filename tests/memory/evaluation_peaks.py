@@ -1,6 +1,6 @@
 """Compare the estimated peak of training and evaluation with the measured one, for settings drawn by a seed.
 
-Each setting trains a small Llama for two steps on this machine's CPU with the shared trainer, which counts all bytes.
+Each setting trains a small Llama for two steps on this machine's CPU, and counts all bytes.
 Training rows, evaluation rows and prompts have lengths of their own, and every switch a value of its own. Rows are
 random numbers, and every second one is a token shorter, so that there is padding.
 """

@@ -1,4 +1,4 @@
-"""The evaluation in the bill: against the shared trainer on a CPU, and against the dry run of models and cards."""
+"""The evaluation in the bill: against runs on a CPU, and against the dry run of models and cards."""
 
 import json
 

@@ -104,7 +104,7 @@ def test_mechanism_bubble():
 
 
 def test_switch(four_blocks, four, tmp_path):
-    """The shared trainer in one process and two pipelines of two stages: the same 20 steps."""
+    """One process and two pipelines of two stages: the same 20 steps."""
     settings = ("train.max_steps=20", "train.eval_steps=5")
     run, loaded = train(four_blocks, ragged(), tmp_path, *LORA, *settings, eval_rows=ragged(5))
     found: list[Any] = four.run(_trained, four_blocks, *settings)

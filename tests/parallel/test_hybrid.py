@@ -12,7 +12,8 @@ from cria_tricks.course.hybrid_demo import TINY, alone, over_the_cube, planned, 
 from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel.hybrid import AXES, lines, traffic
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.trainer.pipeline import PipelineTrainer
+from cria_tricks.trainer import loop
+from cria_tricks.trainer.pipeline_stage import Stage
 from tests.parallel.pipelines import make_four_blocks
 
 SIZES = {"data": 1, "stage": 2, "tensor": 2}
@@ -62,7 +63,7 @@ def test_math_lines(cube, four):
 def sent(*settings: str) -> dict[str, int]:
     """The last step of two: passes and clipping."""
     counts: list[CountCollectives] = []
-    passes, clip = PipelineTrainer.forward_and_backward, PipelineTrainer._clip_grad_norm
+    passes, clip = Stage.step, loop.clip
 
     def counted(function):
         def call(*arguments):
@@ -76,8 +77,8 @@ def sent(*settings: str) -> dict[str, int]:
         return counted(passes)(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PipelineTrainer, "forward_and_backward", first)
-        patch.setattr(PipelineTrainer, "_clip_grad_norm", counted(clip))
+        patch.setattr(Stage, "step", first)
+        patch.setattr(loop, "clip", counted(clip))
         over_the_cube(recipe_of(*settings), random_rows(longest=T), SIZES)
     return dict(counts[-1].bytes)
 

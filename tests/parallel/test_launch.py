@@ -142,17 +142,17 @@ def test_ctrl_c_saves_and_ends_all(tmp_path):
 
 BAD = """
 import sys
-from cria_tricks.trainer.shared import SharedTrainer
+from cria_tricks.trainer.training import Training
 
-honest = SharedTrainer.loss_sum
+honest = Training.loss_sum
 
 
-def loss_sum(self, model, inputs):
+def loss_sum(self, batch):
     bad = self.world.rank == 1 and self.state.global_step == 1 and self.model.training
-    return honest(self, model, inputs) * (float("nan") if bad else 1)
+    return honest(self, batch) * (float("nan") if bad else 1)
 
 
-SharedTrainer.loss_sum = loss_sum
+Training.loss_sum = loss_sum
 from cria_tricks.cli.main import main
 main()
 """

@@ -28,8 +28,8 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.store.checkpoints import Checkpoints
 from cria_tricks.trainer.fit import fit
+from cria_tricks.trainer.forward import CONTEXTS
 from cria_tricks.trainer.pipeline_stage import Part
-from cria_tricks.trainer.shared import CONTEXTS
 from tests.helpers import difference, prepare, train
 from tests.parallel.pipelines import (
     GRADIENT,

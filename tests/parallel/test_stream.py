@@ -7,7 +7,7 @@ import pytest
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.store.checkpoints import Checkpoint
-from cria_tricks.trainer.resumable import position
+from cria_tricks.trainer.checkpoint import position
 from tests.parallel import steps
 from tests.parallel.test_training import back_to, weights
 

@@ -15,7 +15,7 @@ from cria_tricks.common.errors import BadInput, Lost
 from cria_tricks.course.processes import Ranks
 from cria_tricks.processes import numbers, world
 from cria_tricks.processes.world import World
-from cria_tricks.trainer.callbacks import StopOnSignal
+from cria_tricks.trainer.stops import StopOnSignal
 
 
 def test_alone_nothing_is_exchanged():

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import cria_tricks.trainer.shared
+import cria_tricks.trainer.forward
 from cria_tricks.hardware import T4
 from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.recipe import Recipe, with_settings
@@ -148,7 +148,7 @@ def test_switch_in_a_step(tiny_model, monkeypatch, tmp_path, rows):
         made.append(Offloaded(model.parameters()))
         return made[-1]
 
-    monkeypatch.setitem(cria_tricks.trainer.shared.CONTEXTS, "activation_offload", make)
+    monkeypatch.setitem(cria_tricks.trainer.forward.CONTEXTS, "activation_offload", make)
     settings = ["tricks.peft=lora", "lora.r=4", "train.max_steps=3", "tricks.activation_offload=true"]
     for extra in ("tricks.gradient_checkpointing=false", "tricks.gradient_checkpointing=true"):
         train(tiny_model, rows[:1], tmp_path / extra, *settings, extra, eval_rows=rows[:1])

@@ -203,7 +203,7 @@ def test_switch(tiny_model, rows, tmp_path):
 
     class Watch(TrainerCallback):
         def on_train_end(self, args, state, control, optimizer=None, **kwargs):
-            self.states = {p.numel(): s["state1"] for p, s in optimizer.optimizer.state.items()}
+            self.states = {p.numel(): s["state1"] for p, s in optimizer.state.items()}
 
     settings = ["tricks.peft=lora", *SMALL_LORA, "train.max_steps=2"]
     watch = Watch()

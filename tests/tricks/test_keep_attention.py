@@ -212,7 +212,7 @@ def test_switch(settings, four_blocks, rows):  # noqa: F811
 
 
 def test_switch_trains_as_without(tiny_model, rows, tmp_path):
-    """Two rows with a mask, through the shared trainer: the same losses."""
+    """Two rows with a mask, in a run: the same losses."""
     sets = ("tricks.peft=lora", "lora.dropout=0.1", "train.batch_size=2", "train.max_steps=3", *ON)
     losses = []
     for number, extra in enumerate(((), (KEEP,))):

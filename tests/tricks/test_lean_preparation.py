@@ -108,7 +108,7 @@ def test_a_stream_in_fp32_or_bf16_is_not_looked_at(tiny_model, rows, tmp_path):
 def test_looking_changes_no_bit_of_the_run(tiny_model, rows, tmp_path, monkeypatch):
     settings = ["tricks.precision=fp16", "tricks.peft=lora", "lora.dropout=0.1", "train.max_steps=2", LEAN]
     looked, _ = train(tiny_model, rows, tmp_path / "looked", *settings)
-    monkeypatch.setattr("cria_tricks.trainer.shared.SharedTrainer._look_at_the_first_batch", lambda *_: None)
+    monkeypatch.setattr("cria_tricks.trainer.training.Training.look_at_the_first_batch", lambda *_: None)
     blind, _ = train(tiny_model, rows, tmp_path / "blind", *settings)
     assert [entry["loss"] for entry in looked.training] == [entry["loss"] for entry in blind.training]
 

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from transformers import TrainerCallback
 
 from cria_tricks.bill import moved_bytes
 from cria_tricks.common.errors import BadInput, Diverged, Interrupted, OutOfMemory
@@ -15,10 +16,9 @@ from cria_tricks.measure.counting import peak_bytes
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.trainer import plain_loop
 from cria_tricks.tricks import folds
 from cria_tricks.tricks.optimizer_in_backward import Scaler, StepInBackward
-from tests.helpers import prepare, train, trained_weights
+from tests.helpers import train, trained_weights
 from tests.test_trainer import InterruptAt
 
 ON = "tricks.optimizer_in_backward=true"
@@ -141,16 +141,12 @@ def same(one, other) -> None:
     ],
 )
 def test_switch(more, tiny_model, rows, tmp_path):
-    """20 steps of all weights: the plain run, the run with steps in the backward pass, and the plain loop with them."""
+    """20 steps of all weights: the plain run, and the run with steps in the backward pass."""
     off = train(tiny_model, rows, tmp_path / "off", *LONG, *more)
     on = train(tiny_model, rows, tmp_path / "on", *LONG, *more, ON)
     assert len(off[0].training) == STEPS
     assert off[0].training[-1]["loss"] < off[0].training[0]["loss"] - 1
     same(off, on)
-    recipe, plan, loaded = prepare(tiny_model, *LONG, *more, ON)
-    history = plain_loop.train(loaded, plan, recipe.train, rows, pad_id=2)
-    for name in SAME:
-        assert [entry[name] for entry in history] == [entry[name] for entry in on[0].training], name
     peaks = [max(entry.get("peak_bytes", 0) for entry in run.training) for run, _ in (off, on)]
     assert peaks[1] < peaks[0]
 
@@ -190,16 +186,13 @@ def test_nothing_keeps_the_model_when_the_run_is_over():
     assert found() is None
 
 
-def test_each_weights_limit_is_another_limit_and_both_loops_have_it(tiny_model, rows, tmp_path):
+def test_each_weights_limit_is_another_limit(tiny_model, rows, tmp_path):
     sets = (*SETS[1:], "train.max_steps=4", "train.max_grad_norm=0.05")
     whole, _ = train(tiny_model, rows, tmp_path / "whole", *sets)
     run, _ = train(tiny_model, rows, tmp_path / "each", *sets, EACH)
     first, other = whole.training[0], run.training[0]
     assert first["grad_norm"] == other["grad_norm"] > 0.05, "the whole norm before any limit, all the same"
     assert whole.training[-1]["loss"] != run.training[-1]["loss"]
-    recipe, plan, loaded = prepare(tiny_model, *sets, EACH)
-    history = plain_loop.train(loaded, plan, recipe.train, rows, pad_id=2)
-    assert [entry["loss"] for entry in history] == [entry["loss"] for entry in run.training]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
@@ -233,15 +226,26 @@ WEIGHTS = 2 * 9 + 2  # of the tiny model: two blocks, the embedding, which is th
 LOW, HIGH = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
 
 
-def test_an_overflow_in_fp16_ends_the_steps_of_its_backward_pass(tiny_model, rows):
+class AfterTheFirstStep(TrainerCallback):
+    """Keep the entry of the first step, and the weights by then; spoil a gradient of that step."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        Spoiled(model, LOW, (1,))
+
+    def on_log(self, args, state, control, logs, model=None, **kwargs):
+        if state.global_step == 1:
+            self.entry = logs
+            self.after = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_an_overflow_in_fp16_ends_the_steps_of_its_backward_pass(tiny_model, rows, tmp_path):
     """What is above the overflow has taken its step, the weight and what is below it have not; the scale is halved."""
-    recipe, plan, loaded = prepare(tiny_model, *SETS, "train.max_steps=1", "tricks.precision=fp16", ON)
-    before = trained_weights(loaded)
-    Spoiled(loaded.model, LOW, (1,))
-    (entry,) = plain_loop.train(loaded, plan, recipe.train, rows, pad_id=2)
-    assert entry["skipped"] == 1
-    assert not math.isfinite(entry["grad_norm"])
-    after = trained_weights(loaded)
+    watch = AfterTheFirstStep()
+    train(tiny_model, rows, tmp_path, *SETS, "train.max_steps=2", "tricks.precision=fp16", ON, callbacks=[watch])
+    assert watch.entry["skipped"] == 1
+    assert not math.isfinite(watch.entry["grad_norm"])
+    before, after = watch.before, watch.after
     assert all(torch.isfinite(weight).all() for weight in after.values())
     assert not torch.equal(before[HIGH], after[HIGH])
     for name in (LOW, "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"):
@@ -273,7 +277,7 @@ def test_a_run_with_an_overflow_resumes_though_some_weights_have_no_states_yet(t
         Spoiled(arguments[0], LOW, first)
         return StepInBackward(*arguments, **named)
 
-    monkeypatch.setattr("cria_tricks.trainer.arguments.StepInBackward", spoiled)
+    monkeypatch.setattr("cria_tricks.trainer.optimizer.StepInBackward", spoiled)
     whole = train(tiny_model, rows, tmp_path / "whole", *sets)
     with pytest.raises(Interrupted, match="after step 1"):
         train(tiny_model, rows, tmp_path / "cut", *sets, callbacks=[InterruptAt(1)])
@@ -291,7 +295,7 @@ def test_without_a_scaler_a_gradient_that_is_not_finite_ends_the_run(tiny_model,
         Spoiled(arguments[0], LOW, (3,))
         return StepInBackward(*arguments, **named)
 
-    monkeypatch.setattr("cria_tricks.trainer.arguments.StepInBackward", spoiled)
+    monkeypatch.setattr("cria_tricks.trainer.optimizer.StepInBackward", spoiled)
     # The last norm, nine weights of the block above, and down_proj.
     said = r"^the gradients are not finite at step 3; stopped when 11 weights had taken their step, so resume from a "
     with pytest.raises(Diverged, match=said):
@@ -302,8 +306,8 @@ def test_a_loss_that_is_not_finite_reaches_no_weight(tiny_model, rows, tmp_path,
     """Its gradients may be finite, so the loss itself is looked at before the backward pass."""
     touched = []
     monkeypatch.setattr(StepInBackward, "_step", lambda self, weight: touched.append(weight))
-    monkeypatch.setattr("cria_tricks.trainer.shared.SharedTrainer.loss_sum", lambda self, model, inputs: (
-        sum(weight.sum() for weight in model.parameters()) + math.inf))  # fmt: skip
+    monkeypatch.setattr("cria_tricks.trainer.training.Training.loss_sum", lambda self, batch: (
+        sum(weight.sum() for weight in self.model.parameters()) + math.inf))  # fmt: skip
     with pytest.raises(Diverged, match="the loss is inf at step 1; stopped before the optimizer touched any weight"):
         train(tiny_model, rows, tmp_path, *SETS, "train.max_steps=1", ON)
     assert touched == []

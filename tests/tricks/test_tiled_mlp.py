@@ -23,7 +23,6 @@ from cria_tricks.tricks import folds, tiled_mlp
 from cria_tricks.tricks.tiled_mlp import tiled
 from tests.hardware import models
 from tests.helpers import difference, prepare, train
-from tests.test_plain_loop import both
 from tests.tolerances import TRAJECTORY
 from tests.tricks.test_fused_lora import LORA, by_formula, saved
 
@@ -293,7 +292,7 @@ def test_mechanism_of_llama_3_2_1b():
 
 
 def test_switch(tiny_model, rows, tmp_path, monkeypatch):
-    """A run takes tiles in every block and follows the untiled losses; the plain loop is the shared trainer."""
+    """A run takes tiles in every block and follows the untiled losses."""
     ran: Counter[int] = Counter()
 
     def counted(mlp, x, tile, weights):
@@ -311,8 +310,6 @@ def test_switch(tiny_model, rows, tmp_path, monkeypatch):
     assert ran == {True: 6 * 2, False: 6 * 2}, "tiles of 4,096 tokens are never full, so the MLP runs as it is"
     assert losses["8"] == pytest.approx(losses["false"], abs=TRAJECTORY)
     assert losses["4096"] == losses["false"]
-    found, expected, *_ = both(tiny_model, rows, tmp_path / "both", *LORA, "tricks.tiled_mlp=8", BACK)
-    assert found == expected
 
 
 def test_switch_is_as_long_as_the_model_is_wide(tiny_model):
