@@ -1,8 +1,9 @@
-"""Check a run before any model is loaded: read its rows, look at its folders, and keep what is known in a ``Job``."""
+"""What is known about a run, and what is made for it: a ``Job``; its rows are read and its folders looked at here."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -18,10 +19,18 @@ from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import describe
 from cria_tricks.store.run_folder import Folders
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-@dataclass(frozen=True)
+    from cria_tricks.bill.bill import Bill
+    from cria_tricks.load.model import Loaded
+    from cria_tricks.measure.memory import Meter
+    from cria_tricks.measure.monitor import Monitor
+
+
+@dataclass
 class Job:
-    """What is known about a run before any model is loaded.
+    """One run, from the recipe to the result: :func:`checked` makes it, and ``run/steps.py`` adds to it.
 
     Attributes:
         recipe: what the user wants.
@@ -33,6 +42,15 @@ class Job:
         other_base: whether a resumed run, or one that continues from an adapter, may have another base model.
         console: where messages are printed; quiet on every rank but 0.
         began: when the run began, as ``time.perf_counter`` gives it [s].
+        weights: where the base model is.
+        tokenizer: its tokenizer, which is saved with the adapter.
+        rows: the ``train`` and ``eval`` token rows.
+        began_over: the identity of the base that a resumed run began with, if it is another one; else empty.
+        estimated: the estimated memory bill; ``None`` for a kind of model that cannot be estimated.
+        meter: the seconds, and the peak bytes by phase.
+        monitor: the samples of the machine.
+        loaded: the model that trains; with some strategies, only this process's part of it.
+        parameters: the numbers of ``trainable`` and ``total`` parameters of the whole model.
     """
 
     recipe: Recipe
@@ -44,6 +62,16 @@ class Job:
     other_base: bool
     console: Console
     began: float
+    # What is made once the heavy libraries are there.
+    weights: models.Weights = field(init=False)
+    tokenizer: "PreTrainedTokenizerBase" = field(init=False)
+    rows: dict[str, Any] = field(init=False)
+    began_over: Mapping[str, Any] = field(init=False)
+    estimated: "Bill | None" = field(init=False)
+    meter: "Meter" = field(init=False)
+    monitor: "Monitor" = field(init=False)
+    loaded: "Loaded" = field(init=False)
+    parameters: dict[str, int] = field(init=False)
 
     @property
     def sources(self) -> dict[str, OpenedSource]:

@@ -2,25 +2,18 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from cria_tricks.adapter import folder as artifact
 from cria_tricks.adapter import model_card, provenance
-from cria_tricks.bill.bill import Bill
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data.lengths import as_long_as
 from cria_tricks.data.stream import Stream
-from cria_tricks.load.model import Loaded
 from cria_tricks.measure import profiler
-from cria_tricks.measure.memory import Meter
-from cria_tricks.measure.monitor import Monitor
 from cria_tricks.measure.utilisation import Utilisation, of_run
-from cria_tricks.models import Weights, identity
+from cria_tricks.models import identity
 from cria_tricks.models.configs import context_of
 from cria_tricks.models.shape import Shape, find_shape
 from cria_tricks.parallel import dtensor
@@ -34,67 +27,28 @@ from cria_tricks.trainer.fit import Run
 from cria_tricks.tricks import lora
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What is in memory after training.
-
-    Attributes:
-        loaded: the trained model; with some strategies, only this process's part of it.
-        parameters: the numbers of ``trainable`` and ``total`` parameters of the whole model.
-        run: what happened.
-        meter: the seconds, and the peak bytes by phase.
-        monitor: the samples of the machine.
-        estimated: the estimated memory bill; ``None`` for a kind of model that cannot be estimated.
-    """
-
-    loaded: Loaded
-    parameters: dict[str, int]
-    run: Run
-    meter: Meter
-    monitor: Monitor
-    estimated: Bill | None
-
-
-@dataclass(frozen=True)
-class Made:
-    """What a run is made of, beside its job.
-
-    Attributes:
-        weights: where the base model is.
-        tokenizer: its tokenizer, which is saved with the adapter.
-        rows: the ``train`` and ``eval`` token rows.
-        began_over: the identity of the base that a resumed run began with, if it is another one; else empty.
-    """
-
-    weights: Weights
-    tokenizer: PreTrainedTokenizerBase
-    rows: dict[str, Any]
-    began_over: Mapping[str, Any]
-
-
-def write(job: Job, of: Made, trained: Trained) -> dict[str, Any]:
+def write(job: Job, run: Run) -> dict[str, Any]:
     """Write the report, and the adapter or the whole model.
 
     All processes must call this, because each may hold a part of the weights; rank 0 writes.
 
     Args:
         job: the job.
-        of: what the run is made of.
-        trained: the result of training.
+        run: what happened.
 
     Returns:
         The report, as in ``report.json``.
     """
     world = job.world
     folder = job.folders.folder / ("adapter" if job.plan.peft else "model")
-    summary = _summary(job, of, trained, folder)
-    summary["monitor"] = world.gather(trained.monitor.summary())
+    summary = _summary(job, run, folder)
+    summary["monitor"] = world.gather(job.monitor.summary())
     if summary["estimate"] and world.size > 1:  # the peaks of the steps are the largest of all processes
-        own_peak = trained.meter.phases["train"]["allocated_bytes"]
+        own_peak = job.meter.phases["train"]["allocated_bytes"]
         summary["estimate"]["measured_by_process"] = world.gather(own_peak)
     summary["profile"] = profiler.read(job.folders.folder / "profile") if job.recipe.train.profile else None
     summary["best"] = kept_before(job) or None if job.recipe.train.keep_best else None
-    save = _saving(job, of, trained, folder, summary)
+    save = _saving(job, run, folder, summary)
 
     def on_rank_zero() -> None:
         save()
@@ -105,24 +59,23 @@ def write(job: Job, of: Made, trained: Trained) -> dict[str, Any]:
     return summary
 
 
-def keep(job: Job, of: Made, trained: Trained) -> None:
+def keep(job: Job, run: Run) -> None:
     """Write the weights of the evaluation that just was into the folder ``best``, whole, as the result will be.
 
     All processes must call this, as :func:`write`. Its card and its provenance tell of the run up to this step.
 
     Args:
         job: the job.
-        of: what the run is made of.
-        trained: the results so far.
+        run: the results so far.
     """
-    if isinstance(of.rows["train"], Stream):
-        of.rows["train"].add_up(job.world)
+    if isinstance(job.rows["train"], Stream):
+        job.rows["train"].add_up(job.world)
     folder = job.folders.folder / BEST
-    last = trained.run.evaluations[-1]
-    summary = _summary(job, of, trained, folder)
+    last = run.evaluations[-1]
+    summary = _summary(job, run, folder)
     summary["monitor"] = [None] * job.world.size  # the samples are for the report of the whole run
     kept = {"step": last["step"], "eval_loss": last["eval_loss"]}
-    save = _saving(job, of, trained, folder, summary, kept)
+    save = _saving(job, run, folder, summary, kept)
 
     def on_rank_zero() -> None:
         save()
@@ -151,30 +104,26 @@ def kept_before(job: Job) -> dict[str, Any]:
     return job.world.on_rank_zero(look)
 
 
-def _summary(job: Job, of: Made, trained: Trained, folder: Path) -> dict[str, Any]:
+def _summary(job: Job, run: Run, folder: Path) -> dict[str, Any]:
     """Return what the report and a model card have in common.
 
     Args:
         job: the job.
-        of: what the run is made of.
-        trained: the result of training.
+        run: what happened.
         folder: where the weights are written.
     """
     descriptions = {part: source.description for part, source in job.sources.items()}
-    context = context_of(of.weights.path)
-    summary = report.summarise(
-        job.recipe, job.plan, trained.run, trained.meter, of.rows, descriptions, trained.parameters, context
-    )
-    summary |= report.compare(trained.estimated, trained.run, trained.meter)
-    summary |= _speeds(job, of, trained)
-    summary |= {"adapter": str(folder), "model": of.weights.name, "model_note": of.weights.note}
-    return summary | {"base": identity.of(of.weights)}
+    context = context_of(job.weights.path)
+    summary = report.summarise(job.recipe, job.plan, run, job.meter, job.rows, descriptions, job.parameters, context)
+    summary |= report.compare(job.estimated, run, job.meter)
+    summary |= _speeds(job, run)
+    summary |= {"adapter": str(folder), "model": job.weights.name, "model_note": job.weights.note}
+    return summary | {"base": identity.of(job.weights)}
 
 
 def _saving(
     job: Job,
-    of: Made,
-    trained: Trained,
+    run: Run,
     folder: Path,
     summary: dict[str, Any],
     kept: Mapping[str, Any] | None = None,
@@ -183,36 +132,35 @@ def _saving(
 
     Args:
         job: the job.
-        of: what the run is made of.
-        trained: the result of training.
+        run: what happened.
         folder: where they are written.
         summary: the report; that of a pipeline is added to it.
         kept: ``step`` and ``eval_loss`` of the evaluation, for the folder ``best``.
     """
-    model = trained.loaded.model
-    weights = of.weights
-    made = provenance.describe(summary, job.sources, of.began_over)
+    model = job.loaded.model
+    weights = job.weights
+    made = provenance.describe(summary, job.sources, job.began_over)
     if "continued_from" in job.folders.about:
         made |= {"continued_from": job.folders.about["continued_from"]}
     if job.plan.parallel["strategy"] == "pipeline":
-        summary["pipeline"] = report.of_the_pipeline(job.plan, trained.run, model)
+        summary["pipeline"] = report.of_the_pipeline(job.plan, run, model)
         made |= {"pipeline": summary["pipeline"]}
     if kept:
         made |= {"kept": kept}
     text = model_card.model_card(made, weights.name, weights.note, job.recipe)
     in_one = dtensor.weights(model, job.world)
-    return lambda: artifact.save(folder, model, of.tokenizer, weights.name, text, job.recipe, made, in_one)
+    return lambda: artifact.save(folder, model, job.tokenizer, weights.name, text, job.recipe, made, in_one)
 
 
-def _speeds(job: Job, of: Made, trained: Trained) -> dict[str, Any]:
+def _speeds(job: Job, run: Run) -> dict[str, Any]:
     """Compare the predicted seconds of a step, for rows of the mean length, with the measured ones; and add MFU."""
-    shape = shape_of(job.recipe, of.weights.path)
+    shape = shape_of(job.recipe, job.weights.path)
     target = Target(shape, job.plan.device, job.world.size) if shape else None
     if target is None:
-        return report.compare_seconds(None, trained.run) | report.utilisation(None, trained.run)
-    predicted = target.bill(as_long_as(mean_tokens(job, of.rows["train"]), job.recipe))
-    counted = counted_work(job, of.rows["train"], target.shape)
-    return report.compare_seconds(predicted, trained.run) | report.utilisation(counted, trained.run)
+        return report.compare_seconds(None, run) | report.utilisation(None, run)
+    predicted = target.bill(as_long_as(mean_tokens(job, job.rows["train"]), job.recipe))
+    counted = counted_work(job, job.rows["train"], target.shape)
+    return report.compare_seconds(predicted, run) | report.utilisation(counted, run)
 
 
 def counted_work(job: Job, train: Any, shape: Shape) -> Utilisation:

@@ -5,12 +5,13 @@ been checked.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import set_seed
 
 from cria_tricks import models
 from cria_tricks.bill.bill import Bill
@@ -58,10 +59,36 @@ def carry_out(job: Job) -> dict[str, Any]:
     Returns:
         The report; every process returns that of rank 0.
     """
+    trainable = _prepare(job)
+    world = job.world
+    with world.entered_on_rank_zero(job.folders.claimed(trainable, job.plan.optimizer["bits"])):
+        job.console.print(f"loading {job.weights.name} on {job.plan.device.name}, writing to {job.folders.folder}")
+        if job.weights.note:
+            job.console.print(f"note: {job.weights.note}")
+        said = _doubts_about_ends(job)  # of a stream, whose rows are not read yet, perhaps nothing
+        run = _train(job)
+        if job.recipe.data.stream:
+            stream = job.rows["train"]
+            stream.add_up(world)
+            if stream.tally.in_words():
+                job.console.print(f"data.train: {stream.tally.in_words()}")
+            job.warn(report.data_warnings(job.rows, job.recipe))
+            if not said:
+                job.warn(_doubts_about_ends(job))
+        job.warn(report.step_warnings(run))
+        summary = results.write(job, run)
+    return world.on_rank_zero(lambda: summary)
+
+
+def _prepare(job: Job) -> int:
+    """Find the base model, turn the rows into tokens, and refuse what does not fit together.
+
+    Returns:
+        The numbers that will train.
+    """
     quiet_libraries()
     recipe = job.recipe
     plan = job.plan
-    world = job.world
     console = job.console
     begun = job.folders.start
     if begun:  # a checkpoint's weights take the place of any other start
@@ -69,53 +96,39 @@ def carry_out(job: Job) -> dict[str, Any]:
     continues = "continue_from_adapter" in plan.after_load
     revision = continued.revision(recipe) if continues else job.folders.revision
     weights = models.fetch(models.find(recipe.model), revision)
+    job.weights = weights
     empty = refuse_unfit(plan, weights)
-    began_over = job.folders.record_base(weights, other_base=job.other_base)
+    job.began_over = job.folders.record_base(weights, other_base=job.other_base)
     if continues:
         job.warn(continued.doubts(recipe, weights, job.other_base))
-    tokenizer = load_tokenizer(weights, recipe.data.eos)
+    job.tokenizer = load_tokenizer(weights, recipe.data.eos)
     with doing(console, "turning rows into tokens"):
-        rows = _rows(job, tokenizer)
+        rows = _rows(job)
+    job.rows = rows
     job.warn(report.data_warnings(rows, recipe, context_of(weights.path)))
-    about_ends = _doubts_about_ends(recipe, rows, tokenizer, weights)
-    job.warn(about_ends)
+    job.warn(_doubts_about_ends(job))
     highest_id = max(part.highest_id for part in rows.values())
     longest = max(part.longest for part in rows.values())
-    numbers = count_trainable(empty, plan, weights, highest_id, longest, tokenizer.pad_token_id)
+    numbers = count_trainable(empty, plan, weights, highest_id, longest, job.tokenizer.pad_token_id)
     if continues:
         job.folders.about["continued_from"] = continued.recorded(recipe)
         console.print(f"beginning with the adapter {recipe.lora.continue_from}")
     elif begun and "continued_from" in begun.about:
         job.folders.about["continued_from"] = begun.about["continued_from"]
-    with world.entered_on_rank_zero(job.folders.claimed(numbers, plan.optimizer["bits"])):
-        console.print(f"loading {weights.name} on {plan.device.name}, writing to {job.folders.folder}")
-        if weights.note:
-            console.print(f"note: {weights.note}")
-        stream = rows["train"] if recipe.data.stream else None
-        of = results.Made(weights, tokenizer, rows, began_over)
-        trained = _train(job, of)
-        if stream:
-            stream.add_up(world)
-            if stream.tally.in_words():
-                console.print(f"data.train: {stream.tally.in_words()}")
-            job.warn(report.data_warnings(rows, recipe))
-            if not about_ends:
-                job.warn(_doubts_about_ends(recipe, rows, tokenizer, weights))
-        job.warn(report.step_warnings(trained.run))
-        summary = results.write(job, of, trained)
-    return world.on_rank_zero(lambda: summary)
+    return numbers
 
 
-def _doubts_about_ends(recipe: Recipe, rows: dict[str, Any], tokenizer: Any, weights: models.Weights) -> list[str]:
-    """Say what is wrong with the end of an answer, if there are chats; those of a stream are known when it was read."""
-    if recipe.data.eos or not any(part.tally.kinds.get("chat") for part in rows.values()):
+def _doubts_about_ends(job: Job) -> list[str]:
+    """Say what is wrong with the end of an answer, if there are chats."""
+    if job.recipe.data.eos or not any(part.tally.kinds.get("chat") for part in job.rows.values()):
         return []
-    return ends.warnings(tokenizer, ends.named_in(Path(weights.path)))
+    return ends.warnings(job.tokenizer, ends.named_in(Path(job.weights.path)))
 
 
-def _rows(job: Job, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _rows(job: Job) -> dict[str, Any]:
     """Turn the ``train`` and ``eval`` rows into tokens; a stream does so later, as its rows are needed."""
     recipe = job.recipe
+    tokenizer = job.tokenizer
     say = job.console.print
     rows: Any
     if recipe.data.stream:
@@ -125,62 +138,62 @@ def _rows(job: Job, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {"train": rows, "eval": eval_rows(recipe, job.eval, tokenizer)}
 
 
-def _train(job: Job, of: results.Made) -> results.Trained:
+def _train(job: Job) -> Run:
     """Load the model and train it, while a monitor, a meter and a progress bar watch."""
     recipe = job.recipe
-    rows = of.rows
-    shape = results.shape_of(recipe, of.weights.path)
+    rows = job.rows
+    shape = results.shape_of(recipe, job.weights.path)
     plan = for_shape(job.plan, recipe, shape) if shape else job.plan
     job.warn(plan.warnings[len(job.plan.warnings) :])
     world = job.world
     folders = job.folders
     set_seed(recipe.train.seed)
-    meter = Meter(plan.device.kind, job.began, folders.start.spent if folders.start else None, compiled=plan.compiled)
+    spent = folders.start.spent if folders.start else None
+    job.meter = Meter(plan.device.kind, job.began, spent, compiled=plan.compiled)
     longest = in_force(as_long_as(_longest(rows, job.plan), recipe), plan.device)
     most_trained = rows["train"].most_trained(recipe.train.batch_size)
     evaluated = Evaluated(rows["eval"].longest, rows["eval"].longest)
     estimated = _estimate(longest, shape, plan, most_trained, world.size, evaluated)
     job.warn(_doubts_about_memory(estimated))
-    estimated = estimated.training if estimated else None
+    job.estimated = estimated.training if estimated else None
     if shape:
         target = Target(shape, plan.device, world.size, this_host())
         refuse_beyond_host(host_bill(target, longest))
     batch = recipe.train.batch_size * micro_batches_at_once(plan)
     eval_batches = math.ceil(len(rows["eval"].rows) / batch / world.data)
-    expected = estimated.allocated_bytes if estimated else None
-    asked = samples.of(recipe, job.eval.rows, of.tokenizer, job.warn)
+    expected = job.estimated.allocated_bytes if job.estimated else None
+    asked = samples.of(recipe, job.eval.rows, job.tokenizer, job.warn)
     counted = results.counted_work(job, rows["train"], shape) if shape else None
     cuda = plan.device.kind == "cuda"
-    monitor = Monitor(folders.monitor(world.rank), recipe.train.monitor_seconds, cuda=cuda, say=Voice(job.console))
+    file = folders.monitor(world.rank)
+    monitor = Monitor(file, recipe.train.monitor_seconds, cuda=cuda, say=Voice(job.console))
+    job.monitor = monitor
     progress = ShowProgress(job.console, eval_batches, expected, lambda: monitor.newest, counted)
     with monitor, _memory_in_one_line(job, longest, shape, evaluated):
-        with meter.phase("load"), doing(job.console, f"loading {of.weights.name}"):
-            loaded = load(plan.without(*STARTS) if folders.start else plan, of.weights)
-            meter.track(every_tensor(loaded.model))
-        parameters = count_parameters(loaded.model)
+        with job.meter.phase("load"), doing(job.console, f"loading {job.weights.name}"):
+            loaded = load(plan.without(*STARTS) if folders.start else plan, job.weights)
+            job.meter.track(every_tensor(loaded.model))
+        job.loaded = loaded
+        job.parameters = count_parameters(loaded.model)
         known_loss = results.kept_before(job).get("eval_loss", math.inf) if recipe.train.keep_best else math.inf
 
-        def keep(run: Run) -> None:
-            results.keep(job, of, results.Trained(loaded, parameters, run, meter, monitor, estimated))
-
         with _onlookers(job, monitor, progress) as onlookers:
-            run = fit(
+            return fit(
                 loaded,
                 plan,
                 recipe.train,
                 rows["train"].rows,
                 rows["eval"].rows,
                 folders.checkpoints,
-                pad_id=of.tokenizer.pad_token_id,
-                meter=meter,
+                pad_id=job.tokenizer.pad_token_id,
+                meter=job.meter,
                 start=folders.start,
                 callbacks=onlookers,
                 world=world,
                 samples=asked,
-                keep=keep if recipe.train.keep_best else None,
+                keep=functools.partial(results.keep, job) if recipe.train.keep_best else None,
                 known=known_loss,
             )
-    return results.Trained(loaded, parameters, run, meter, monitor, estimated)
 
 
 def _longest(rows: dict[str, Any], plan: Plan) -> int:
