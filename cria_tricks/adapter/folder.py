@@ -149,7 +149,9 @@ def base_of_training(folder: Path) -> str:
         raise BadInput(f"{folder}: was trained over the folder {base}, which is not there; name it with --base")
     try:
         models.refuse_unknown(base)
-    except BadInput:
+    except BadInput as error:
+        if Path(base).is_dir():  # the error says what the folder lacks
+            raise BadInput(f"{folder}: its base cannot be used: {error}; name the base with --base") from None
         raise BadInput(
             f"{folder}: its base is {base}, which is no folder of a model here and no name on the hub; name the "
             "base with --base"

@@ -101,7 +101,7 @@ def _json(path: Path) -> Raw:
 def _objects(path: Path) -> Raw:
     """Read JSON values that stand one behind the other, each over as many lines as it takes; a list gives its items."""
     decoder = json.JSONDecoder(object_pairs_hook=_without_repeats)
-    text = "".join(line for _, line in _lines(path))
+    text = "".join(line for _, line in _lines(path)).rstrip()  # an error at its end is then in a line that is there
     at = 0
     line = 1
     while begins := re.compile(r"\S").search(text, at):

@@ -92,6 +92,11 @@ GZIPPED = gzip.compress(b'{"text": "a"}' * 99, mtime=0)
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
+        (
+            "d.jsonl",
+            b"{\n\n",
+            "{path}:1: not valid JSON: Expecting property name enclosed in double quotes",
+        ),
         ("d.jsonl", b'{"text": "a"}\n{"text":\n', "{path}:2: not valid JSON: Expecting value at column 9"),
         ("d.jsonl", b'{"text": "a"}\n' + b"[" * 100_000, "{path}:2: not a row: maximum recursion depth exceeded"),
         ("d.jsonl", b'{"text": ' + b"9" * 5000 + b"}", "{path}:1: not a row: Exceeds the limit"),
