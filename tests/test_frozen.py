@@ -13,6 +13,8 @@ CHANGED = {
     "bill/products.py: Products",
     "data/stream.py: Position",
     "load/model.py: Loaded",
+    "run/job.py: Job",
+    "trainer/training.py: Training",
     "tricks/nf4.py: Quantized",
 }
 """Those that are filled bit by bit, or whose tensors move."""
