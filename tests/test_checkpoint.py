@@ -117,6 +117,9 @@ def test_each_process_takes_its_own_random_numbers_and_a_new_one_gets_some(tmp_p
     assert torch.rand(1) == expected
     restored(4, 2, 2, tmp_path)
     assert torch.initial_seed() == 100 + 2 + 3
+    save_file({"1.cpu": torch.zeros(1)}, tmp_path / checkpoint.RANDOM)
+    with pytest.raises(BadInput, match="cannot be loaded: it holds no random state of the first process; start again"):
+        restored(1, 1, 1, tmp_path)
 
 
 def test_a_position_is_read_or_refused_in_one_line(tmp_path):

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from cria_tricks.data.batches import PadToLongest
+from cria_tricks.data.batches import PadToLongest, trained_tokens
 from cria_tricks.load.model import Loaded
 from cria_tricks.settings import Train
 from cria_tricks.step_plan import Plan
 from cria_tricks.trainer import forward
-from cria_tricks.trainer.loop import row_order, trained_tokens
+from cria_tricks.trainer.loop import row_order
 from cria_tricks.trainer.optimizer import make_optimizer, make_scaler, make_scheduler
 from cria_tricks.trainer.steps import Steps
 

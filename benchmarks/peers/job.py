@@ -15,13 +15,14 @@ from benchmarks.peers import bare_loop, trl_sft
 from cria_tricks import models
 from cria_tricks.bench.case import free_memory
 from cria_tricks.common.errors import Interrupted
+from cria_tricks.data.batches import trained_tokens
 from cria_tricks.load.model import Loaded, load
 from cria_tricks.measure.memory import LiveBytes, Meter, every_tensor
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.store.checkpoints import Checkpoints
 from cria_tricks.trainer.fit import fit
-from cria_tricks.trainer.loop import row_order, trained_tokens
+from cria_tricks.trainer.loop import row_order
 
 Rows = list[dict[str, list[int]]]
 SHORT = 48

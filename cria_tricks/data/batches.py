@@ -46,6 +46,11 @@ class PadToLongest:
         return batch
 
 
+def trained_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Count the tokens that have a loss. A row's first token has none, because no token before it predicts it."""
+    return (batch["labels"][:, 1:] != IGNORED).sum()
+
+
 def real_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Count the tokens of a batch that are not padding.
 

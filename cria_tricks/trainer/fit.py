@@ -127,19 +127,19 @@ def fit(
     collate = PadToLongest(pad_id, *_shape_of_a_window(plan, settings, rows, eval_rows))
     watching: list[TrainerCallback] = [stop, budget, SaveOnClock(settings.save_minutes), *callbacks, patience]
     run = Training(
-        loaded.model,
-        plan,
-        settings,
-        rows,
-        eval_rows,
-        collate,
-        checkpoints,
-        meter,
-        world,
-        stop,
-        watching,
-        samples,
-        start,
+        model=loaded.model,
+        plan=plan,
+        settings=settings,
+        rows=rows,
+        eval_rows=eval_rows,
+        collate=collate,
+        checkpoints=checkpoints,
+        meter=meter,
+        world=world,
+        stop=stop,
+        callbacks=watching,
+        samples=samples,
+        start=start,
     )
     if keep:
         run.callbacks.append(KeepBest(lambda: keep(_summed_up(run, goes_on=True)), known))
@@ -156,7 +156,7 @@ def fit(
 
 
 def _carry_out(run: Training, patience: Patience) -> None:
-    """Train, and evaluate after the last step; the errors are those of :func:`fit`."""
+    """Train, and evaluate at the end of a run that has ended early; the errors are those of :func:`fit`."""
     run.meter.track(every_tensor(run.model))
     with rescue(run):
         with run.meter.phase("train"):

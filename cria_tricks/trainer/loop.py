@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from transformers import set_seed
 
 from cria_tricks.common.errors import Diverged
-from cria_tricks.data.tokens import IGNORED
+from cria_tricks.data.batches import trained_tokens
 from cria_tricks.load.losses import LossSum
 from cria_tricks.measure.memory import every_tensor
 from cria_tricks.parallel import dtensor
@@ -192,7 +192,7 @@ def _loader(run: Training, epoch: int, skip: int) -> DataLoader[Any]:
     begins once more, and would draw once more from the generator of dropout.
     """
     if run.stream:
-        return run.loading(run.stream, batch_size=run.settings.batch_size, generator=torch.Generator())
+        return run.data_loader(run.stream, batch_size=run.settings.batch_size, generator=torch.Generator())
     order = row_order(len(run.rows), run.settings.seed + epoch)
     return run.loader(run.rows, order, skip)
 
@@ -229,8 +229,3 @@ def _ask_for_what_is_due(run: Training) -> None:
 def row_order(rows: int, seed: int) -> list[int]:
     """Shuffle the indices of the rows, as transformers' Trainer does for the same seed."""
     return torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def trained_tokens(batch: Batch) -> torch.Tensor:
-    """Count the tokens that have a loss. A row's first token has none, because no token before it predicts it."""
-    return (batch["labels"][:, 1:] != IGNORED).sum()

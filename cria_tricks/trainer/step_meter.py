@@ -9,8 +9,7 @@ import torch
 from transformers import TrainerState
 
 from cria_tricks.common.errors import Diverged
-from cria_tricks.data.batches import real_tokens
-from cria_tricks.data.tokens import IGNORED
+from cria_tricks.data.batches import real_tokens, trained_tokens
 from cria_tricks.measure.memory import Meter
 from cria_tricks.processes.world import World
 
@@ -54,7 +53,7 @@ class StepMeter:
 
     def count(self, inputs: Batch) -> None:
         """Count the tokens of a micro-batch that has run."""
-        trained = (inputs["labels"][:, 1:] != IGNORED).sum()
+        trained = trained_tokens(inputs)
         # A micro-batch without a trained token is the filler row of shares.py, whose tokens do not count.
         self.tokens.append(torch.stack([real_tokens(inputs) * (trained > 0), trained]))
 
@@ -119,4 +118,4 @@ def sizes(inputs: dict[str, torch.Tensor]) -> tuple[int, int]:
 
     Activations and the logits of the full loss grow with the first number, logits of the chunked loss with the second.
     """
-    return inputs["input_ids"].numel(), int((inputs["labels"][:, 1:] != IGNORED).sum())
+    return inputs["input_ids"].numel(), int(trained_tokens(inputs))

@@ -1,4 +1,4 @@
-"""What a run holds while it trains: the model and what updates it, the rows, the history, and who is told of it."""
+"""Define a training: a model with its optimizer, the rows, the history, and the callbacks."""
 
 import contextlib
 import math
@@ -192,9 +192,9 @@ class Training:
         filled = shares.with_filler(rows, self.collate.pad_id)
         share = (self.world.data_rank, self.world.data, len(rows), micro_batches_at_once(self.plan), skip)
         batches = shares.Share(order, self.settings.batch_size, *share)
-        return self.loading(filled, batch_sampler=batches)
+        return self.data_loader(filled, batch_sampler=batches)
 
-    def loading(self, rows: Any, **how: Any) -> DataLoader[Any]:
+    def data_loader(self, rows: Any, **how: Any) -> DataLoader[Any]:
         """Return a loader, whose batches are in pinned memory where they are copied to a GPU."""
         return DataLoader(rows, collate_fn=self.collate, pin_memory=self.device.type == "cuda", **how)
 
