@@ -224,7 +224,7 @@ def mark(text: str) -> str:
 def bill(one: Setting) -> str:
     """Every number of its estimate: all rows of all moments, with all points of a block, and what a card needs."""
     memory = by_hand(one)
-    found = moments(memory.facts, every_point=True)
+    found = moments(memory.step, every_point=True)
     rows = [f"{moment.name}, {line.name}: {line.bytes}" for moment in found for line in moment.lines]
     # In KiB, because what may be reserved is a sum of floats, which Python 3.12 rounds otherwise than 3.11.
     return "\n".join([*rows, f"needed: {memory.needed_bytes >> 10} KiB, fits: {memory.fits}"])

@@ -33,7 +33,7 @@ from cria_tricks.load import losses
 from cria_tricks.load.model import quiet_libraries
 from cria_tricks.models.shape import shape_of
 from cria_tricks.parallel import STRATEGIES
-from cria_tricks.predict.links import StepTime
+from cria_tricks.predict.links import ProcessTime
 from cria_tricks.recipe import Recipe, with_settings
 
 PROCESSES = 2
@@ -195,7 +195,7 @@ def measured(
     )
     # Under fsdp each process updates its own shards only.
     compute = passes + update / (PROCESSES if strategy == "fsdp" else 1)
-    predicted = StepTime(compute, tuple((call.why, time_of(call, lines)) for call in calls), 0.0)
+    predicted = ProcessTime(compute, tuple((call.why, time_of(call, lines)) for call in calls), 0.0)
     return {
         "strategy": strategy, "settings": label, "compute_seconds": compute, "sent_bytes": sum(c.sent for c in calls),
         "calls": sum(call.times for call in calls), "communication_seconds": predicted.communication,

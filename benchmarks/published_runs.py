@@ -143,7 +143,7 @@ def share(run: PublishedRun) -> float:
     """Return the share of its card's peak rates that a run reached [ratio]."""
     assert run.gpu.card
     card = replace(run.gpu.card, reached=AT_PEAK)
-    return folds.step(run.recipe, run.shape, card).seconds / measured(run)
+    return folds.time_of(run.recipe, run.shape, card).seconds / measured(run)
 
 
 def family(run: PublishedRun) -> str:
@@ -164,7 +164,7 @@ def fitted_share(card: str, without: str = "") -> float:
 
 def _waits(run: PublishedRun) -> bool:
     assert run.gpu.card
-    parts = folds.step(run.recipe, run.shape, run.gpu.card).parts
+    parts = folds.time_of(run.recipe, run.shape, run.gpu.card).parts
     return parts[-1].name == "launches" and parts[-1].seconds > 0
 
 
@@ -177,7 +177,7 @@ def predict(run: PublishedRun) -> Prediction:
     if left_out:
         one = fitted_share(family(run), run.id)
         card = replace(card, reached=replace(card.reached, half=one, memory=one))
-    step = folds.step(run.recipe, run.shape, card)
+    step = folds.time_of(run.recipe, run.shape, card)
     took = measured(run)
     low, high = ends(step.seconds, step.spread)
     return Prediction(run.id, run.card, took, low, high, share(run), left_out, low <= took <= high, waits)

@@ -80,7 +80,7 @@ def measured(words: str, tokens: int) -> float:
 
 def compare(words: str, tokens: int, seconds: float, card: Card) -> dict[str, Any]:
     """Predict the step of a switch set, and set the measured time [s] beside it."""
-    found = folds.step(recipe_of(words, tokens), find_shape(SHAPE), card, tokens, TRAINED_SHARE)
+    found = folds.time_of(recipe_of(words, tokens), find_shape(SHAPE), card, tokens, TRAINED_SHARE)
     return {
         "set": words,
         "tokens": tokens,

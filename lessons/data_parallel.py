@@ -86,7 +86,7 @@ def step_time(recipe, cards):
     """The estimated parts of a step, if each of these T4s takes its share."""
     share = with_settings(recipe, [f"tricks.gradient_accumulation={8 // cards}"])
     # TRAINED_SHARE is 74 %: the chunked loss skips the other tokens
-    return folds.step(share, shape, CARDS["t4"], None, TRAINED_SHARE, cards)
+    return folds.time_of(share, shape, CARDS["t4"], None, TRAINED_SHARE, cards)
 
 
 def exchange_ms(step):
@@ -106,7 +106,7 @@ for cards, step in steps.items():
 assert round(exchange_ms(steps[2])) == 4
 assert [round(steps[n].seconds, 1) for n in (1, 2)] == [14.7, 7.3]
 assert [round(end) for end in (steps[2].low, steps[2].high)] == [6, 9]
-assert round(folds.step(job, shape, CARDS["t4"]).seconds, 1) == 15.2
+assert round(folds.time_of(job, shape, CARDS["t4"]).seconds, 1) == 15.2
 _of_full = step_time(full, 2)
 assert round(100 * exchange_ms(_of_full) / 1000 / _of_full.seconds, 1) == 4.4
 assert round(per_process(job, shape, T4, "none", 1).peak_bytes / MIB) == 1516

@@ -86,7 +86,7 @@ def answering(past):
     """Return what each new token reads, in bytes."""
     return {
         "weights": 2 * shape.weights,
-        "adapter": 2 * training.facts.trained_weights,
+        "adapter": 2 * training.step.trained_weights,
         "KV cache": cached * past,
     }
 
@@ -607,7 +607,7 @@ assert round(100 * 5 * H * (D + 1) * 4 / (cached * S / shape.layers)) == 1
 in_pieces = flops(lambda: split(q, k, v, 8))
 assert in_pieces == flops(lambda: attend(q, k, v)) == 4 * H * D * S
 for past in (2048, longest):
-    weights = shape.active_weights + training.facts.trained_weights
+    weights = shape.active_weights + training.step.trained_weights
     operations = 2 * weights + 4 * shape.layers * H * D * past
     assert 1 < operations / sum(answering(past).values()) < 3
 assert round(card.half_flops / card.memory_rate) == 203

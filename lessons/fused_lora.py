@@ -71,7 +71,7 @@ assert round(2048 * target.bill(whole).seconds, 2) == 1.90
 
 def saved_per_token(recipe):
     """Bytes that one block saves for one token, by the name of the tensor."""
-    one, other = (folds.facts(recipe, shape, T4, tokens) for tokens in (64, 128))
+    one, other = (folds.step_of(recipe, shape, T4, tokens) for tokens in (64, 128))
     few, many = (kept(facts.operations) for facts in (one, other))
     # what does not grow with the number of tokens cancels
     growing = {name: (many[name] - few[name]) / 64 for name in many}
@@ -511,7 +511,8 @@ assert round(target.bill(both).seconds / target.bill(whole).seconds, 2) == 0.79
 of_a_row = []  # seconds of the job's parts, before and after
 for recipe in (job, fused):
     parts = {
-        part.name: part.seconds for part in folds.step(recipe, shape, target.card).parts
+        part.name: part.seconds
+        for part in folds.time_of(recipe, shape, target.card).parts
     }
     products = parts["blocks forward"] + parts["blocks backward"]
     of_a_row.append([round(s / 8, 2) for s in (parts["between products"], products)])

@@ -555,7 +555,7 @@ print(gradient_accumulation.PLAIN)
 # ```
 
 # %%
-kept_bytes = 4 * course.bill(before).facts.trained_weights
+kept_bytes = 4 * course.bill(before).step.trained_weights
 print(f"predicted: {kept_bytes / MIB:+,.1f} MiB")
 course.show_bill(before, after)
 assert course.bill(after).peak_bytes - course.bill(before).peak_bytes == kept_bytes

@@ -353,7 +353,7 @@ course.reveal(guess, 100 * ours_costs, "%")
 
 def multiplications(recipe, without=()):
     """Of a step of our job, by formula [FLOPs]."""
-    parts = folds.step(recipe, shape, CARDS["t4"]).parts
+    parts = folds.time_of(recipe, shape, CARDS["t4"]).parts
     return sum(part.flops for part in parts if part.name not in without)
 
 
@@ -404,7 +404,7 @@ def peak(recipe, *changes):
 
 def seconds(recipe):
     """The predicted time of one row, at 28 % of a T4's peak rates."""
-    return folds.step(recipe, shape, CARDS["t4"]).seconds
+    return folds.time_of(recipe, shape, CARDS["t4"]).seconds
 
 
 off = "tricks.gradient_checkpointing=false"

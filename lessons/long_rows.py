@@ -462,7 +462,7 @@ t4 = CARDS["t4"]
 TILED, OFFLOAD = "tricks.tiled_mlp=true", "tricks.activation_offload=true"
 both = with_settings(job, [TILED, OFFLOAD])
 for tokens in (2048, 16_384, 32_768):
-    step = folds.step(both, shape, t4, tokens)
+    step = folds.time_of(both, shape, t4, tokens)
     share = {part.name: f"{part.seconds / step.seconds:.1%}" for part in step.parts}
     print(f"{tokens:7,} tokens: {step.low:5.0f} to {step.high:3.0f} s a step,", end=" ")
     print(f"copies {share['offload']}, attention {share['attention']}")
@@ -574,7 +574,7 @@ assert f"{alone.peak.bytes / GIB:.1f} {alone.needed_bytes / GIB:.1f}" == "11.8 1
 assert alone.needed_bytes <= 0.95 * T4.memory_bytes
 recipe = recipes.long_8b(T4)
 assert f"{folds.estimate(recipe, shape, T4, 65_536).needed_bytes / GIB:.1f}" == "14.0"
-slow = folds.step(both, shape, t4, 32_768)
+slow = folds.time_of(both, shape, t4, 32_768)
 assert f"{slow.low / 36:.1f} to {slow.high / 36:.1f}" == "4.7 to 7.0"
 
 # %% [markdown]

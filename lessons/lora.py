@@ -66,7 +66,7 @@ print(
 )
 print(f"optimizer states before: {8 * shape.weights / MIB:,.1f} MiB")
 print(f"optimizer states after:  {8 * trained / MIB:,.1f} MiB")
-assert trained == course.bill(after).facts.trained_weights == 11_272_192
+assert trained == course.bill(after).step.trained_weights == 11_272_192
 
 
 # %% Draw figure 1 tags=["hide-input"]
@@ -551,7 +551,7 @@ family = {
 bills = {}
 for name, (setting, weights) in family.items():
     bills[name] = course.bill(with_settings(after, [setting]))
-    assert bills[name].facts.trained_weights == weights
+    assert bills[name].step.trained_weights == weights
 side = with_settings(course.CAPSTONE, ["tricks.peft=side_network"])
 assert round(course.bill(side).peak_bytes / MIB) == 3578
 
@@ -604,8 +604,7 @@ def of_family(theme: Theme):
         )
         axes.text(end, place, f" {end:.1f} GiB", va="center", color=theme.ink)
     names = [
-        f"{name}\n{bill.facts.trained_weights:,} trained"
-        for name, bill in bills.items()
+        f"{name}\n{bill.step.trained_weights:,} trained" for name, bill in bills.items()
     ]
     axes.set_yticks(range(len(bills)), names)
     axes.set(

@@ -81,7 +81,7 @@ lines, mfu = [], {}
 for run, (model, name, tokens, speed, settings) in public_runs.items():
     card = CARDS[name]
     recipe = with_settings(recipes.capstone(card.device), settings)
-    work = folds.work(recipe, find_shape(model), card.device, tokens)
+    work = folds.step_of(recipe, find_shape(model), card.device, tokens)
     needed, done = model_flops(work), hardware_flops(work)  # for each token
     mfu[name] = needed * speed / card.half_flops
     hfu = done * speed / card.half_flops
@@ -388,7 +388,7 @@ settings = ["model=llama-3.1-8b", "tricks.precision=bf16"]
 full = with_settings(Recipe(), [*settings, "tricks.gradient_accumulation=8"])
 shape, card = find_shape("llama-3.1-8b"), CARDS["a100"]
 n = 8 * full.train.batch_size * full.data.max_length  # tokens of a step
-parts = {part.name: part.flops for part in folds.step(full, shape, card).parts}
+parts = {part.name: part.flops for part in folds.time_of(full, shape, card).parts}
 assert parts["blocks forward"] + parts["blocks backward"] == 6 * n * L * P
 
 [gradients] = STRATEGIES["ddp"].traffic(full, shape, N)
@@ -400,11 +400,11 @@ row = full.data.max_length
 assert math.isclose(sent, n / row * context(row, 1)[1])
 calls = STRATEGIES["pipeline"].traffic(full, shape, N, stage=1)
 sent = sum(call.sent for call in calls if call.kind == "send")
-itemsize = folds.work(full, shape, card.device).hidden_itemsize  # ours is 2
+itemsize = folds.step_of(full, shape, card.device).hidden_itemsize  # ours is 2
 assert math.isclose(sent, pipe(n, 1)[1] * itemsize / 2)
 
 eager = with_settings(full, ["tricks.attention=eager"])  # computes all pairs of tokens
-counted = model_flops(folds.work(eager, shape, card.device, 512))
+counted = model_flops(folds.step_of(eager, shape, card.device, 512))
 assert counted == 6 * (L * P + D * shape.vocabulary) + 12 * L * Q * 512
 print("bubbles, operations and bytes are as published and as the package counts them")
 

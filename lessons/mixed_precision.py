@@ -421,7 +421,7 @@ for name in ("fp16", "bf16"):
 
 # %%
 # 2 for each weight and token: forward, once more for checkpointing, and backward.
-operations = 3 * 2 * 2048 * course.bill(before).facts.shape.weights
+operations = 3 * 2 * 2048 * course.bill(before).step.shape.weights
 for card in ("t4", "l4"):  # an L4 is a newer card, with bf16 units
     for name in FORMATS:
         print(f"{card.upper()} {name}: {operations / CARDS[card].flops(name):.2f} s")
@@ -1051,7 +1051,7 @@ for name, attention, card in (
         recipe = with_settings(recipe, f"tricks.attention={attention}".split())
         bills.append(estimate(recipe, shape, CARDS[card].device))
     changes.append(round((bills[1].peak_bytes - bills[0].peak_bytes) / MIB))
-    kernels = " -> ".join(bill.facts.kernel for bill in bills)
+    kernels = " -> ".join(bill.step.kernel for bill in bills)
     print(f"{name:27} {kernels:36} {changes[-1]:+6,} MiB")
 assert changes == [4013, 301, -83, -8463]
 

@@ -837,13 +837,13 @@ for name in plain_bill:
     saved = state_bytes(full) - state_bytes(full_8bit)
     assert plain_bill[name] - bill_8bit[name] == saved
 
-trained = course.bill(full).facts.trained_weights
+trained = course.bill(full).step.trained_weights
 missing = state_bytes(full_8bit) - trained * (2 + 8 / 256)
 of_embedding = find_shape(full.model).embedding_weights * (6 - 8 / 256)
 print(f"missing {missing / MIB:,.1f} MiB, the embedding {of_embedding / MIB:,.1f}")
 assert abs(missing / of_embedding - 1) < 0.001
 assert state_bytes(after) < state_bytes(with_settings(before, [EIGHT]))
-facts = course.bill(after).facts
+facts = course.bill(after).step
 wide = sum(many * n for many, n in facts.trained if n >= 100_000)
 in_pages = state_bytes(with_settings(before, [EIGHT])) - state_bytes(after)
 print(f"{wide:,} of {facts.trained_weights:,} weights are paged")

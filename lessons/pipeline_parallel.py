@@ -577,7 +577,7 @@ guess = 0  # @param {type:"number"}
 def seconds_of(blocks, head):
     """Predicted seconds of one stage for all micro-batches of a step."""
     part_of_it = replace(shape, layers=blocks)
-    found = folds.step(job, part_of_it, CARDS["t4"], trained_share=TRAINED_SHARE)
+    found = folds.time_of(job, part_of_it, CARDS["t4"], trained_share=TRAINED_SHARE)
     return sum(
         part.seconds
         for part in found.parts

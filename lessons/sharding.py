@@ -115,7 +115,7 @@ once = with_settings(full, ["parallel.reduce=step"])
 # each of two cards has half of the micro-batches
 of_one_card = with_settings(job, ["tricks.gradient_accumulation=4"])
 shape = find_shape(job.model)
-seconds = folds.step(
+seconds = folds.time_of(
     of_one_card, shape, CARDS["t4"], trained_share=TRAINED_SHARE
 ).seconds
 models = {
@@ -483,7 +483,7 @@ _of_half = sum(
     for call in fsdp.traffic(full, shape, 2)
 )
 assert round(1 - _of_half / _of_full, 2) == 0.32  # if weights travelled in 16 bits
-_full_step = folds.step(
+_full_step = folds.time_of(
     with_settings(full, ["tricks.gradient_accumulation=4"]),
     shape,
     CARDS["t4"],

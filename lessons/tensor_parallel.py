@@ -544,7 +544,7 @@ assert round(on_nvlink[0] / on_nvlink[3], 1) == 2.1
 assert [round(divided_too[0] / divided_too[n], 1) for n in (1, 3)] == [1.6, 2.2]
 assert min(on_ethernet[1:]) > 3 * on_ethernet[0]
 assert abs(shared[1] / on_nvlink[3] - 1) < 0.1
-single = folds.step(job, shape, CARDS["a100"])
+single = folds.time_of(job, shape, CARDS["a100"])
 _computed = [compute_seconds(job, shape, A100, "tensor", cards) for cards in (1, 2, 4)]
 _divided = 2 * (_computed[0] - _computed[1])
 assert abs(_computed[0] - _divided * 3 / 4 - _computed[2]) < 1e-3

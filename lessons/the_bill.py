@@ -69,7 +69,7 @@ bill_of_llama = course.bill(plain)
 
 # %% Check these numbers tags=["hide-input"]
 lines = {line.name: line.bytes / GIB for line in bill_of_llama.lines}
-P_LLAMA = bill_of_llama.facts.shape.weights
+P_LLAMA = bill_of_llama.step.shape.weights
 assert P_LLAMA == 1_235_814_400
 assert round(4 * P_LLAMA / GIB, 1) == 4.6
 assert round(lines["optimizer states"], 1) == round(8 * P_LLAMA / GIB, 1) == 9.2

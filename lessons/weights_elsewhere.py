@@ -397,17 +397,17 @@ bits = {
 
 def copies_and_work(recipe, tokens):
     """Estimate the seconds of all copies, and of all else."""
-    parts = {part.name: part for part in folds.step(recipe, eight, t4, tokens).parts}
+    parts = {part.name: part for part in folds.time_of(recipe, eight, t4, tokens).parts}
     copies = parts.pop("fetched blocks").link_bytes / (t4.link_rate * t4.reached.link)
     return copies, sum(part.seconds for part in parts.values())
 
 
 def forward_pass(recipe, tokens):
     """Estimate the seconds of the copies and of the blocks' work in it."""
-    parts = {part.name: part for part in folds.step(recipe, eight, t4, tokens).parts}
+    parts = {part.name: part for part in folds.time_of(recipe, eight, t4, tokens).parts}
     spent = {name: part.seconds for name, part in parts.items()}
     copies, _ = copies_and_work(recipe, tokens)
-    once, back = one_by_one(folds.work(recipe, eight, T4))
+    once, back = one_by_one(folds.step_of(recipe, eight, T4))
     work = spent["blocks forward"] + spent.get("unpacking", 0) / 3
     work += spent["adapter"] / 4 + spent["attention"] * 2 / 9
     work += spent["between products"] * once / (2 * once + back)
@@ -493,7 +493,7 @@ def hidden_from(estimate):
 
 def in_plan(recipe, tokens):
     """Return what `cria plan` adds for the copies, and almost nothing."""
-    parts = folds.step(recipe, eight, t4, tokens).parts
+    parts = folds.time_of(recipe, eight, t4, tokens).parts
     return next(p.seconds for p in parts if p.name == "fetched blocks"), 1e-6
 
 

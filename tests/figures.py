@@ -44,7 +44,7 @@ STEPS = (
     "smollm2 t4 1x9: lora lora.r=3 offload",
     "tinyllama-1.1b l4 2x700: lora bf16 sdpa offload",
     "tinyllama-1.1b l4 2x700: lora bf16 sdpa offload checkpoint cards=3",
-    "tinyllama-1.1b l4 1x700: lora fp16 int8 sdpa lora.target_modules=q_proj,lm_head",
+    "tinyllama-1.1b l4 1x700: lora fp16 int8 sdpa lora.target_modules=q_proj,up_proj",
     "tinyllama-1.1b t4 1x700: lora fp16 nf4 sdpa lora.target_modules=o_proj,down_proj checkpoint",
     "llama-3.2-1b t4 1x2048: lora fp16 nf4 double lean sdpa expand checkpoint chunked 8bit paged accumulate share=0.4",
     "llama-3.2-1b t4 1x2048: lora fp16 nf4 double sdpa checkpoint chunked 8bit accumulate cards=4",
@@ -139,7 +139,7 @@ def of_step(case: str) -> dict[str, Any]:
     recipe, options = read(case)
     if "share" in options:
         options["trained_share"] = options.pop("share")
-    found = folds.step(recipe, find_shape(model), CARDS[card], **options)
+    found = folds.time_of(recipe, find_shape(model), CARDS[card], **options)
     parts = {p.name: [p.flops, p.bytes, p.link_bytes, rounded(p.seconds), p.why] for p in found.parts}
     return {"tokens": found.tokens, "flops": found.flops, "seconds": rounded(found.seconds), **parts}
 
@@ -154,7 +154,7 @@ def of_process(case: str) -> dict[str, Any]:
     figures |= {f"peak: {line.name}": [line.bytes, line.why] for line in found.lines}
     figures |= {f"state: {line.name}": line.bytes for line in found.state}
     if strategy == "fsdp":
-        of_collectives = sizes(found.facts, int(processes))
+        of_collectives = sizes(found.step, int(processes))
         figures["gathered"] = {"blocks": of_collectives.blocks, **of_collectives.outside}
     return figures | {"state": found.state_bytes, "allocated": found.allocated_bytes, "needed": found.needed_bytes}
 

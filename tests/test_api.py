@@ -80,7 +80,7 @@ def test_without_a_card_the_machines_own_is_taken_or_a_t4(monkeypatch):
     assert cria_tricks.plan("smoke").gpu == T4.name
     monkeypatch.setattr(api, "this_device", lambda: RENTED["l4"].device)
     assert cria_tricks.plan("smoke").gpu == RENTED["l4"].device.name
-    assert cria_tricks.estimate("smoke").facts.device == RENTED["l4"].device
+    assert cria_tricks.estimate("smoke").step.device == RENTED["l4"].device
 
 
 def test_a_card_that_is_on_no_list_has_a_bill_and_no_time():
@@ -96,7 +96,7 @@ def test_settings_are_those_of_the_command_line(settings):
     answer = cria_tricks.plan("kwanzaa", gpu="t4", settings=settings)
     assert answer.tokens == 512
     memory = cria_tricks.estimate("kwanzaa", gpu="t4", settings=settings)
-    assert (memory.facts.tokens, memory.needed_bytes) == (512, answer.needed_bytes)
+    assert (memory.step.tokens, memory.needed_bytes) == (512, answer.needed_bytes)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_every_piece_is_measured_on_this_machine(monkeypatch):
     assert said == [*found.rates, "launches"]
     assert found.device == this_device().name
     assert min(found.launch, found.link_rate, *found.rates.values()) > 0
-    parts = {part.name for part in folds.step(Recipe(), TINY, rates_of_t4()).parts}
+    parts = {part.name for part in folds.time_of(Recipe(), TINY, rates_of_t4()).parts}
     half = {name.rpartition(" ")[2] for name in found.rates}
     assert {"fp32", "bf16"} <= half
     for part in parts & {"between products", "loss", "attention", "optimizer"}:
@@ -94,13 +94,13 @@ def test_a_plan_for_this_machine_uses_what_was_measured_here(file):
     assert card.product_rate("products", "bf16") == 8e9
     assert card.traffic_rate("unpacking", "bf16") == 5e8
     assert card.traffic_rate("between products", "fp32") == 1e9
-    step = folds.step(recipe, TINY, card)
+    step = folds.time_of(recipe, TINY, card)
     seconds = {part.name: part.seconds for part in step.parts}
     flops = {part.name: part.flops for part in step.parts}
     assert seconds["blocks forward"] == pytest.approx(flops["blocks forward"] / 2e9)
     assert target.bill(recipe).seconds == pytest.approx(step.seconds / step.tokens)
     calibration.store(made(rates={**made().rates, "flops products fp32": 1e9}))
-    again = {part.name: part.seconds for part in folds.step(recipe, TINY, rates_of(device)).parts}
+    again = {part.name: part.seconds for part in folds.time_of(recipe, TINY, rates_of(device)).parts}
     assert again["blocks forward"] == pytest.approx(2 * seconds["blocks forward"]), "a new file is read anew"
 
 

@@ -23,7 +23,7 @@ def test_the_ladder_begins_with_nothing_and_ends_with_the_capstone():
     fields = list(itertools.chain(*ladder.LADDER_STEPS.values()))
     assert fields == toggles.switched_on(CAPSTONE), "not in the order of the lessons"
     *_, last = ladder.bills().values()
-    assert last == toggles.Target(last.facts.shape, last.facts.device).memory(CAPSTONE)
+    assert last == toggles.Target(last.step.shape, last.step.device).memory(CAPSTONE)
 
 
 def test_a_part_of_the_memory_has_one_colour_in_pictures_and_on_the_page():

@@ -361,8 +361,8 @@ def test_the_plan_says_from_which_micro_batch_inputs_travel(tiny_model):
     unknown = Device("cuda", "another card", (8, 6), real_bf16=True, memory_bytes=T4.memory_bytes)
     assert "is not known" in Target(target.shape, unknown).resolve(recipe).warnings[-1]
     for tokens, travels in ((least - 1, False), (least, True)):
-        assert target.memory(recipe, tokens).facts.overlapped is travels
-        assert bool(folds.work(recipe, target.shape, T4, tokens).travelling_blocks) is travels
+        assert target.memory(recipe, tokens).step.overlapped is travels
+        assert bool(folds.step_of(recipe, target.shape, T4, tokens).travelling_blocks) is travels
     _, plan, _ = prepare(tiny_model, *ASKED)
     assert "gains nothing without CUDA" in " ".join(plan.warnings)
 

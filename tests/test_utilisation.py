@@ -22,7 +22,7 @@ T = 512
 
 def counted(*settings: str, card: str = "a100", tokens: int = T) -> tuple[float, float]:
     recipe = with_settings(Recipe(), [f"tricks.{one}" for one in settings])
-    work = folds.work(recipe, LLAMA, CARDS[card].device, tokens)
+    work = folds.step_of(recipe, LLAMA, CARDS[card].device, tokens)
     return model_flops(work), hardware_flops(work)
 
 
@@ -41,7 +41,7 @@ def test_it_is_what_torch_counts_in_a_real_step():
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     ids = model.dummy_inputs["input_ids"][:1, :4].repeat(1, 8)
-    work = folds.work(Recipe(), shape_of(config.to_dict(), "tiny"), CPU, ids.shape[1])
+    work = folds.step_of(Recipe(), shape_of(config.to_dict(), "tiny"), CPU, ids.shape[1])
     measured = flops(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward())
     assert model_flops(work) * ids.shape[1] == pytest.approx(measured, rel=1e-9)
 

@@ -145,11 +145,11 @@ def _reached(measured: Sequence[MeasuredCard], cases: Sequence[Case], card: Card
 
 
 def _seconds(case: Case, card: Card) -> float:
-    return step_time.step(work_of(case, card.device), card).seconds
+    return step_time.time_of(work_of(case, card.device), card).seconds
 
 
 def _waits(case: Case, card: Card) -> bool:
-    last = step_time.step(work_of(case, card.device), card).parts[-1]
+    last = step_time.time_of(work_of(case, card.device), card).parts[-1]
     return last.name == "launches" and last.seconds > 0
 
 

@@ -130,7 +130,7 @@ def bill(case: dict[str, Any], _: Path) -> dict[str, Any]:
     """Return the bytes of each row at each moment of a step, and what the card needs [KiB]."""
     memory = by_hand(_setting(case))
     found: dict[str, Any] = {"needed": memory.needed_bytes >> 10, "fits": memory.fits}
-    for moment in moments(memory.facts, every_point=True):
+    for moment in moments(memory.step, every_point=True):
         for line in moment.lines:
             found.setdefault(f"{moment.name}, {line.name}", []).append(line.bytes)
     return found
@@ -140,7 +140,7 @@ def seconds(case: dict[str, Any], _: Path) -> dict[str, Any]:
     """Return the operations, bytes and seconds of each part of a step."""
     one = _setting(case)
     card = next(card for card in CARDS.values() if card.device == DEVICES[one.device])
-    found = folds.step(with_settings(Recipe(), one.sets), shape_of(one.config, one.model), card)
+    found = folds.time_of(with_settings(Recipe(), one.sets), shape_of(one.config, one.model), card)
     parts = {part.name: [part.flops, part.bytes, part.link_bytes, part.seconds, part.why] for part in found.parts}
     return {"tokens": found.tokens, "flops": found.flops, "seconds": found.seconds, **parts}
 

@@ -14,7 +14,7 @@ from cria_tricks.bench import measured_card
 from cria_tricks.bench.measured_card import MeasuredCard, MeasuredDevice, PartName
 from cria_tricks.bench.results import Case, Predicted
 from cria_tricks.bill import step_time
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
 from cria_tricks.hardware import trust
@@ -58,7 +58,7 @@ def device_of(measured: MeasuredDevice) -> Device:
     return Device(measured.kind, measured.name, measured.capability, measured.real_bf16, measured.memory_bytes)
 
 
-def work_of(case: Case, device: Device) -> Work:
+def work_of(case: Case, device: Device) -> Step:
     """Return what a case's optimizer step has to do.
 
     Raises:
@@ -69,13 +69,13 @@ def work_of(case: Case, device: Device) -> Work:
     recipe = with_settings(Recipe(), [*fixed, *case.settings])
     mean_tokens = round(case.tokens / recipe.rows_per_step)  # of the rows, or of the packed sequences
     trained_share = (case.trained_tokens or 0) / case.tokens
-    return folds.work(recipe, find_shape(case.model), device, mean_tokens, trained_share)
+    return folds.step_of(recipe, find_shape(case.model), device, mean_tokens, trained_share=trained_share)
 
 
 def predicted(case: Case, card: Card) -> Predicted:
     """Predict the time of a case's step by the rates of a card."""
     work = work_of(case, card.device)
-    step = step_time.step(work, card)
+    step = step_time.time_of(work, card)
     return Predicted(by=card.basis(work.precision), seconds=step.seconds, low=step.low, high=step.high)
 
 

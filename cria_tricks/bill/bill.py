@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.lines import ANSWERS, EVALUATION, STATE, Line, Moment
+from cria_tricks.bill.step import Step
 from cria_tricks.hardware.trust import verdict
 
 CONTEXT = 400_000_000
@@ -84,13 +84,13 @@ class Bill:
     """The memory that a process needs in a training step, and in an evaluation if there is one [bytes].
 
     Attributes:
-        facts: the facts of the part of the step that this process computes.
+        step: the part of the step that this process computes.
         moments: the moments of the step and of an evaluation; the optimizer step is the last one.
         strategy: how several processes share the work; ``none`` for a single process.
         processes: how many processes share the work; for the strategy ``model``, how many GPUs.
     """
 
-    facts: StepFacts
+    step: Step
     moments: tuple[Moment, ...]
     strategy: str = "none"
     processes: int = 1
@@ -98,8 +98,8 @@ class Bill:
     @property
     def training(self) -> "Bill":
         """The bill of the training step alone, without evaluations."""
-        step = tuple(moment for moment in self.moments if moment.name not in (EVALUATION, ANSWERS))
-        return replace(self, moments=step)
+        moments = tuple(moment for moment in self.moments if moment.name not in (EVALUATION, ANSWERS))
+        return replace(self, moments=moments)
 
     @property
     def peak(self) -> Moment:
@@ -129,7 +129,7 @@ class Bill:
     @property
     def workspaces(self) -> Line:
         """The memory in which a GPU's matrix products work. It holds no tensor, but torch's allocator counts it."""
-        needed = WORKSPACES * (self.facts.device.kind == "cuda")
+        needed = WORKSPACES * (self.step.device.kind == "cuda")
         return Line("cuBLAS workspaces", needed, "one each for forward and backward")
 
     @property
@@ -140,14 +140,14 @@ class Bill:
     @property
     def unused(self) -> Line:
         """The memory that torch's allocator may have reserved and no tensor uses; none on a CPU."""
-        expandable = self.facts.expandable_segments
-        waits = not self.facts.steps_in_backward
+        expandable = self.step.expandable_segments
+        waits = not self.step.steps_in_backward
         # An evaluation may have the fullest moment, and the allocator may still have reserved more for the training.
         reserved = (
             moment.bytes + unused_bytes(moment, expandable=expandable, gradients_wait=waits)
             for moment in (self.peak, self.training.peak)
         )
-        found = (max(reserved) - self.peak_bytes) * (self.facts.device.kind == "cuda")
+        found = (max(reserved) - self.peak_bytes) * (self.step.device.kind == "cuda")
         ways = "expandable segments" if expandable else "a segment for each large tensor"
         return Line("reserved, not used", found, f"estimated, with {ways}")
 
@@ -159,7 +159,7 @@ class Bill:
     @property
     def around(self) -> tuple[Line, ...]:
         """The lines of what a GPU holds besides the step's tensors; none on a CPU."""
-        if self.facts.device.kind != "cuda":
+        if self.step.device.kind != "cuda":
             return ()
         return (Line("CUDA context", CONTEXT, "driver and kernels"), self.workspaces, self.unused)
 
@@ -181,4 +181,4 @@ class Bill:
     @property
     def verdict(self) -> str:
         """``fits``, ``tight`` or ``does not fit``."""
-        return verdict(self.needed_bytes, self.facts.device.memory_bytes, self.least_bytes)
+        return verdict(self.needed_bytes, self.step.device.memory_bytes, self.least_bytes)

@@ -1,7 +1,7 @@
 """Estimate the memory of a forward pass without gradients: an evaluation during training, and answers.
 
 Nothing is saved for a backward pass, no block is recomputed, and nothing is offloaded. So the formulas of a block count
-it as they count a block through which no gradient flows (``StepFacts.keeps_nothing``). Beside it are the weights, the
+it as they count a block through which no gradient flows (``Step.keeps_nothing``). Beside it are the weights, the
 optimizer states, and, if tokens are generated, the KV cache. Weight gradients are freed before an evaluation begins.
 """
 
@@ -9,38 +9,38 @@ from dataclasses import replace
 
 from cria_tricks.bill import block
 from cria_tricks.bill.constants import FP32, TOKENS_PER_CHUNK
-from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.fused_operations import tiled
 from cria_tricks.bill.lines import ANSWERS, EVALUATION, Line, Moment
 from cria_tricks.bill.loss import cast_copies
 from cria_tricks.bill.moments import batch_line
+from cria_tricks.bill.step import Step
 
 
-def without_gradients(memory: StepFacts) -> StepFacts:
+def without_gradients(step: Step) -> Step:
     """Return the facts of the same pass in eval mode: no gradient flows, and there is no dropout.
 
     Args:
-        memory: the facts of a step without checkpointing, offloading, accumulation and packing.
+        step: the facts of a step without checkpointing, offloading, accumulation and packing.
     """
-    return replace(memory, learning_blocks=0, dropout=False, waiting_gradient_bytes=0)
+    return replace(step, learning_blocks=0, dropout=False, waiting_gradient_bytes=0)
 
 
-def loss_pass(memory: StepFacts) -> list[Moment]:
+def loss_pass(step: Step) -> list[Moment]:
     """Return the moments of one micro-batch of evaluation rows, without what is alive anyway.
 
     The first is the deepest point of a block; the others are those of the loss.
 
     Args:
-        memory: the facts of the pass, from :func:`without_gradients`.
+        step: the facts of the pass, from :func:`without_gradients`.
     """
-    at_the_loss = _chunked if "log-softmax" not in memory.loss_moments(memory) else _full
-    in_block = (batch_line(memory, masked=True), *_in_block(memory))
-    behind = batch_line(memory, masked=False)  # the mask is freed when the last block has run
-    parts = [in_block, *((behind, *lines) for lines in at_the_loss(memory))]
-    return [Moment(EVALUATION, (_copies(memory), *lines)) for lines in parts]
+    at_the_loss = _chunked if "log-softmax" not in step.loss_moments(step) else _full
+    in_block = (batch_line(step, masked=True), *_in_block(step))
+    behind = batch_line(step, masked=False)  # the mask is freed when the last block has run
+    parts = [in_block, *((behind, *lines) for lines in at_the_loss(step))]
+    return [Moment(EVALUATION, (_copies(step), *lines)) for lines in parts]
 
 
-def fullest_answer(prompts: StepFacts, token: StepFacts, room: int, *, caches: bool = True) -> Moment:
+def fullest_answer(prompts: Step, token: Step, room: int, *, caches: bool = True) -> Moment:
     """Return the fullest moment of generating answers to a batch of prompts, without what is alive anyway.
 
     It is in the first pass, through the prompts, or in a pass for one token.
@@ -72,62 +72,62 @@ def fullest_answer(prompts: StepFacts, token: StepFacts, room: int, *, caches: b
     return max(moments, key=lambda moment: moment.bytes)
 
 
-def _in_block(memory: StepFacts) -> tuple[Line, ...]:
+def _in_block(step: Step) -> tuple[Line, ...]:
     """Return the line of the open block at its deepest point; a trained copy beside it may be deeper."""
-    operations = [memory.operations]
-    if memory.learns_beside:
-        operations.append(tuple(tiled(memory)))
-    points = [point for each in operations for point in block.points(memory, each) if not point.backward]
+    operations = [step.operations]
+    if step.learns_beside:
+        operations.append(tuple(tiled(step)))
+    points = [point for each in operations for point in block.points(step, each) if not point.backward]
     deepest = max(points, key=lambda point: point.bytes)
     return (Line("open block", deepest.kept + deepest.opened, f"at the {deepest.operation}"),)
 
 
-def _copies(memory: StepFacts) -> Line:
+def _copies(step: Step) -> Line:
     """Return the line of autocast's 16-bit copies of adapters, which it holds until the forward pass ends."""
-    as_recomputed = replace(memory, learning_blocks=bool(memory.adapted), checkpointed=True)
+    as_recomputed = replace(step, learning_blocks=bool(step.adapted), checkpointed=True)
     return cast_copies(as_recomputed)
 
 
-def _head_copy(memory: StepFacts) -> Line:
+def _head_copy(step: Step) -> Line:
     """Return the line of autocast's 16-bit copy of the head; 0 if the head is in the compute dtype already."""
-    a = memory.compute_itemsize
-    cast = a < FP32 and (a != memory.other_weight_itemsize or memory.trains_head)
-    return Line("16-bit copy of the head", memory.shape.embedding_weights * a * cast, "by autocast")
+    a = step.compute_itemsize
+    cast = a < FP32 and (a != step.other_weight_itemsize or step.trains_head)
+    return Line("16-bit copy of the head", step.shape.embedding_weights * a * cast, "by autocast")
 
 
-def _full(memory: StepFacts) -> list[tuple[Line, ...]]:
+def _full(step: Step) -> list[tuple[Line, ...]]:
     """Bill all logits at once: when the head makes them, and at log-softmax, where they are there three times."""
-    a = memory.compute_itemsize
-    logits = memory.all_tokens * memory.shape.vocabulary
-    norm = Line("final norm", _normed(memory, a), "its output, as the head takes it")
-    head = _head_copy(memory)
-    stays = replace(head, bytes=head.bytes * memory.trains_head)  # autocast keeps only the copy of a trained weight
-    capped = a * memory.shape.caps_logits
+    a = step.compute_itemsize
+    logits = step.all_tokens * step.shape.vocabulary
+    norm = Line("final norm", _normed(step, a), "its output, as the head takes it")
+    head = _head_copy(step)
+    stays = replace(head, bytes=head.bytes * step.trains_head)  # autocast keeps only the copy of a trained weight
+    capped = a * step.shape.caps_logits
     made = Line("logits", logits * (a + capped), "as computed")
     final = Line("logits", logits * (2 * FP32 + a * (a < FP32)), "as computed, in fp32, and log-softmax")
     return [(norm, head, made), (norm, stays, final)]
 
 
-def _chunked(memory: StepFacts) -> list[tuple[Line, ...]]:
+def _chunked(step: Step) -> list[tuple[Line, ...]]:
     """Bill the chunked loss: the hidden states of all tokens, those of trained tokens, and one chunk's logits."""
-    shape = memory.shape
-    a = memory.compute_itemsize
-    picked = memory.hidden_itemsize
+    shape = step.shape
+    a = step.compute_itemsize
+    picked = step.hidden_itemsize
     if picked != a:  # as they were picked, and cast
         picked += a
-    logits = min(TOKENS_PER_CHUNK, memory.trained_tokens) * shape.vocabulary
-    copied = shape.embedding_weights * a * (a != memory.other_weight_itemsize)
+    logits = min(TOKENS_PER_CHUNK, step.trained_tokens) * shape.vocabulary
+    copied = shape.embedding_weights * a * (a != step.other_weight_itemsize)
     return [
         (
-            Line("final norm", memory.all_tokens * shape.width * memory.hidden_itemsize, "its output"),
+            Line("final norm", step.all_tokens * shape.width * step.hidden_itemsize, "its output"),
             Line("16-bit copy of the head", copied, "once for all chunks"),
-            Line("hidden states for the loss", memory.trained_tokens * shape.width * picked, "of trained tokens"),
+            Line("hidden states for the loss", step.trained_tokens * shape.width * picked, "of trained tokens"),
             Line("logits", 2 * logits * FP32, f"of {TOKENS_PER_CHUNK} tokens in fp32, and their exp"),
         )
     ]
 
 
-def _normed(memory: StepFacts, a: int) -> int:
+def _normed(step: Step, a: int) -> int:
     """Return the bytes of the last norm's output, and of the copy in the dtype that the head takes."""
-    hidden = memory.hidden_itemsize
-    return memory.all_tokens * memory.shape.width * (hidden + a * (a != hidden))
+    hidden = step.hidden_itemsize
+    return step.all_tokens * step.shape.width * (hidden + a * (a != hidden))

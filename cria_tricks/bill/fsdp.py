@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cria_tricks.bill.constants import FP32
-from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.lines import STATE, Line, Moment, smaller
 from cria_tricks.bill.moments import moments
+from cria_tricks.bill.step import Step
 
 EMBEDDING = "embedding"
 HEAD = "last norm and head"
@@ -98,24 +98,24 @@ def divided_up(total: int, parts: int) -> int:
     return -(-total // parts)
 
 
-def sizes(memory: StepFacts, processes: int) -> Sizes:
+def sizes(step: Step, processes: int) -> Sizes:
     """Compute the sizes of the shards, and of what is gathered and reduced at once.
 
     Args:
-        memory: the facts of the step.
+        step: the step.
         processes: the number of processes, N.
     """
-    loaded = loaded_tensors(memory)
-    added = _added_tensors(memory)
-    matrices, itemsize = _as_stored(memory, loaded["matrices"])
-    other = memory.other_weight_itemsize
+    loaded = loaded_tensors(step)
+    added = _added_tensors(step)
+    matrices, itemsize = _as_stored(step, loaded["matrices"])
+    other = step.other_weight_itemsize
     # Added tensors belong to the blocks (LoRA, a side network), to the head (its trained copy), or to none (a prompt).
     in_blocks: list[Tensors] = []
     in_head: list[Tensors] = []
     elsewhere: list[Tensors] = []
-    if memory.adapted or memory.learns_beside:
+    if step.adapted or step.learns_beside:
         in_blocks = added
-    elif memory.trains_head and not memory.trains_all:
+    elif step.trains_head and not step.trains_all:
         in_head = added
     else:
         elsewhere = added
@@ -128,16 +128,16 @@ def sizes(memory: StepFacts, processes: int) -> Sizes:
     def gathered(whole: list[Tensors], beside: list[Tensors]) -> Gathered:
         """Return what a collective moves of loaded tensors, and of those that were added beside them."""
         trained = beside
-        if memory.trains_all:
+        if step.trains_all:
             trained = [*whole, *beside]
         return Gathered(processes * (shard(whole, other) + shard(beside, FP32)), processes * shard(trained, FP32))
 
     # The matrices have another item size than the rest, so their weights are added apart.
     small = gathered(loaded["small"], in_blocks)
-    learning = shard(loaded["matrices"], FP32) * memory.trains_all
+    learning = shard(loaded["matrices"], FP32) * step.trains_all
     blocks = Gathered(small.weights + processes * shard(matrices, itemsize), small.gradients + processes * learning)
     outside = {ENDS: gathered([*loaded[EMBEDDING], *loaded[HEAD]], [*in_head, *elsewhere])}
-    if not memory.shape.tied:
+    if not step.shape.tied:
         outside = {
             EMBEDDING: gathered(loaded[EMBEDDING], []),
             HEAD: gathered(loaded[HEAD], in_head),
@@ -145,10 +145,10 @@ def sizes(memory: StepFacts, processes: int) -> Sizes:
         }
     others = [*loaded["small"], *loaded[EMBEDDING], *loaded[HEAD]]
     trained = added
-    if memory.trains_all:
+    if step.trains_all:
         trained = [*loaded["matrices"], *others, *added]
     # FSDP2 shards parameters only. The scales of 4-bit weights are no parameters, so each process holds all of them.
-    scales = memory.block_weight_bytes - round(itemsize * elements_of(matrices))
+    scales = step.block_weight_bytes - round(itemsize * elements_of(matrices))
     in_order_of_state = (
         shard(matrices, itemsize) + scales,
         shard(others, other),
@@ -157,26 +157,26 @@ def sizes(memory: StepFacts, processes: int) -> Sizes:
         shard(trained, 2 * FP32),  # the two states of AdamW
     )
     shards = dict(zip(STATE, in_order_of_state, strict=True))
-    return Sizes(shards, blocks, _largest_block(memory, blocks, processes * shard(in_blocks, FP32)), outside)
+    return Sizes(shards, blocks, _largest_block(step, blocks, processes * shard(in_blocks, FP32)), outside)
 
 
-def _largest_block(memory: StepFacts, blocks: Gathered, added: int) -> Gathered:
+def _largest_block(step: Step, blocks: Gathered, added: int) -> Gathered:
     """Return the share of one block; ``added`` are the bytes of what was added to all blocks."""
-    layers = memory.shape.layers
+    layers = step.shape.layers
     # A side network's copies are only in the last blocks. The largest block counts, so one with a copy.
     with_added = layers
-    if memory.learns_beside:
-        with_added = memory.learning_blocks
+    if step.learns_beside:
+        with_added = step.learning_blocks
     with_gradients = with_added
-    if memory.trains_all:
+    if step.trains_all:
         with_gradients = layers
     weights = (blocks.weights - added) // layers + added // (with_added or layers)
     return Gathered(weights, blocks.gradients // (with_gradients or layers))
 
 
-def loaded_tensors(memory: StepFacts) -> dict[str, list[Tensors]]:
+def loaded_tensors(step: Step) -> dict[str, list[Tensors]]:
     """List the loaded model's tensors: "matrices" of the blocks (they can be quantised), "small" ones, both ends."""
-    shape = memory.shape
+    shape = step.shape
     width = shape.width
     inner = shape.inner
     layers = shape.layers
@@ -200,30 +200,30 @@ def loaded_tensors(memory: StepFacts) -> dict[str, list[Tensors]]:
     return {"matrices": matrices, "small": small, EMBEDDING: embedding, HEAD: last}
 
 
-def _added_tensors(memory: StepFacts) -> list[Tensors]:
+def _added_tensors(step: Step) -> list[Tensors]:
     """List the tensors that were added to the loaded model."""
-    if not memory.adapted:
+    if not step.adapted:
         # The facts do not tell the shapes of these tensors, so they count as divisible element by element.
-        return [Tensors(count, elements, elements) for count, elements in memory.added]
+        return [Tensors(count, elements, elements) for count, elements in step.added]
     added = []
-    for name in memory.adapted:
-        d_in, d_out = memory.shape.linears[name]
-        count = memory.shape.layers * memory.shape.copies(name)
-        added.append(Tensors(count, memory.rank, memory.rank * d_in))  # A
-        added.append(Tensors(count, d_out, memory.rank * d_out))  # B
-        if memory.dora:
+    for name in step.adapted:
+        d_in, d_out = step.shape.linears[name]
+        count = step.shape.layers * step.shape.copies(name)
+        added.append(Tensors(count, step.rank, step.rank * d_in))  # A
+        added.append(Tensors(count, d_out, step.rank * d_out))  # B
+        if step.dora:
             added.append(Tensors(count, d_out, d_out))  # the magnitudes
     return added
 
 
-def _as_stored(memory: StepFacts, matrices: list[Tensors]) -> tuple[list[Tensors], float]:
+def _as_stored(step: Step, matrices: list[Tensors]) -> tuple[list[Tensors], float]:
     """Return the blocks' matrices as they are stored, and the bytes of one stored element."""
-    if memory.elements_per_byte == 1:
-        return matrices, memory.block_weight_bytes / elements_of(matrices)
+    if step.elements_per_byte == 1:
+        return matrices, step.block_weight_bytes / elements_of(matrices)
     # A 4-bit matrix is stored as one column of bytes, with two elements in each byte.
     packed = []
     for one in matrices:
-        bytes_of_one = divided_up(one.elements, memory.elements_per_byte)
+        bytes_of_one = divided_up(one.elements, step.elements_per_byte)
         packed.append(Tensors(one.many, bytes_of_one, bytes_of_one))
     return packed, 1
 
@@ -242,11 +242,11 @@ has no attention mask, so the moments that are made of these lines lack it.
 """
 
 
-def sharded_moments(memory: StepFacts, processes: int, reduce: str, micro_batches: int) -> list[Moment]:
+def sharded_moments(step: Step, processes: int, reduce: str, micro_batches: int) -> list[Moment]:
     """Return the moments of a step under FSDP2: weights, gradients and states as shards, plus what is whole.
 
     Args:
-        memory: the facts of the step that one process computes, with its own micro-batches.
+        step: the step that one process computes, with its own micro-batches.
         processes: the number of processes, N.
         reduce: when gradients are reduced, ``micro_batch`` or ``step``.
         micro_batches: how many micro-batches of a step one process computes.
@@ -255,21 +255,21 @@ def sharded_moments(memory: StepFacts, processes: int, reduce: str, micro_batche
         The moments of ``bill/moments.py``, and those at which weights arrive or gradients are reduced; each as it is in
         the micro-batch in which it is largest.
     """
-    found = sizes(memory, processes)
-    alone = replace(memory, waiting_gradient_bytes=0)  # no whole gradients are there from before
+    found = sizes(step, processes)
+    alone = replace(step, waiting_gradient_bytes=0)  # no whole gradients are there from before
     if reduce == "micro_batch" or micro_batches == 1:
         passes = [_Pass(alone, found, processes, shards_before=micro_batches > 1)]
     else:
         # The last micro-batch reduces what the others left whole. With two, none is between the first and the last.
-        passes = [_Pass(alone, found, processes, reduces=False), _Pass(memory, found, processes)]
+        passes = [_Pass(alone, found, processes, reduces=False), _Pass(step, found, processes)]
         if micro_batches > 2:
-            passes.append(_Pass(memory, found, processes, reduces=False))
+            passes.append(_Pass(step, found, processes, reduces=False))
     largest = dict[str, Moment]()
     for one in passes:
         for moment in one.moments():
             if moment.name not in largest or moment.bytes > largest[moment.name].bytes:
                 largest[moment.name] = moment
-    return [*largest.values(), smaller(moments(memory)[-1], found.shards)]
+    return [*largest.values(), smaller(moments(step)[-1], found.shards)]
 
 
 @dataclass(frozen=True)
@@ -277,14 +277,14 @@ class _Pass:
     """The forward and backward pass of one micro-batch.
 
     Attributes:
-        memory: its facts; whole gradients are there from before if they say so (``accumulates``).
+        step: its step; whole gradients are there from before if they say so (``accumulates``).
         sizes: of what is sharded and gathered.
         processes: the number of processes, N.
         reduces: whether gradients are reduced in this pass.
         shards_before: whether the shards of all gradients are there from an earlier micro-batch.
     """
 
-    memory: StepFacts
+    step: Step
     sizes: Sizes
     processes: int
     reduces: bool = True
@@ -292,7 +292,7 @@ class _Pass:
 
     def moments(self) -> list[Moment]:
         """Return the moments of the pass."""
-        steps = {moment.name: moment for moment in moments(self.memory)[:-1]}
+        steps = {moment.name: moment for moment in moments(self.step)[:-1]}
         found = [*self._arrivals(steps), *self._reductions(steps)]
         in_runs = set[str]()
         for highest, lowest, above, blocks in self._runs(steps):
@@ -318,7 +318,7 @@ class _Pass:
     @property
     def _waiting_head(self) -> int:
         """The gradient of a tied head, which waits for that of the embedding [bytes]."""
-        return self.sizes.of_ends * self.memory.shape.tied
+        return self.sizes.of_ends * self.step.shape.tied
 
     def _before(self, moment: Moment) -> int:
         """Return the gradients of earlier micro-batches, whole or as shards [bytes]."""
@@ -329,7 +329,7 @@ class _Pass:
     def _around_the_head(self, name: str, chunked: bool) -> int:
         """Return what is whole of head and blocks when the forward pass ends and the backward pass begins [bytes]."""
         head = self.sizes.of(HEAD).weights
-        if self.memory.shape.tied:
+        if self.step.shape.tied:
             # The last block's buffer: freed when the forward pass ends, fetched again when the backward pass begins.
             return self.sizes.block.weights
         if name == "log-softmax" or (name == "loss" and chunked):
@@ -340,12 +340,12 @@ class _Pass:
 
     def _runs(self, steps: dict[str, Moment]) -> list[tuple[str, str, int, int]]:
         """Return the runs of blocks that are alike, from the last: highest, lowest, blocks above it, its blocks."""
-        blocks = self.memory.learning_blocks
+        blocks = self.step.learning_blocks
         if "first block" not in steps:
             return []
         if "first kept block" not in steps:
             return [("last block", "first block", 0, blocks)]
-        kept = self.memory.staying_blocks
+        kept = self.step.staying_blocks
         return [
             ("last block", "first kept block", 0, kept),
             ("last checkpointed block", "first block", kept, blocks - kept),
@@ -381,19 +381,19 @@ class _Pass:
         """
         block = self.sizes.block
         head = self.sizes.of(HEAD).gradients
-        is_first = above == self.memory.shape.layers - 1
+        is_first = above == self.step.shape.layers - 1
         weights = block.weights * (2 - is_first)  # nothing is fetched ahead in the first block
         whole = sum(line.bytes for line in moment.lines if line.name == "gradients")
         if not self.reduces:
             return self._with(replace(moment, name=name), weights, whole)
         reducing = block.gradients if above else head
         shards = (above * block.gradients + head) // self.processes
-        if self.memory.accumulates:
-            left = self.memory.learning_blocks - above  # whole gradients from before, which this pass reduces later
+        if self.step.accumulates:
+            left = self.step.learning_blocks - above  # whole gradients from before, which this pass reduces later
             unreduced = left * block.gradients + self.sizes.of_ends
             return self._with(replace(moment, name=name), weights, shards, unreduced + reducing + self._waiting_head)
         # Of the open block's gradients those count that exist at its deepest point.
-        of_embedding = self.sizes.of_ends * self.memory.trains_all
+        of_embedding = self.sizes.of_ends * self.step.trains_all
         own = min(max(whole - of_embedding - of * block.gradients, 0), block.gradients)
         if self.shards_before:
             shards = self.sizes.shards["gradients"]
@@ -424,7 +424,7 @@ class _Pass:
             self._beside("first block arrives", before, 0, first + 2 * block, gradients),
             self._beside("last block arrives", before, others, 3 * block, gradients),
         ]
-        if not self.memory.shape.tied:
+        if not self.step.shape.tied:
             found.append(self._beside("head arrives", before, _saved(before), block + 2 * head, gradients))
         return found
 
@@ -436,7 +436,7 @@ class _Pass:
         head = self.sizes.of(HEAD).gradients
         block = self.sizes.block
         shards = self.sizes.shards["gradients"]
-        at_head = self._before(before) + head * (1 + (not self.memory.accumulates))
+        at_head = self._before(before) + head * (1 + (not self.step.accumulates))
         at_end = shards
         if not self.shards_before:
             at_end -= self.sizes.of_ends // self.processes
@@ -450,8 +450,8 @@ class _Pass:
 
     def _beside(self, name: str, before: Moment, saved: int, weights: int, gradients: int) -> Moment:
         """Return a moment with what is alive in the whole step, saved activations, and a hidden state."""
-        memory = self.memory
-        hidden = memory.all_tokens * memory.shape.width * memory.hidden_itemsize
+        step = self.step
+        hidden = step.all_tokens * step.shape.width * step.hidden_itemsize
         lines = (
             Line(_SAVED, saved, "of the blocks that have run"),
             Line("hidden state", hidden, "of the last group, or its gradient"),

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from cria_tricks.bill.block_operations import walk
 from cria_tricks.bill.constants import FP32
-from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.operation import GATED, TILED, NormBytes, Operation
 from cria_tricks.bill.product_operations import product_of
+from cria_tricks.bill.step import Step
 
 TOGETHER = ("q_proj", "k_proj", "v_proj")
 """Matrices of attention that multiply the same input: one function computes all three."""
@@ -22,23 +22,23 @@ GATE_AND_UP = "gate", "up"
 NORM_AT_ONCE = 2**24
 """Numbers of its input for which a fused norm runs backward at one time, if it has more: 64 MiB in fp32."""
 
-Rule = Callable[[StepFacts], list[Operation]]
+Rule = Callable[[Step], list[Operation]]
 
 
-def with_adapter(memory: StepFacts, base: Operation, source: str, x: int) -> Operation:
+def with_adapter(step: Step, base: Operation, source: str, x: int) -> Operation:
     """Add an adapter to the operation of a product; it saves the input in the compute dtype, and nothing else.
 
     Args:
-        memory: the facts of the step.
+        step: the step.
         base: the operation of the frozen product alone.
         source: the name of its input.
         x: bytes of one element of the input.
     """
-    a = memory.compute_itemsize
-    o = memory.product_itemsize
-    size = product_of(memory, base.name, x)
-    thin = memory.all_tokens * memory.rank * a  # A x, or the gradient of it
-    weights = memory.rank * sum(memory.shape.linears[base.name])  # of A and B
+    a = step.compute_itemsize
+    o = step.product_itemsize
+    size = product_of(step, base.name, x)
+    thin = step.all_tokens * step.rank * a  # A x, or the gradient of it
+    weights = step.rank * sum(step.shape.linears[base.name])  # of A and B
     casts = weights * a * (a < FP32)
     input_name = source if x == a else f"{source} in 16 bits"
     # The adapter is added in place, by a product of its own where the result is wider.
@@ -48,8 +48,8 @@ def with_adapter(memory: StepFacts, base: Operation, source: str, x: int) -> Ope
     narrow = size.made * a * (o != a)
     backward = base.backward + narrow + thin + casts + size.given * min(a, x) * (x != a)
     # A packed weight is unpacked in the compute dtype, not in that of the input as in bitsandbytes' int8.
-    backward += size.weight * a * memory.quantised - memory.product_bytes(size).unpacked
-    if memory.device.kind == "cpu" and a < FP32:
+    backward += size.weight * a * step.quantised - step.product_bytes(size).unpacked
+    if step.device.kind == "cpu" and a < FP32:
         # A CPU has no product of 16-bit numbers that gives fp32, so one of its factors is cast. The gradient of the
         # input is there already if this is not the first matrix that multiplies it.
         sums = size.given * x * (base.name in ("k_proj", "v_proj", "up_proj"))
@@ -58,23 +58,23 @@ def with_adapter(memory: StepFacts, base: Operation, source: str, x: int) -> Ope
     return replace(base, keeps=kept, pins={}, forward=forward, backward=backward, learns=weights * FP32)
 
 
-def operations(memory: StepFacts, rule: Rule) -> list[Operation]:
+def operations(step: Step, rule: Rule) -> list[Operation]:
     """List the operations of a block with fused adapters.
 
     Args:
-        memory: the facts of the step.
+        step: the step.
         rule: the operations of the block without fusing what lies around the products.
     """
-    found = _products_together(memory, rule(memory))
-    if not memory.shape.joined and memory.shape.experts == 1 and all(name in memory.adapted for name in MLP):
-        return _mlp_together(memory, found)
+    found = _products_together(step, rule(step))
+    if not step.shape.joined and step.shape.experts == 1 and all(name in step.adapted for name in MLP):
+        return _mlp_together(step, found)
     return found
 
 
-def _products_together(memory: StepFacts, found: list[Operation]) -> list[Operation]:
+def _products_together(step: Step, found: list[Operation]) -> list[Operation]:
     """Count the results of queries, keys and values beside each other, and so their gradients."""
-    made = {name: product_of(memory, name, 0).made * memory.product_itemsize for name in memory.shape.linears}
-    together = [one for one in found if one.name in TOGETHER and one.name in memory.adapted]
+    made = {name: product_of(step, name, 0).made * step.product_itemsize for name in step.shape.linears}
+    together = [one for one in found if one.name in TOGETHER and one.name in step.adapted]
     earlier = learnt = 0
     changed = {}
     for one in together:
@@ -86,31 +86,31 @@ def _products_together(memory: StepFacts, found: list[Operation]) -> list[Operat
     return [changed.get(one.name, one) for one in found]
 
 
-def _mlp_together(memory: StepFacts, found: list[Operation]) -> list[Operation]:
+def _mlp_together(step: Step, found: list[Operation]) -> list[Operation]:
     """Replace the operations of the MLP by those of its two functions: one for gate and up, one for the rest."""
-    shape = memory.shape
+    shape = step.shape
     by_name = {one.name: one for one in found}
     gate, up, down = (by_name[name] for name in MLP)
     first = found.index(gate)
     last = found.index(down)
-    inner = memory.all_tokens * shape.inner * memory.product_itemsize
-    hidden = memory.all_tokens * shape.width
-    residual = memory.stream_tokens * shape.width * memory.hidden_itemsize
+    inner = step.all_tokens * shape.inner * step.product_itemsize
+    hidden = step.all_tokens * shape.width
+    residual = step.stream_tokens * shape.width * step.hidden_itemsize
     saved = dict.fromkeys(GATE_AND_UP, inner)
     # What is repeated ends where gate and up are saved again.
-    runs = not memory.checkpointed
+    runs = not step.checkpointed
     input_bytes = sum(gate.keeps.values())
     # down's input is not saved, but computed again, with the activated gate beside it.
-    narrow = memory.all_tokens * shape.inner * memory.compute_itemsize
+    narrow = step.all_tokens * shape.inner * step.compute_itemsize
     alive = inner
-    if memory.product_itemsize != memory.compute_itemsize:
+    if step.product_itemsize != step.compute_itemsize:
         alive = narrow  # the input itself is in down.forward, because it is not saved under this name
     # The gradient of down's result is that of the block's result, unless an operation or a cast lies between them.
-    result = hidden * memory.product_itemsize
-    apart = shape.ends_with_norm or shape.scales_hidden or memory.in_pieces
-    if memory.product_itemsize == memory.hidden_itemsize and not apart:
+    result = hidden * step.product_itemsize
+    apart = shape.ends_with_norm or shape.scales_hidden or step.in_pieces
+    if step.product_itemsize == step.hidden_itemsize and not apart:
         result = 0
-    through_down = down.backward - hidden * memory.product_itemsize + result + inner + narrow
+    through_down = down.backward - hidden * step.product_itemsize + result + inner + narrow
     # Behind it the activated gate is there beside three gradients.
     through_activation = residual + result + 4 * inner
     return [
@@ -147,19 +147,19 @@ def norm_bytes(elements: int, x: int) -> NormBytes:
     return NormBytes(elements * x, elements * x, backward, copies=False, apart=0)
 
 
-def without_activated_gate(memory: StepFacts, rule: Rule) -> list[Operation]:
+def without_activated_gate(step: Step, rule: Rule) -> list[Operation]:
     """List the operations of a block whose gated activation saves gate and up only.
 
     Args:
-        memory: the facts of the step.
+        step: the step.
         rule: the operations of the block without that.
     """
-    found = rule(memory)
+    found = rule(step)
     names = [one.name for one in found]
     # In these models, and with fused_lora, the activation is no operation of its own.
-    if memory.shape.joined or memory.shape.experts > 1 or GATED not in names:
+    if step.shape.joined or step.shape.experts > 1 or GATED not in names:
         return found
-    inner = memory.all_tokens * memory.shape.inner * memory.product_itemsize
+    inner = step.all_tokens * step.shape.inner * step.product_itemsize
     gate = {"gate": inner}
     up = found[names.index("up_proj")]
     gated = found[names.index(GATED)]
@@ -175,33 +175,31 @@ def without_activated_gate(memory: StepFacts, rule: Rule) -> list[Operation]:
     return [changed.get(one.name, one) for one in found]
 
 
-def tiled(memory: StepFacts, rule: Rule = walk) -> list[Operation]:
+def tiled(step: Step, rule: Rule = walk) -> list[Operation]:
     """List the operations of a block whose MLP takes a tile of tokens at a time, as one operation.
 
     Args:
-        memory: the facts of the step; its ``mlp_tile`` may be 0, and then nothing changes.
+        step: the facts of the step; its ``mlp_tile`` may be 0, and then nothing changes.
         rule: the operations of the block without tiles.
     """
-    found = rule(memory)
-    if not memory.mlp_tile:
+    found = rule(step)
+    if not step.mlp_tile:
         return found
     names = [one.name for one in found]
-    first = names.index(memory.mlp[0])
-    last = names.index(memory.mlp[-1])
+    first = names.index(step.mlp[0])
+    last = names.index(step.mlp[-1])
     # The same MLP for the tokens of one tile: recorded by autograd, as its backward pass has it, and not recorded.
-    inside = replace(
-        memory, batch=1, tokens=memory.mlp_tile, checkpointed=False, offloaded=False, waiting_gradient_bytes=0
-    )
+    inside = replace(step, batch=1, tokens=step.mlp_tile, checkpointed=False, offloaded=False, waiting_gradient_bytes=0)
     recorded = rule(inside)[first : last + 1]
     passing = rule(replace(inside, learning_blocks=0))[first : last + 1]
-    n = memory.all_tokens
-    width = memory.shape.width
-    x = memory.hidden_itemsize
-    o = memory.product_itemsize
+    n = step.all_tokens
+    width = step.shape.width
+    x = step.hidden_itemsize
+    o = step.product_itemsize
     residual = n * width * x
     # The gradient of the result is that of the block's result, unless an operation or a cast lies between the two.
-    own_gradient = n * width * o * (o != x or memory.shape.ends_with_norm or memory.shape.scales_hidden)
-    norm = "attention's sum" if memory.shape.norms_behind else "second norm's output"
+    own_gradient = n * width * o * (o != x or step.shape.ends_with_norm or step.shape.scales_hidden)
+    norm = "attention's sum" if step.shape.norms_behind else "second norm's output"
     whole = Operation(
         TILED,
         keeps={norm: residual},
@@ -213,7 +211,7 @@ def tiled(memory: StepFacts, rule: Rule = walk) -> list[Operation]:
     return [*found[:first], whole, *found[last + 1 :]]
 
 
-def _through_a_tile(inside: StepFacts, operations: list[Operation]) -> int:
+def _through_a_tile(inside: Step, operations: list[Operation]) -> int:
     """Return the most bytes that are alive while one tile runs forward again and backward.
 
     Args:

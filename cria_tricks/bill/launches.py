@@ -9,7 +9,7 @@ be several (unpacking, the optimizer), a round number stands for them.
 """
 
 from cria_tricks.bill.products import Blocks
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 
 BLOCK = 34
 """Operations of the forward pass of a block in fp32: seven products, two norms, rotary embedding, attention, MLP."""
@@ -45,74 +45,72 @@ UPDATE = 4
 """For each trained matrix, once a step: clipping, the update, and setting its gradient to zero."""
 
 
-def of_blocks(work: Work, blocks: Blocks) -> int:
+def of_blocks(step: Step, blocks: Blocks) -> int:
     """Count the launches of all blocks in one micro-batch, forward, again and backward."""
-    matrices = len(work.shape.linears)
-    adapted = len(work.adapted)
-    learning = matrices if work.trains_blocks else adapted
-    unpack = UNPACK * matrices * (work.stored_itemsize < 2)
-    of_adapter = FUSED_ADAPTER if work.fused_adapters else ADAPTER
-    forward = BLOCK + of_adapter * adapted + UNFUSED * (work.kernel == "eager") + _casts(work, matrices, adapted)
+    matrices = len(step.shape.linears)
+    adapted = len(step.adapted)
+    learning = matrices if step.trains_all else adapted
+    unpack = UNPACK * matrices * (step.stored_itemsize < 2)
+    of_adapter = FUSED_ADAPTER if step.fused_adapters else ADAPTER
+    forward = BLOCK + of_adapter * adapted + UNFUSED * (step.kernel == "eager") + _casts(step, matrices, adapted)
     backward = forward + BACKWARD + 2 * learning
-    if work.fused_adapters:
-        backward += adapted * (AGAIN + 2 * (work.compute_itemsize < 4))  # A and B are cast again, too
-    if work.written_in_place:
-        forward -= IN_PLACE[0] * (work.compute_itemsize < 4)
+    if step.fused_adapters:
+        backward += adapted * (AGAIN + 2 * (step.compute_itemsize < 4))  # A and B are cast again, too
+    if step.fused_blocks:
+        forward -= IN_PLACE[0] * (step.compute_itemsize < 4)
         backward -= IN_PLACE[1]
-    if work.compiled:
+    if step.compiled:
         forward = matrices + 2 * adapted + COMPILED
         backward = matrices + 4 * learning + COMPILED
     runs = blocks.passes
-    again = unpack * work.backward_unpacks
+    again = unpack * step.quantised
     whole = (runs["forward"] + runs["again"]) * (forward + unpack) + runs["backward"] * (backward + again)
-    return whole + _of_tiles(work, blocks, of_adapter)
+    return whole + _of_tiles(step, blocks, of_adapter)
 
 
-def _of_tiles(work: Work, blocks: Blocks, of_adapter: int) -> int:
+def _of_tiles(step: Step, blocks: Blocks, of_adapter: int) -> int:
     """Count what MLPs in tiles launch more than whole ones: the same operations once for each tile, some of them again.
 
     Args:
-        work: the step.
+        step: the step.
         blocks: how many blocks run each pass.
         of_adapter: the launches of an adapter in the forward pass.
     """
-    if not work.mlp_tile:
+    if not step.mlp_tile:
         return 0
-    adapted = len(set(work.adapted) & set(work.mlp))
-    casts = 2 * adapted * (work.compute_itemsize < 4)  # of A and B
-    around = of_adapter * adapted + casts + UNPACK * len(work.mlp) * (work.stored_itemsize < 2)
+    adapted = len(set(step.adapted) & set(step.mlp))
+    casts = 2 * adapted * (step.compute_itemsize < 4)  # of A and B
+    around = of_adapter * adapted + casts + UNPACK * len(step.mlp) * (step.stored_itemsize < 2)
     forward, backward = (each + around for each in TILE)
     backward += 4 * adapted  # the gradients of A and B, and their sums over the tiles
-    if work.fused_adapters:
+    if step.fused_adapters:
         backward += AGAIN * adapted + casts
     runs = blocks.passes
-    more = work.tiles - 1
-    again = (runs["again"] * more + blocks.mlp_again * work.tiles) * forward
+    more = step.tiles - 1
+    again = (runs["again"] * more + blocks.mlp_again * step.tiles) * forward
     return runs["forward"] * more * forward + again + runs["backward"] * more * backward
 
 
-def _casts(work: Work, matrices: int, adapted: int) -> int:
+def _casts(step: Step, matrices: int, adapted: int) -> int:
     """Count the casts of autocast in the forward pass of a block."""
-    if work.compute_itemsize == 4:
+    if step.compute_itemsize == 4:
         return 0
-    if not work.autocast:
-        return NORM_CASTS
-    if work.trains_blocks:  # each weight, and each product's input
+    if step.trains_all:  # each weight, and each product's input
         return 2 * matrices
-    if work.fused_adapters:
+    if step.fused_adapters:
         return NORM_CASTS + 2 * adapted
     # A and B are fp32. peft casts their inputs to fp32, and autocast casts them back.
-    return NORM_CASTS + 2 * adapted * (1 + work.adapter_casts)
+    return NORM_CASTS + 2 * adapted * (1 + (step.adapter_input_itemsize == 4))
 
 
-def of_loss(work: Work) -> float:
+def of_loss(step: Step) -> float:
     """Count the launches around the blocks in one micro-batch."""
-    if work.logit_positions is None:
+    if step.logit_positions is None:
         return AROUND
-    return AROUND + CHUNK / 2 * work.head_reads  # each chunk reads the head's weights twice
+    return AROUND + CHUNK / 2 * step.head_reads  # each chunk reads the head's weights twice
 
 
-def of_update(work: Work) -> int:
+def of_update(step: Step) -> int:
     """Count the launches once a step: those of the optimizer."""
-    tensors = len(work.shape.linears) + 2 if work.trains_blocks else 2 * len(work.adapted)
-    return UPDATE * work.shape.layers * tensors
+    tensors = len(step.shape.linears) + 2 if step.trains_all else 2 * len(step.adapted)
+    return UPDATE * step.shape.layers * tensors

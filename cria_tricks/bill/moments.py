@@ -21,10 +21,10 @@ from dataclasses import replace
 
 from cria_tricks.bill import block
 from cria_tricks.bill.constants import FP32
-from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.fused_operations import tiled
 from cria_tricks.bill.lines import Line, Moment
 from cria_tricks.bill.loss import cast_copies, head_gradient
+from cria_tricks.bill.step import Step
 from cria_tricks.bill.waiting import Waiting, block_input, last_blocks, waiting_at
 from cria_tricks.common.units import human
 
@@ -35,111 +35,109 @@ _Pick = Callable[[list[block.Point]], list[block.Point]]
 """A function that chooses which points of a block become moments of the step."""
 
 
-def moments(memory: StepFacts, *, every_point: bool = False) -> list[Moment]:
+def moments(step: Step, *, every_point: bool = False) -> list[Moment]:
     """Return the moments of a step that may be its peak, each with all that is alive there.
 
     Args:
-        memory: the facts of the step.
+        step: the step.
         every_point: whether to return all points of a block, and not only the deepest.
     """
-    gradients = _gradients(memory)
-    over = _fixed(memory, masked=memory.checkpointed)  # after the forward pass only repeated blocks need the mask
-    waiting = waiting_at(memory)
+    gradients = _gradients(step)
+    over = _fixed(step, masked=step.checkpointed)  # after the forward pass only repeated blocks need the mask
+    waiting = waiting_at(step)
     # The gradients of earlier micro-batches are alive from the beginning of the step.
-    before = replace(gradients, bytes=memory.waiting_gradient_bytes)
-    at_the_end = memory.loss_moments(memory)
-    if memory.trains_head:
-        at_the_end["head"] = head_gradient(memory)
+    before = replace(gradients, bytes=step.waiting_gradient_bytes)
+    at_the_end = step.loss_moments(step)
+    if step.trains_head:
+        at_the_end["head"] = head_gradient(step)
     pick = _all_of if every_point else _deepest
     found = [Moment(name, (*over, before, waiting.all, *lines)) for name, lines in at_the_end.items()]
-    found += _forward(memory, waiting, before, pick)
-    if memory.learning_blocks:
-        found += _backward(memory, waiting, over, pick)
-    if memory.learns_beside and (memory.checkpointed or memory.learning_blocks > 1):
-        found += _frozen_backward(memory, waiting, over, pick)
-    if memory.trains_all:
-        found.append(Moment("embedding", (*over, _gradients_at_the_embedding(memory), _embedding_gradient(memory))))
-    if memory.steps_in_backward:
-        largest = max(elements for _, elements in memory.trained)
+    found += _forward(step, waiting, before, pick)
+    if step.learning_blocks:
+        found += _backward(step, waiting, over, pick)
+    if step.learns_beside and (step.checkpointed or step.learning_blocks > 1):
+        found += _frozen_backward(step, waiting, over, pick)
+    if step.trains_all:
+        found.append(Moment("embedding", (*over, _gradients_at_the_embedding(step), _embedding_gradient(step))))
+    if step.steps_in_backward:
+        largest = max(elements for _, elements in step.trained)
         gradients = replace(gradients, bytes=largest * FP32, why="fp32: of the largest tensor alone")
     return [*found, Moment("optimizer step", (*over, gradients))]  # all optimizers update in place
 
 
-def _forward(memory: StepFacts, waiting: Waiting, before: Line, pick: _Pick) -> list[Moment]:
+def _forward(step: Step, waiting: Waiting, before: Line, pick: _Pick) -> list[Moment]:
     """Return moments of the forward pass: of the last block, and of a frozen block below all trained copies, if any."""
-    fixed = _fixed(memory, masked=True)
+    fixed = _fixed(step, masked=True)
     found: list[Moment] = []
-    if memory.learns_beside:  # in the blocks below the copies there is no gradient, and no copy has run yet
-        below = replace(memory, checkpointed=False, learning_blocks=0)
+    if step.learns_beside:  # in the blocks below the copies there is no gradient, and no copy has run yet
+        below = replace(step, checkpointed=False, learning_blocks=0)
         points = [point for point in block.points(below, tiled(below)) if not point.backward]
         found += [Moment("forward", (*fixed, before, *_inside(point))) for point in pick(points)]
     # In its first forward pass a checkpointed block saves as little on the device as an offloaded one.
-    last = last_blocks(memory)
+    last = last_blocks(step)
     once = replace(last, checkpointed=False, offloaded=last.offloaded or last.checkpointed)
-    copies = cast_copies(memory)
+    copies = cast_copies(step)
     points = [point for point in block.points(once, once.operations) if not point.backward]
     for point in pick(points):
         found.append(Moment("forward", (*fixed, before, waiting.others, copies, *_inside(point))))
     return found
 
 
-def _backward(memory: StepFacts, waiting: Waiting, over: tuple[Line, ...], pick: _Pick) -> list[Moment]:
+def _backward(step: Step, waiting: Waiting, over: tuple[Line, ...], pick: _Pick) -> list[Moment]:
     """Return moments of the backward pass: of the last block, while all others wait, and of the first, after them.
 
     If only the first blocks are checkpointed, also of the two blocks on both sides of the border. If their inputs come
     back beside the computing, also of the second block, because from there on none comes back ahead.
     """
-    done = memory.staying_blocks
-    if memory.learns_beside or not done:
-        over += _fetched_ahead(memory)
-        return _of_blocks(memory, ("last block", waiting.others), ("first block", waiting.one), over, pick)
-    kept = last_blocks(memory)
-    if memory.overlapped:
-        return _overlapped_backward(memory, kept, waiting, over, pick)
+    done = step.staying_blocks
+    if step.learns_beside or not done:
+        over += _fetched_ahead(step)
+        return _of_blocks(step, ("last block", waiting.others), ("first block", waiting.one), over, pick)
+    kept = last_blocks(step)
+    if step.overlapped:
+        return _overlapped_backward(step, kept, waiting, over, pick)
     return [
         *_of_blocks(kept, ("last block", waiting.others), ("first kept block", waiting.kept), over, pick, until=done),
         *_of_blocks(
-            memory, ("last checkpointed block", waiting.checkpointed), ("first block", waiting.one), over, pick,
+            step, ("last checkpointed block", waiting.checkpointed), ("first block", waiting.one), over, pick,
             since=done,
         ),
     ]  # fmt: skip
 
 
-def _overlapped_backward(
-    memory: StepFacts, kept: StepFacts, waiting: Waiting, over: tuple[Line, ...], pick: _Pick
-) -> list[Moment]:
+def _overlapped_backward(step: Step, kept: Step, waiting: Waiting, over: tuple[Line, ...], pick: _Pick) -> list[Moment]:
     """Return moments of the backward pass if the inputs of the first blocks come back beside the computing.
 
     Args:
-        memory: the facts of the first blocks.
+        step: the facts of the first blocks.
         kept: the facts of the others.
         waiting: what waits.
         over: the lines that are the same in the whole pass.
         pick: which points of a block become moments.
     """
-    done = memory.staying_blocks
-    ahead = over + _fetched_ahead(memory)
+    done = step.staying_blocks
+    ahead = over + _fetched_ahead(step)
     last = "last block", waiting.others
     highest = "last offloaded block", waiting.checkpointed
     # Behind the checkpointed blocks, the first copy begins when the one before the last of them is nearly done.
     beside = ahead if kept.checkpointed else over
     found = _of_blocks(kept, last, ("first kept block", waiting.kept), beside, pick, until=done)
-    found += _of_blocks(memory, highest, ("first block", waiting.one), over, pick, since=done)
-    if memory.shape.layers - done > 1:
-        until = memory.shape.layers - 1
-        found += _of_blocks(memory, highest, ("second block", waiting.one), ahead, pick, since=done, until=until)
+    found += _of_blocks(step, highest, ("first block", waiting.one), over, pick, since=done)
+    if step.shape.layers - done > 1:
+        until = step.shape.layers - 1
+        found += _of_blocks(step, highest, ("second block", waiting.one), ahead, pick, since=done, until=until)
     return found
 
 
-def _fetched_ahead(memory: StepFacts) -> tuple[Line, ...]:
+def _fetched_ahead(step: Step) -> tuple[Line, ...]:
     """Return the line of the next block's input, which comes back from the host while a block is open; else none."""
-    if not memory.overlapped:
+    if not step.overlapped:
         return ()
-    return (Line("saved activations, ahead", block_input(memory), "the next block's input, from the host"),)
+    return (Line("saved activations, ahead", block_input(step), "the next block's input, from the host"),)
 
 
 def _of_blocks(
-    memory: StepFacts,
+    step: Step,
     highest: tuple[str, Line],
     lowest: tuple[str, Line],
     over: tuple[Line, ...],
@@ -150,7 +148,7 @@ def _of_blocks(
     """Return moments of the backward pass of blocks that are alike: of the highest of them, and of the lowest.
 
     Args:
-        memory: the facts of these blocks.
+        step: the facts of these blocks.
         highest: the name of the moment, and what waits then.
         lowest: the same for the lowest block.
         over: the lines that are the same in the whole pass.
@@ -158,59 +156,59 @@ def _of_blocks(
         since: how many blocks are above the highest, and done.
         until: how many blocks are done when the lowest is; ``None`` if it is the first block of the model.
     """
-    operations = memory.operations
+    operations = step.operations
     # The gradients of a window's other micro-batches are in the open block, too, so the new ones of a matrix are added
     # to theirs: those of both factors of its adapter, at most.
-    added = 2 * max((elements for _, elements in memory.added), default=0) * FP32 * (memory.window > 1)
-    points = block.points(memory, operations, learns=memory.gradients_wait and memory.window == 1)
-    if not memory.checkpointed:  # else a block first runs forward again
+    added = 2 * max((elements for _, elements in step.added), default=0) * FP32 * (step.window > 1)
+    points = block.points(step, operations, learns=step.gradients_wait and step.window == 1)
+    if not step.checkpointed:  # else a block first runs forward again
         points = [point for point in points if point.backward]
     of_a_block = sum(operation.learns for operation in operations)
     found = []
     for point in pick(points):
-        behind = _gradients_behind(memory, point, (since + (memory.window > 1)) * of_a_block)
+        behind = _gradients_behind(step, point, (since + (step.window > 1)) * of_a_block)
         if until is None:
-            nearly = _gradients_before(memory, point, of_a_block)
+            nearly = _gradients_before(step, point, of_a_block)
         else:
-            nearly = _gradients_behind(memory, point, (until - 1) * of_a_block)
+            nearly = _gradients_behind(step, point, (until - 1) * of_a_block)
         behind = replace(behind, bytes=behind.bytes + added)
         nearly = replace(nearly, bytes=nearly.bytes + added)
         below = point
-        if memory.learns_beside and not memory.checkpointed:
+        if step.learns_beside and not step.checkpointed:
             # Nothing learns below the first copy. So the frozen block beside it has no backward pass, and no gradient
             # waits for that.
-            below = replace(point, opened=point.opened - block_input(memory))
-        above = point if memory.learning_blocks > 1 else below
+            below = replace(point, opened=point.opened - block_input(step))
+        above = point if step.learning_blocks > 1 else below
         found.append(Moment(highest[0], (*over, behind, highest[1], *_inside(above))))
         found.append(Moment(lowest[0], (*over, nearly, lowest[1], *_inside(below))))
     return found
 
 
-def _frozen_backward(memory: StepFacts, waiting: Waiting, over: tuple[Line, ...], pick: _Pick) -> list[Moment]:
+def _frozen_backward(step: Step, waiting: Waiting, over: tuple[Line, ...], pick: _Pick) -> list[Moment]:
     """Return moments of the backward pass of a frozen block that has a trained copy beside it.
 
     Only one of these blocks can be the peak. If blocks save only their input, or the host has what they save, it is the
     lowest block, because by then all copies above it have their gradients. Else it is the highest, because most saved
     activations still wait; then only its own copy has gradients.
     """
-    over += _fetched_ahead(memory)
-    waits = block_input(memory)  # the gradient of the input, which the copy has given already
-    frozen = [replace(one, forward=one.forward + waits, backward=one.backward + waits) for one in tiled(memory)]
-    blocks = memory.learning_blocks
+    over += _fetched_ahead(step)
+    waits = block_input(step)  # the gradient of the input, which the copy has given already
+    frozen = [replace(one, forward=one.forward + waits, backward=one.backward + waits) for one in tiled(step)]
+    blocks = step.learning_blocks
     learnt = 1
-    if memory.checkpointed or memory.accumulates:
+    if step.checkpointed or step.accumulates:
         learnt = blocks
-    elif memory.offloaded:  # the block beside the first copy has no backward pass, so the lowest is the second
+    elif step.offloaded:  # the block beside the first copy has no backward pass, so the lowest is the second
         learnt = blocks - 1
-    gradients = _gradients(memory)
+    gradients = _gradients(step)
     of_copies = replace(gradients, bytes=gradients.bytes * learnt // blocks)
-    of_one = of_copies if memory.accumulates else replace(gradients, bytes=gradients.bytes // blocks)
-    if memory.steps_in_backward:
+    of_one = of_copies if step.accumulates else replace(gradients, bytes=gradients.bytes // blocks)
+    if step.steps_in_backward:
         of_copies = of_one = replace(gradients, bytes=0)
     found = []
-    for point in pick(block.points(memory, frozen)):
+    for point in pick(block.points(step, frozen)):
         found.append(Moment("frozen block", (*over, of_copies, waiting.frozen, *_inside(point))))
-        if memory.keeps_attention:
+        if step.keeps_attention:
             # Then blocks wait with more than their inputs, and the highest may be the peak, too.
             found.append(Moment("last frozen block", (*over, of_one, waiting.kept, *_inside(point))))
     return found
@@ -224,81 +222,81 @@ def _all_of(points: list[block.Point]) -> list[block.Point]:
     return points
 
 
-def _gradients_behind(memory: StepFacts, point: block.Point, done: int) -> Line:
+def _gradients_behind(step: Step, point: block.Point, done: int) -> Line:
     """Return the line of gradients for a point of a block's backward pass.
 
     Args:
-        memory: the facts of the step.
+        step: the step.
         point: a point of the block.
         done: bytes of the gradients of the blocks above it.
     """
-    gradients = _gradients(memory)
-    embedding = memory.shape.embedding_weights * FP32 * memory.trains_all
-    if memory.accumulates:
+    gradients = _gradients(step)
+    embedding = step.shape.embedding_weights * FP32 * step.trains_all
+    if step.accumulates:
         # If the embedding is also the head, its new gradient has two parts. The head's comes first, and waits here.
-        return replace(gradients, bytes=gradients.bytes + embedding * memory.shape.tied)
-    if memory.steps_in_backward:
+        return replace(gradients, bytes=gradients.bytes + embedding * step.shape.tied)
+    if step.steps_in_backward:
         # The same holds here. All other gradients are freed, but the one that is made at this point.
-        return replace(gradients, bytes=embedding * memory.shape.tied, why="fp32: the head's, if it is the embedding")
+        return replace(gradients, bytes=embedding * step.shape.tied, why="fp32: the head's, if it is the embedding")
     return replace(gradients, bytes=embedding + done + point.learnt, why="fp32: the head, the last block so far")
 
 
-def _gradients_before(memory: StepFacts, point: block.Point, of_a_block: int) -> Line:
+def _gradients_before(step: Step, point: block.Point, of_a_block: int) -> Line:
     """Return the line of gradients for a point of the first block's backward pass.
 
     Args:
-        memory: the facts of the step.
+        step: the step.
         point: a point of the block.
         of_a_block: bytes of the gradients of all weights of a block.
     """
-    if not memory.gradients_wait:
-        return _gradients_behind(memory, point, 0)
-    gradients = _gradients(memory)
-    embedding = memory.shape.embedding_weights * FP32 * memory.trains_all
-    of_block = 0 if memory.window > 1 else of_a_block - point.learnt
-    to_come = of_block + embedding * (not memory.shape.tied)
+    if not step.gradients_wait:
+        return _gradients_behind(step, point, 0)
+    gradients = _gradients(step)
+    embedding = step.shape.embedding_weights * FP32 * step.trains_all
+    of_block = 0 if step.window > 1 else of_a_block - point.learnt
+    to_come = of_block + embedding * (not step.shape.tied)
     return replace(gradients, bytes=gradients.bytes - to_come, why="fp32: all but those still to come")
 
 
-def _fixed(memory: StepFacts, *, masked: bool) -> tuple[Line, ...]:
+def _fixed(step: Step, *, masked: bool) -> tuple[Line, ...]:
     """Return the lines that are the same in the whole step; the batch includes the attention mask if ``masked``."""
-    return (*weight_lines(memory), _states(memory), batch_line(memory, masked=masked))
+    return (*weight_lines(step), _states(step), batch_line(step, masked=masked))
 
 
-def weight_lines(memory: StepFacts, adapter_itemsize: int = FP32) -> tuple[Line, Line, Line]:
+def weight_lines(step: Step, adapter_itemsize: int = FP32) -> tuple[Line, Line, Line]:
     """Return the lines of all weights: matrices of blocks, the other loaded ones, and what was added to them."""
-    shape = memory.shape
+    shape = step.shape
     leftovers = shape.weights - shape.layers * sum(d_in * d_out for d_in, d_out in shape.packable.values())
-    added = sum(many * elements for many, elements in memory.added)
+    added = sum(many * elements for many, elements in step.added)
     others = "embedding, norms, biases" if shape.tied else "embedding, head, norms, biases"
     if shape.experts > 1:
         others += ", experts"
-    blocks = Line("weights: blocks", memory.block_weight_bytes, f"matrices of {shape.layers} blocks, as stored")
-    if memory.blocks_on_device is not None:
-        there = memory.blocks_on_device
-        size = memory.block_weight_bytes * there // shape.layers
+    blocks = Line("weights: blocks", step.block_weight_bytes, f"matrices of {shape.layers} blocks, as stored")
+    if step.blocks_on_device is not None:
+        there = step.blocks_on_device
+        size = step.block_weight_bytes * there // shape.layers
         blocks = replace(blocks, bytes=size, why=f"matrices of {there} blocks at a time, of {shape.layers}")
     trained = "trained in fp32, beside the loaded ones" if adapter_itemsize == FP32 else "in 16 bits"
     return (
         blocks,
-        Line("weights: all others", leftovers * memory.other_weight_itemsize, others),
+        Line("weights: all others", leftovers * step.other_weight_itemsize, others),
         Line("weights: adapter", added * adapter_itemsize, trained),
     )
 
 
-def batch_line(memory: StepFacts, *, masked: bool) -> Line:
+def batch_line(step: Step, *, masked: bool) -> Line:
     """Return the line of the micro-batch: ids, labels, positions, and the attention mask if ``masked``."""
     mask = 0
-    if masked and not memory.maskless:
-        mask = memory.batch * memory.tokens**2
-        if memory.kernel == "eager":  # added to the scores, so a float; other kernels take one byte
-            mask = mask * memory.hidden_itemsize
-    rows = memory.batch if memory.own_positions else 1
-    positions = 2 * rows * memory.tokens * memory.shape.head_width * memory.hidden_itemsize
-    if memory.window > 1:  # each micro-batch keeps its own, and its loss computes the positions once more
-        positions = positions * (memory.window + 1)
-        mask = mask * memory.window
-    ids = 3 * memory.all_tokens * IDS * memory.window
+    if masked and not step.maskless:
+        mask = step.batch * step.tokens**2
+        if step.kernel == "eager":  # added to the scores, so a float; other kernels take one byte
+            mask = mask * step.hidden_itemsize
+    rows = step.batch if step.own_positions else 1
+    positions = 2 * rows * step.tokens * step.shape.head_width * step.hidden_itemsize
+    if step.window > 1:  # each micro-batch keeps its own, and its loss computes the positions once more
+        positions = positions * (step.window + 1)
+        mask = mask * step.window
+    ids = 3 * step.all_tokens * IDS * step.window
     return Line("batch", ids + positions + mask, "token ids, labels, positions, mask")
 
 
@@ -310,43 +308,43 @@ def _inside(point: block.Point) -> tuple[Line, Line]:
     )
 
 
-def _gradients(memory: StepFacts) -> Line:
-    return Line("gradients", memory.trained_weights * FP32, "fp32, one number for each trained weight")
+def _gradients(step: Step) -> Line:
+    return Line("gradients", step.trained_weights * FP32, "fp32, one number for each trained weight")
 
 
-def _gradients_at_the_embedding(memory: StepFacts) -> Line:
+def _gradients_at_the_embedding(step: Step) -> Line:
     """Return the line of gradients when the embedding gets its own: all of them, or, if none waits, this one."""
-    if memory.steps_in_backward:
-        return replace(_gradients(memory), bytes=memory.shape.embedding_weights * FP32, why="fp32: the embedding's")
-    return _gradients(memory)
+    if step.steps_in_backward:
+        return replace(_gradients(step), bytes=step.shape.embedding_weights * FP32, why="fp32: the embedding's")
+    return _gradients(step)
 
 
-def _embedding_gradient(memory: StepFacts) -> Line:
+def _embedding_gradient(step: Step) -> Line:
     """Return the line of what is alive beside all weight gradients when the embedding gets its gradient."""
     # If the embedding is also the head, their two gradients are alive beside the sum of both. With accumulation the new
     # gradient is alive beside the earlier one, to which it is added.
-    many = 2 * memory.shape.tied + memory.accumulates
-    came = memory.all_tokens * memory.shape.width * memory.hidden_itemsize
+    many = 2 * step.shape.tied + step.accumulates
+    came = step.all_tokens * step.shape.width * step.hidden_itemsize
     return Line(
         "embedding gradient",
-        many * memory.shape.embedding_weights * FP32 + came,
+        many * step.shape.embedding_weights * FP32 + came,
         "with the head's if tied, and its source",
     )
 
 
-def _states(memory: StepFacts) -> Line:
+def _states(step: Step) -> Line:
     """Return the line of the optimizer states that the allocator sees, which also says what is paged besides."""
-    rules = [(many, elements, memory.state_bytes) for many, elements in memory.trained]
-    if memory.trains_all:  # the embedding has a rule of its own
-        of_embedding = memory.shape.embedding_weights
-        rules += [(1, of_embedding, memory.embedding_state_bytes), (-1, of_embedding, memory.state_bytes)]
+    rules = [(many, elements, step.state_bytes) for many, elements in step.trained]
+    if step.trains_all:  # the embedding has a rule of its own
+        of_embedding = step.shape.embedding_weights
+        rules += [(1, of_embedding, step.embedding_state_bytes), (-1, of_embedding, step.state_bytes)]
     seen, paged = 0, 0
     for many, elements, rule in rules:
-        if 0 < memory.paged_from <= elements:
+        if 0 < step.paged_from <= elements:
             paged += many * rule(elements)
         else:
             seen += many * rule(elements)
-    why = f"2 of {memory.optimizer_state_bits} bits for each trained weight"
+    why = f"2 of {step.optimizer_state_bits} bits for each trained weight"
     if paged:
-        why = f"2 of {memory.optimizer_state_bits} bits a weight; {human(paged)} are paged"
+        why = f"2 of {step.optimizer_state_bits} bits a weight; {human(paged)} are paged"
     return Line("optimizer states", seen, why)

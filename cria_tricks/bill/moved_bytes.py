@@ -9,11 +9,10 @@ The constants are bytes for one element. They are sums over all operations of tr
 (0.21), counted operation by operation; ``tests/hardware/test_cost.py`` counts them again.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from cria_tricks.bill.products import Blocks, passes_of_a_token
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 from cria_tricks.models.shape import Shape
 
 # The keys of the tables below: bytes of one number in the hidden states, and in the compute dtype of products.
@@ -25,8 +24,6 @@ peft's preparation of a quantised model. An fp32 tensor plus a 16-bit one gives 
 FULL = (4, 4)
 """Everything in fp32."""
 
-Count = Callable[[Work], tuple[int, int]]
-"""A function that counts traffic for one position in one block [bytes]: forward and backward."""
 Each = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
 """Three pairs of (forward, backward) [bytes for one element]: for the hidden states (D wide), for the inner tensors of
 the MLP (F wide), and for queries and keys together."""
@@ -61,6 +58,10 @@ _FUSED_BLOCKS: dict[tuple[int, int], Each] = {
     FULL: ((8, 102), (0, -8), (20, 44)),
 }
 
+COMPILED: Each = ((16, 32), (6, 10), (4, 4))
+"""What a compiled block moves between its products. It is reasoned, not counted: a fused chain of operations reads its
+inputs once and writes its result once."""
+
 SCORE = (32, 34)
 """Forward and backward [bytes for one attention score], where no fused kernel keeps the B H T^2 scores on the chip. The
 same for 16 bits and fp32, within 10 %."""
@@ -75,20 +76,20 @@ CLIP = 12
 """Gradient clipping [bytes for one trained weight]: the norm reads the gradient; the scaling reads and writes it."""
 
 
-def weights(work: Work, blocks: Blocks) -> tuple[int, int, int]:
+def weights(step: Step, blocks: Blocks) -> tuple[int, int, int]:
     """Count what products read and write of the blocks' weights in one micro-batch, all in the compute dtype.
 
     Args:
-        work: what the step has to do.
+        step: what the step has to do.
         blocks: how many blocks run each pass.
 
     Returns:
         Bytes of the forward pass, of the forward pass that checkpointing repeats, and of the backward pass.
     """
-    wide = work.compute_itemsize
-    in_a_block = _read_in_a_pass(work)
-    again = blocks.passes["again"] * in_a_block + blocks.mlp_again * work.tiles * _mlp_weights(work)
-    backward = wide + work.trains_blocks * wide  # the product writes the weight's gradient
+    wide = step.compute_itemsize
+    in_a_block = _read_in_a_pass(step)
+    again = blocks.passes["again"] * in_a_block + blocks.mlp_again * step.tiles * _mlp_weights(step)
+    backward = wide + step.trains_all * wide  # the product writes the weight's gradient
     return (
         round(wide * (blocks.passes["forward"] * in_a_block)),
         round(wide * again),
@@ -96,18 +97,18 @@ def weights(work: Work, blocks: Blocks) -> tuple[int, int, int]:
     )
 
 
-def _mlp_weights(work: Work) -> int:
+def _mlp_weights(step: Step) -> int:
     """Count the weights of the MLP's matrices."""
-    sizes = [d_in * d_out for d_in, d_out in (work.shape.linears[name] for name in work.mlp)]
+    sizes = [d_in * d_out for d_in, d_out in (step.shape.linears[name] for name in step.mlp)]
     return sum(sizes)
 
 
-def _read_in_a_pass(work: Work) -> int:
+def _read_in_a_pass(step: Step) -> int:
     """Count the weights that one pass of a block reads: its matrices, those of the MLP once for each tile."""
-    return work.shape.block_linear_weights + (work.tiles - 1) * _mlp_weights(work)
+    return step.shape.block_linear_weights + (step.tiles - 1) * _mlp_weights(step)
 
 
-def unpacking(work: Work, blocks: Blocks) -> tuple[int, int]:
+def unpacking(step: Step, blocks: Blocks) -> tuple[int, int]:
     """Count the traffic of unpacking and of casting weights in one micro-batch.
 
     Weights in another format than products compute in are unpacked or cast to it first, by kernels of their own, which
@@ -117,22 +118,22 @@ def unpacking(work: Work, blocks: Blocks) -> tuple[int, int]:
     Returns:
         Bytes of unpacking 4-bit and int8 weights, and bytes of casts.
     """
-    wide = work.compute_itemsize
-    in_a_block = _read_in_a_pass(work)
+    wide = step.compute_itemsize
+    in_a_block = _read_in_a_pass(step)
     runs = blocks.passes
-    passes = runs["forward"] + runs["again"] + work.backward_unpacks * runs["backward"]
-    unpacked = passes * in_a_block + blocks.mlp_again * work.tiles * _mlp_weights(work)
-    stored = _cast(work.stored_itemsize, wide) * unpacked
-    casts = _cast(work.head_itemsize, wide) * work.shape.embedding_weights
-    casts += work.trains_blocks * _cast(wide, 4) * runs["backward"] * in_a_block
-    if work.stored_itemsize >= 2:
+    passes = runs["forward"] + runs["again"] + step.quantised * runs["backward"]
+    unpacked = passes * in_a_block + blocks.mlp_again * step.tiles * _mlp_weights(step)
+    stored = _cast(step.stored_itemsize, wide) * unpacked
+    casts = _cast(step.head_itemsize, wide) * step.shape.embedding_weights
+    casts += step.trains_all * _cast(wide, 4) * runs["backward"] * in_a_block
+    if step.stored_itemsize >= 2:
         return 0, round(casts + stored)
     return round(stored), round(casts)
 
 
-def head_weights(work: Work) -> float:
+def head_weights(step: Step) -> float:
     """Count what the head's products read of its weights in one micro-batch [bytes]."""
-    return work.shape.embedding_weights * work.compute_itemsize * work.head_reads
+    return step.shape.embedding_weights * step.compute_itemsize * step.head_reads
 
 
 def _cast(stored: float, wide: int) -> float:
@@ -140,14 +141,47 @@ def _cast(stored: float, wide: int) -> float:
     return (stored + wide) * (stored != wide)
 
 
-def one_by_one(work: Work) -> tuple[int, int]:
-    """Count the traffic between the products of a block, if each operation is a kernel of its own (no torch.compile).
+def between(step: Step) -> tuple[int, int]:
+    """Count the traffic between the products of a block.
 
     Returns:
         Bytes for one position in one block, forward and backward.
     """
-    forward, backward = over_widths(work.shape, _BETWEEN[work.hidden_itemsize, work.compute_itemsize])
-    lora_forward, lora_backward = _around_lora(work)
+    if step.compiled:  # an adapter's casts are fused, too
+        parts = [over_widths(step.shape, COMPILED)]
+    else:
+        parts = [_with_fused_adapters(step) if step.fused_adapters else one_by_one(step)]
+        if step.fused_blocks:
+            parts.append(_of_fused_blocks(step))
+        if step.mlp_tile:
+            parts.append(_of_tiles(step))
+    if step.in_pieces:
+        parts.append(_of_pieces(step))
+    return sum(forward for forward, _ in parts), sum(backward for _, backward in parts)
+
+
+def saved(step: Step) -> float:
+    """Count the bytes that autograd saves in one block for one position; the mean over all blocks."""
+    each = _SAVED[step.hidden_itemsize, step.compute_itemsize]
+    found: float = sum(width * one for width, one in zip(_widths(step.shape), each, strict=True))
+    if step.fused_adapters:
+        found -= _not_saved_with_fused_adapters(step)
+    if step.fused_blocks:
+        found -= _not_saved_with_fused_blocks(step)
+    if step.mlp_tile:
+        found -= _not_saved_with_tiles(step)
+    if step.checkpointed:  # those that are repeated save their input only
+        layers = step.shape.layers
+        repeated = step.repeated_blocks
+        inputs = repeated * step.shape.width * step.hidden_itemsize
+        found = (inputs + (layers - repeated) * found) / layers
+    return found
+
+
+def one_by_one(step: Step) -> tuple[int, int]:
+    """Count it if each operation is a kernel of its own (no ``torch.compile``, nothing fused)."""
+    forward, backward = over_widths(step.shape, _BETWEEN[step.hidden_itemsize, step.compute_itemsize])
+    lora_forward, lora_backward = _around_lora(step)
     return forward + lora_forward, backward + lora_backward
 
 
@@ -173,18 +207,18 @@ def _widths(shape: Shape) -> tuple[int, int, int]:
     return shape.width, shape.inner * shape.experts_per_token, shape.query_width + shape.kv_width
 
 
-def _around_lora(work: Work) -> tuple[int, int]:
+def _around_lora(step: Step) -> tuple[int, int]:
     """Count the traffic of small operations around the adapters' products: casts, the scaling, and additions.
 
     Returns:
         Bytes for one position in one block, forward and backward.
     """
-    wide = work.compute_itemsize
-    cast = work.adapter_casts * _ADAPTER_CAST[work.hidden_itemsize, wide]
+    wide = step.compute_itemsize
+    cast = (step.adapter_input_itemsize == 4) * _ADAPTER_CAST[step.hidden_itemsize, wide]
     forward = backward = 0
-    for name in work.adapted:
-        d_in, d_out = work.shape.linears[name]
-        times = passes_of_a_token(work.shape, name)
+    for name in step.adapted:
+        d_in, d_out = step.shape.linears[name]
+        times = passes_of_a_token(step.shape, name)
         # Scaling B A x reads one tensor and writes one. Adding it to the base's result reads two and writes one.
         forward += times * (cast * d_in + 5 * wide * d_out)
         # Backward, base and adapter each give a gradient of the input, which are added: two are read, one is written.
@@ -193,156 +227,115 @@ def _around_lora(work: Work) -> tuple[int, int]:
     return forward, backward
 
 
-def with_fused_adapters(work: Work) -> tuple[int, int]:
+def _with_fused_adapters(step: Step) -> tuple[int, int]:
     """Count the traffic between the products of a block whose adapters are fused (``tricks/fused_lora.py``).
 
     Adapters add in place, inside their products, so nothing of :func:`_around_lora` is left. What is left are casts,
     where the hidden states are wider than what products multiply, and the sums into them.
-
-    Returns:
-        Bytes for one position in one block, forward and backward.
     """
-    wide = work.compute_itemsize
-    between = _BETWEEN[work.hidden_itemsize, wide]
-    forward, backward = over_widths(work.shape, between)
-    for group in work.shape.input_groups:
-        adapted = [name for name in group if name in work.adapted]
+    wide = step.compute_itemsize
+    between = _BETWEEN[step.hidden_itemsize, wide]
+    forward, backward = over_widths(step.shape, between)
+    for group in step.shape.input_groups:
+        adapted = [name for name in group if name in step.adapted]
         if not adapted:
             continue
-        d_in, _ = work.shape.linears[group[0]]
+        d_in, _ = step.shape.linears[group[0]]
         # The gradients of a shared input are no longer summed by operations of their own: two are read, one written.
-        backward -= 3 * work.hidden_itemsize * d_in * (len(adapted) - 1)
-        if work.hidden_itemsize != wide and group != ("o_proj",) and group != ("down_proj",):
-            forward += (work.hidden_itemsize + wide) * d_in  # the input, cast once for all of them
+        backward -= 3 * step.hidden_itemsize * d_in * (len(adapted) - 1)
+        if step.hidden_itemsize != wide and group != ("o_proj",) and group != ("down_proj",):
+            forward += (step.hidden_itemsize + wide) * d_in  # the input, cast once for all of them
             # Each matrix and each adapter gives a narrow part of the gradient, which is cast, or added to a wide sum.
             sums = 2 * len(adapted) - 1
-            backward += (work.hidden_itemsize + wide + sums * (2 * work.hidden_itemsize + wide)) * d_in
-    if fuses_mlp(work):
+            backward += (step.hidden_itemsize + wide + sums * (2 * step.hidden_itemsize + wide)) * d_in
+    if _fuses_mlp(step):
         # The activation and the product with up run again, but not where checkpointing would have repeated them.
-        repeated = work.repeated_blocks / work.shape.layers
-        backward += round(between[1][0] * work.shape.inner * (1 - repeated))
+        repeated = step.repeated_blocks / step.shape.layers
+        backward += round(between[1][0] * step.shape.inner * (1 - repeated))
     return forward, backward
 
 
-def fuses_mlp(work: Work) -> bool:
+def _fuses_mlp(step: Step) -> bool:
     """Tell whether the MLP of a block is one of those that fused adapters compute as a whole."""
-    whole = all(name in work.adapted for name in ("gate_proj", "up_proj", "down_proj"))
-    return whole and work.shape.experts == 1
+    whole = all(name in step.adapted for name in ("gate_proj", "up_proj", "down_proj"))
+    return whole and step.shape.experts == 1 and step.fused_adapters
 
 
-def saved_one_by_one(work: Work) -> int:
-    """Count the bytes that autograd saves in one block for one position, without checkpointing or torch.compile."""
-    each = _SAVED[work.hidden_itemsize, work.compute_itemsize]
-    return sum(width * one for width, one in zip(_widths(work.shape), each, strict=True))
-
-
-def saved_with_fused_adapters(work: Work) -> int:
-    """Count the same where adapters are fused: an input is saved once for all its matrices, and less of an MLP."""
-    wide = work.compute_itemsize
-    found = saved_one_by_one(work)
-    for group in work.shape.input_groups:
-        adapted = [name for name in group if name in work.adapted]
-        found -= wide * work.shape.linears[group[0]][0] * max(0, len(adapted) - 1)
-    if fuses_mlp(work):
-        found -= 2 * wide * work.shape.inner  # the activated gate, and down's input
+def _not_saved_with_fused_adapters(step: Step) -> int:
+    """Count what fused adapters do not save: an input is saved once for all its matrices, and less of an MLP."""
+    wide = step.compute_itemsize
+    found = 0
+    for group in step.shape.input_groups:
+        adapted = [name for name in group if name in step.adapted]
+        found += wide * step.shape.linears[group[0]][0] * max(0, len(adapted) - 1)
+    if _fuses_mlp(step):
+        found += 2 * wide * step.shape.inner  # the activated gate, and down's input
     return found
 
 
-def with_fused_blocks(work: Work, before: Count) -> tuple[int, int]:
-    """Count the traffic between the products of a block whose norms, rotary positions and activation are fused.
-
-    Args:
-        work: the step.
-        before: counts it without that.
-
-    Returns:
-        Bytes for one position in one block, forward and backward.
-    """
-    of_hidden, of_inner, of_heads = _FUSED_BLOCKS[work.hidden_itemsize, work.compute_itemsize]
-    if work.fused_adapters and fuses_mlp(work):
+def _of_fused_blocks(step: Step) -> tuple[int, int]:
+    """Count what is moved less if norms, rotary positions and activation are fused, as negative numbers."""
+    of_hidden, of_inner, of_heads = _FUSED_BLOCKS[step.hidden_itemsize, step.compute_itemsize]
+    if _fuses_mlp(step):
         of_inner = 0, 0
-    forward, backward = before(work)
-    less_forward, less_backward = over_widths(work.shape, (of_hidden, of_inner, of_heads))
-    return forward - less_forward, backward - less_backward
+    forward, backward = over_widths(step.shape, (of_hidden, of_inner, of_heads))
+    return -forward, -backward
 
 
-def saved_with_fused_blocks(work: Work, before: Callable[[Work], float]) -> float:
-    """Count the bytes that autograd saves in such a block; the arguments are those of :func:`with_fused_blocks`."""
-    found = before(work)
+def _not_saved_with_fused_blocks(step: Step) -> int:
     # Two operations of a norm save its input in fp32. A fused norm saves it once, as it is.
-    found -= work.shape.norms * work.shape.width * (2 * 4 - work.hidden_itemsize)
-    if not (work.fused_adapters and fuses_mlp(work)):
-        found -= work.compute_itemsize * work.shape.inner * work.shape.experts_per_token
+    found = step.shape.norms * step.shape.width * (2 * 4 - step.hidden_itemsize)
+    if not _fuses_mlp(step):
+        found += step.compute_itemsize * step.shape.inner * step.shape.experts_per_token
     return found
 
 
-def with_tiles(work: Work, before: Count) -> tuple[int, int]:
-    """Count the traffic between the products of a block whose MLP runs in tiles.
-
-    Args:
-        work: the step.
-        before: counts it without that.
-
-    Returns:
-        Bytes for one position in one block, forward and backward.
-    """
-    wide = work.compute_itemsize
-    forward, backward = before(work)
+def _of_tiles(step: Step) -> tuple[int, int]:
+    """Count what is moved more if the MLP runs in tiles."""
+    wide = step.compute_itemsize
     # A tile's result is copied into the whole, and so is the gradient of its input: the counter takes the place of a
     # copy as read, too.
-    forward += 3 * wide * work.shape.width
-    backward += 3 * work.hidden_itemsize * work.shape.width
+    forward = 3 * wide * step.shape.width
+    backward = 3 * step.hidden_itemsize * step.shape.width
     # Each tile casts A and B anew, and casts and adds up their gradients in fp32.
-    adapted = tuple(name for name in work.mlp if name in work.adapted)
-    thin = work.rank * sum(sum(work.shape.linears[name]) for name in adapted) / work.mlp_tile
+    adapted = tuple(name for name in step.mlp if name in step.adapted)
+    thin = step.rank * sum(sum(step.shape.linears[name]) for name in adapted) / step.mlp_tile
     casts = (4 + wide) * (wide < 4)
     forward += round(casts * thin)
     backward += round((2 * casts + 3 * 4) * thin)
     # Blocks that nothing else repeats run their MLP again in the backward pass.
-    inner = _BETWEEN[work.hidden_itemsize, wide][1][0] * work.shape.inner
-    if not work.fused_adapters:
-        inner += _around_lora(replace(work, adapted=adapted))[0]
-    repeated = work.repeated_blocks / work.shape.layers
-    again = 1.0 if work.shape.ends_with_norm else 1 - repeated
+    inner = _BETWEEN[step.hidden_itemsize, wide][1][0] * step.shape.inner
+    if not step.fused_adapters:
+        inner += _around_lora(replace(step, adapted=adapted))[0]
+    again = 1.0 if step.shape.ends_with_norm else 1 - step.repeated_blocks / step.shape.layers
     return forward, backward + round(again * inner)
 
 
-def saved_with_tiles(work: Work, before: Callable[[Work], float]) -> float:
-    """Count the bytes that autograd saves in such a block, whose MLP keeps its input only."""
-    wide = work.compute_itemsize
-    inner = _SAVED[work.hidden_itemsize, wide][1]
-    if work.fused_adapters and fuses_mlp(work):
+def _not_saved_with_tiles(step: Step) -> int:
+    """Count what an MLP in tiles does not save: all but its input."""
+    wide = step.compute_itemsize
+    inner = _SAVED[step.hidden_itemsize, wide][1]
+    if _fuses_mlp(step):
         inner -= 2 * wide
-    elif work.written_in_place:
+    elif step.fused_blocks:
         inner -= wide
-    return before(work) - inner * work.shape.inner
+    return inner * step.shape.inner
 
 
-def fetched(work: Work) -> float:
+def fetched(step: Step) -> float:
     """Return the bytes of the weights of streamed blocks that come from the host."""
-    of_block = work.stored_itemsize * sum(d_in * d_out for d_in, d_out in work.shape.packable.values())
-    return work.fetched_blocks * of_block
+    of_block = step.stored_itemsize * sum(d_in * d_out for d_in, d_out in step.shape.packable.values())
+    return step.fetched_blocks * of_block
 
 
-def in_pieces(work: Work, before: Count, pieces: int) -> tuple[int, int]:
-    """Count the traffic between the products of a block if N processes divide the tokens of its residual stream.
+def _of_pieces(step: Step) -> tuple[int, int]:
+    """Count what is moved less if N processes divide the tokens of the residual stream, as negative numbers.
 
     Sequence parallelism (``parallel/sequence.py``) divides norms and residual sums. The inputs of products are
-    gathered, so what is done to them is whole in each process.
-
-    Args:
-        work: the step of one of the processes.
-        before: counts it without that.
-        pieces: the number of processes, N.
-
-    Returns:
-        Bytes for one position of the whole rows in one block, forward and backward.
+    gathered, so what is done to them is whole in each process. All of it is for one position of the whole rows.
     """
-    key = work.hidden_itemsize, work.compute_itemsize
-    fused = _FUSED_BLOCKS[key][0] if work.written_in_place else (0, 0)
+    key = step.hidden_itemsize, step.compute_itemsize
+    fused = _FUSED_BLOCKS[key][0] if step.fused_blocks else (0, 0)
     divided = (each - less - whole for each, less, whole in zip(_BETWEEN[key][0], fused, _OF_INPUTS[key], strict=True))
-    forward, backward = (
-        total - round(work.shape.width * each * (1 - 1 / pieces))
-        for total, each in zip(before(work), divided, strict=True)
-    )
+    forward, backward = (-round(step.shape.width * each * (1 - 1 / step.stream_pieces)) for each in divided)
     return forward, backward

@@ -10,7 +10,7 @@ pass of the block.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 from cria_tricks.models.shape import Shape
 
 
@@ -65,20 +65,20 @@ class Blocks:
     learns: bool = False
 
 
-def blocks(work: Work) -> Blocks:
+def blocks(step: Step) -> Blocks:
     """Count the products of all blocks, from the first to the last.
 
     A block needs the gradient of its input only if something below it is trained; ``found.learns`` carries this along.
     """
-    shape = work.shape
+    shape = step.shape
     found = Blocks()
-    found.learns = work.gradient_reaches_embedding
+    found.learns = step.reaches_embedding
     for number in range(shape.layers):
         before = found.learns
-        again = number < work.repeated_blocks
-        found.learns = _block(found, work, before, work.adapted, trained=work.trains_blocks, again=again)
-        if number >= shape.layers - work.copied_blocks:  # side network: a trained copy, and the matrix that joins it
-            _block(found, work, before, (), trained=True, again=again)
+        again = number < step.repeated_blocks
+        found.learns = _block(found, step, before, step.adapted, trained=step.trains_all, again=again)
+        if number >= shape.layers - step.copied_blocks:  # side network: a trained copy, and the matrix that joins it
+            _block(found, step, before, (), trained=True, again=again)
             found.forward.add(shape.width, shape.width)
             found.backward.add(shape.width, shape.width, 2)
             found.learns = True
@@ -92,12 +92,12 @@ def passes_of_a_token(shape: Shape, name: str) -> int:
     return shape.experts_per_token
 
 
-def _block(found: Blocks, work: Work, learns: bool, adapts: Iterable[str], *, trained: bool, again: bool) -> bool:
+def _block(found: Blocks, step: Step, learns: bool, adapts: Iterable[str], *, trained: bool, again: bool) -> bool:
     """Add the products of one block to ``found``, and return whether the block's output needs a gradient.
 
     Args:
         found: the sums so far.
-        work: the step.
+        step: the step.
         learns: whether the block's input needs a gradient.
         adapts: names of the block's matrices that have a LoRA adapter.
         trained: whether the block's own weights are trained.
@@ -105,15 +105,15 @@ def _block(found: Blocks, work: Work, learns: bool, adapts: Iterable[str], *, tr
     """
     own = Products()
     thin = Products()
-    r = work.rank
+    r = step.rank
     norms = 0
-    for number, group in enumerate(work.shape.input_groups):
+    for number, group in enumerate(step.shape.input_groups):
         input_learns = learns or trained  # a trained block trains its norms, too, so it needs this gradient
         if number == 0:
             _attention_grads(found, [input_learns or name in adapts for name in group])
         for place, name in enumerate(group):
-            d_in, d_out = work.shape.linears[name]
-            times = passes_of_a_token(work.shape, name)
+            d_in, d_out = step.shape.linears[name]
+            times = passes_of_a_token(step.shape, name)
             own.add(d_in, d_out, times)
             found.backward.add(d_in, d_out, times * (input_learns + trained))
             learns |= trained
@@ -123,54 +123,54 @@ def _block(found: Blocks, work: Work, learns: bool, adapts: Iterable[str], *, tr
                 # Gradients: of A, and of its input if that needs one. Of B, and always of its input, which A computes.
                 found.adapter.add(d_in, r, times * (input_learns + 1))
                 found.adapter.add(r, d_out, times * 2)
-                if work.fused_adapters:
+                if step.fused_adapters:
                     found.adapter.add(d_in, r, times)  # A x is computed again, for the gradient of B
                     # What is added in place is also read: y once, and the gradient of x for W and for A.
                     own.elements += d_out * times
                     found.adapter.elements += (2 if place else 1) * d_in * times * input_learns
-                norms += _norm(work, name) * times
+                norms += _norm(step, name) * times
                 learns = True
     forward_passes = 1 + (learns and again)
     found.passes["forward"] += 1
-    found.attended += 1 if work.keeps_attention else forward_passes
+    found.attended += 1 if step.keeps_attention else forward_passes
     found.passes["again"] += forward_passes - 1
     found.passes["backward"] += learns
     _add(found.forward, own)
     _add(found.adapter, thin)
     found.norms += norms * forward_passes
     if forward_passes > 1:
-        if not work.mlp_tile:  # tiles repeat the whole MLP
-            _skip_last(own, thin, work, "down_proj" in adapts)
+        if not step.mlp_tile:  # tiles repeat the whole MLP
+            _skip_last(own, thin, step, "down_proj" in adapts)
         _add(found.again, own)
         _add(found.adapter, thin)
     # The norm behind an MLP needs its result, so a checkpointed block with one repeats the MLP for it, and the tiles
     # repeat it once more.
-    if work.mlp_tile and learns and (work.shape.ends_with_norm or forward_passes == 1):
-        _mlp_again(found, work, adapts)
+    if step.mlp_tile and learns and (step.shape.ends_with_norm or forward_passes == 1):
+        _mlp_again(found, step, adapts)
     return learns
 
 
-def _norm(work: Work, name: str) -> int:
+def _norm(step: Step, name: str) -> int:
     """Count the operations of B A in DoRA's weight norm of one matrix, in one pass; 0 without DoRA.
 
     peft computes B A by sending an identity matrix of D_in rows through A and B, in an MLP once for each tile.
     """
-    d_in, d_out = work.shape.linears[name]
-    tiles = work.tiles if name in work.mlp else 1
-    return 2 * work.rank * d_in * (d_in + d_out) * tiles * work.dora
+    d_in, d_out = step.shape.linears[name]
+    tiles = step.tiles if name in step.mlp else 1
+    return 2 * step.rank * d_in * (d_in + d_out) * tiles * step.dora
 
 
-def _mlp_again(found: Blocks, work: Work, adapts: Iterable[str]) -> None:
+def _mlp_again(found: Blocks, step: Step, adapts: Iterable[str]) -> None:
     """Add the products of one MLP that runs forward once more in its backward pass, in tiles."""
     found.mlp_again += 1
-    for name in work.mlp:
-        d_in, d_out = work.shape.linears[name]
+    for name in step.mlp:
+        d_in, d_out = step.shape.linears[name]
         found.again.add(d_in, d_out)
         if name in adapts:
-            found.adapter.add(d_in, work.rank)
-            found.adapter.add(work.rank, d_out)
-            found.again.elements += d_out * work.fused_adapters  # y, to which the adapter is added in place
-            found.norms += _norm(work, name)
+            found.adapter.add(d_in, step.rank)
+            found.adapter.add(step.rank, d_out)
+            found.again.elements += d_out * step.fused_adapters  # y, to which the adapter is added in place
+            found.norms += _norm(step, name)
 
 
 def _attention_grads(found: Blocks, asked: list[bool]) -> None:
@@ -187,17 +187,17 @@ def _attention_grads(found: Blocks, asked: list[bool]) -> None:
     found.attended_back += q or k or v
 
 
-def _skip_last(own: Products, thin: Products, work: Work, down_adapted: bool) -> None:
+def _skip_last(own: Products, thin: Products, step: Step, down_adapted: bool) -> None:
     """Take the block's last product out of what is recomputed.
 
     torch's checkpoint stops as soon as it has recomputed the last saved tensor, and the backward pass needs no output
     of the last product. DoRA is the exception: it saves that output, to compute the gradient of its magnitudes.
     """
-    d_in, d_out = work.shape.linears["down_proj"]
+    d_in, d_out = step.shape.linears["down_proj"]
     if not down_adapted:
-        own.add(d_in, d_out, -work.shape.experts_per_token)
-    elif not work.dora:
-        thin.add(work.rank, d_out, -work.shape.experts_per_token)
+        own.add(d_in, d_out, -step.shape.experts_per_token)
+    elif not step.dora:
+        thin.add(step.rank, d_out, -step.shape.experts_per_token)
 
 
 def _add(total: Products, more: Products) -> None:
@@ -205,35 +205,32 @@ def _add(total: Products, more: Products) -> None:
     total.elements += more.elements
 
 
-def head(work: Work, learns: bool) -> Products:
+def head(step: Step, learns: bool) -> Products:
     """Count the head's products, forward and backward, for one position whose logits are computed.
 
     The chunked loss repeats no product, because it computes the gradients while the logits of a chunk still exist.
 
     Args:
-        work: the step; it says what is trained.
+        step: it says what is trained.
         learns: whether the head's input needs a gradient.
     """
     found = Products()
-    d_in = work.shape.width
-    d_out = work.shape.vocabulary
-    found.add(d_in, d_out, 1 + learns + work.trains_head)  # forward, gradient of the input, gradient of the weights
-    if work.head_rank:  # an adapter on the head: A, then B, whose input always needs a gradient
-        found.add(d_in, work.head_rank, 2 + learns)
-        found.add(work.head_rank, d_out, 3)
+    d_in = step.shape.width
+    d_out = step.shape.vocabulary
+    found.add(d_in, d_out, 1 + learns + step.trains_head)  # forward, gradient of the input, gradient of the weights
     return found
 
 
-def attention(work: Work, blocks: Blocks, *, fused: bool) -> int:
+def attention(step: Step, blocks: Blocks, *, fused: bool) -> int:
     """Count the floating-point operations of attention in all blocks, as if every token attended to every other.
 
     The forward pass takes two products: queries with keys, and attention weights with values. The backward pass takes
     four at most. A fused kernel always takes all four, and a fifth for the scores, which it did not save.
 
     Args:
-        work: the step; it gives the rows of a micro-batch and their length.
+        step: it gives the rows of a micro-batch and their length.
         blocks: how many blocks run attention, forward and backward.
         fused: whether one kernel computes all of attention (flash, memory-efficient), or each operation has its own.
     """
     back = 5 * blocks.attended_back if fused else blocks.attention_grads
-    return (2 * blocks.attended + back) * 2 * work.batch * work.shape.query_width * work.row_positions**2
+    return (2 * blocks.attended + back) * 2 * step.batch * step.shape.query_width * step.tokens**2

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from cria_tricks.bill import launches, moved_bytes, products
 from cria_tricks.bill.constants import FP32
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 from cria_tricks.hardware.cards import Card, Flavor
 from cria_tricks.recipe import Recipe
 
@@ -62,8 +62,8 @@ class StepPart:
 
 
 @dataclass(frozen=True)
-class Step:
-    """The estimate of one optimizer step on one card.
+class StepTime:
+    """The time of one optimizer step on one card, estimated.
 
     Attributes:
         parts: the parts, in the order in which they are listed to the user.
@@ -156,33 +156,33 @@ class PartCounts(NamedTuple):
     rate: str = ""
 
 
-def step(work: Work, card: Card, cards: int = 1) -> Step:
+def time_of(step: Step, card: Card, cards: int = 1) -> StepTime:
     """Estimate one optimizer step.
 
     Args:
-        work: what the step has to do, as ``tricks/folds.py`` makes it from a recipe.
+        step: the step, as ``tricks/folds.py`` makes it from a recipe.
         card: the GPU.
         cards: how many cards train data-parallel; at the end of a step they all-reduce their gradients over PCIe.
 
     Returns:
-        The step of one card, without the parts that have nothing to do.
+        The time on one card, without the parts that have nothing to do.
     """
-    counted = counts(work, cards)
-    parts = [timed(one, card, work.precision) for one in counted if one.flops or one.bytes or one.link]
+    counted = counts(step, cards)
+    parts = [timed(one, card, step.precision) for one in counted if one.flops or one.bytes or one.link]
     parts = [beside_the_blocks(one, parts) if one.name in (TRAVEL, FETCHED) else one for one in parts]
     started = sum(one.launches for one in counted)
     parts.append(launch_time(started, card, sum(part.seconds for part in parts)))
-    return Step(tuple(parts), work.micro_batches * work.batch * work.tokens, card.spread(work.precision))
+    return StepTime(tuple(parts), step.step_tokens, card.spread(step.precision))
 
 
-def counts(work: Work, cards: int = 1) -> list[PartCounts]:
-    """Count what the parts of one optimizer step have to do; arguments as for :func:`step`."""
-    k = work.micro_batches  # of one optimizer step
+def counts(step: Step, cards: int = 1) -> list[PartCounts]:
+    """Count what the parts of one optimizer step have to do; arguments as for :func:`time_of`."""
+    k = step.micro_batches  # of one optimizer step
     found = []
-    for counted in _micro_batch(work):
+    for counted in _micro_batch(step):
         flops, moved, link = k * counted.flops, k * counted.bytes, k * counted.link
         found.append(counted._replace(flops=flops, bytes=moved, link=link, launches=k * counted.launches))
-    return [*found, *_once_a_step(work, cards)]
+    return [*found, *_once_a_step(step, cards)]
 
 
 def timed(counted: PartCounts, card: Card, precision: str) -> StepPart:
@@ -231,13 +231,13 @@ def launch_time(started: float, card: Card, busy: float) -> StepPart:
     return StepPart("launches", 0, 0, 0, seconds, why)
 
 
-def _micro_batch(work: Work) -> Iterator[PartCounts]:
+def _micro_batch(step: Step) -> Iterator[PartCounts]:
     """Count the parts of one micro-batch."""
-    n = work.positions  # the tokens of a micro-batch, learned prompt vectors included
-    wide = work.compute_itemsize  # bytes of a number that products read or write
-    blocks = products.blocks(work)
-    weights_forward, weights_again, weights_backward = moved_bytes.weights(work, blocks)
-    unpacked, cast = moved_bytes.unpacking(work, blocks)
+    n = step.all_tokens  # the tokens of a micro-batch, learned prompt vectors included
+    wide = step.compute_itemsize  # bytes of a number that products read or write
+    blocks = products.blocks(step)
+    weights_forward, weights_again, weights_backward = moved_bytes.weights(step, blocks)
+    unpacked, cast = moved_bytes.unpacking(step, blocks)
     yield PartCounts("unpacking", 0, unpacked, 0, "4-bit and int8 weights, before each pass")
     yield PartCounts("casts of weights", 0, cast, 0, "weights in another dtype than products compute in")
     for name, counted, weight_bytes, why in (
@@ -250,75 +250,75 @@ def _micro_batch(work: Work) -> Iterator[PartCounts]:
     thin = blocks.adapter
     why = "thin products, which mostly wait for memory"
     yield PartCounts("adapter", n * thin.flops + blocks.norms, n * thin.elements * wide, 0, why)
-    yield _attention(work, blocks)
-    yield PartCounts("launches", 0, 0, 0, "the kernels of the blocks", launches.of_blocks(work, blocks))
-    forward, backward = work.between(work)
+    yield _attention(step, blocks)
+    yield PartCounts("launches", 0, 0, 0, "the kernels of the blocks", launches.of_blocks(step, blocks))
+    forward, backward = moved_bytes.between(step)
     runs = blocks.passes
     moved = (runs["forward"] + runs["again"]) * forward + runs["backward"] * backward
     why = "norms, rotary, activation, residual sums, casts: all of it memory"
     yield PartCounts("between products", 0, n * moved, 0, why)
-    yield from _head(work, blocks)
-    if work.link_trips:  # activation offload; the logits are saved outside the blocks
+    yield from _head(step, blocks)
+    if step.link_trips:  # activation offload; the logits are saved outside the blocks
         # Saved bytes of one position: in all blocks, and in the loss.
-        kept = runs["forward"] * work.saved(work) + work.logit_saved_bytes * work.shape.vocabulary
+        kept = runs["forward"] * moved_bytes.saved(step) + step.logit_saved_bytes * step.shape.vocabulary
         why = "what the way back needs goes to the host and comes back"
-        yield PartCounts("offload", 0, 0, work.link_trips * n * kept, why)
-    travelling = work.travelling_blocks
-    each = n * work.shape.width * work.hidden_itemsize
+        yield PartCounts("offload", 0, 0, step.link_trips * n * kept, why)
+    travelling = step.travelling_blocks
+    each = n * step.shape.width * step.hidden_itemsize
     why = "inputs of blocks go to the host and come back, beside the computing"
     yield PartCounts(TRAVEL, 0, 0, 2 * each * travelling, why, launches.TRAVEL * travelling)
-    fetched = moved_bytes.fetched(work) * (not work.fetches_once)
+    fetched = moved_bytes.fetched(step) * (step.window == 1)
     yield PartCounts(FETCHED, 0, 0, fetched, "blocks come from the host, beside the computing")
 
 
-def _once_a_step(work: Work, cards: int) -> Iterator[PartCounts]:
+def _once_a_step(step: Step, cards: int) -> Iterator[PartCounts]:
     """Count the parts that run once for all micro-batches of a step."""
-    fetched = moved_bytes.fetched(work) * work.fetches_once
+    fetched = moved_bytes.fetched(step) * (step.window > 1)
     yield PartCounts(FETCHED, 0, 0, fetched, "blocks come from the host once, beside the computing")
-    trained = work.trained_weights
-    each = work.optimizer_bytes + work.gradient_bytes
-    update = launches.of_update(work)
-    rate = "optimizer" if work.optimizer_bytes == moved_bytes.ADAMW else "8-bit optimizer"
+    trained = step.trained_weights
+    each = step.optimizer_bytes + step.gradient_bytes
+    update = launches.of_update(step)
+    rate = "optimizer" if step.optimizer_bytes == moved_bytes.ADAMW else "8-bit optimizer"
     yield PartCounts("optimizer", 0, each * trained, 0, f"{each} bytes a trained weight", update, rate)
     # A ring all-reduce sends 2 (N - 1) / N times the fp32 gradients from each of N cards; 0 for one card.
     ring = 2 * (cards - 1) / cards * FP32 * trained
     yield PartCounts("gradients of the other cards", 0, 0, ring, "fp32 gradients, twice around a ring over PCIe")
 
 
-def _attention(work: Work, blocks: products.Blocks) -> PartCounts:
+def _attention(step: Step, blocks: products.Blocks) -> PartCounts:
     """Count the attention of all blocks, with a fused kernel or with all scores in memory."""
-    fused = work.kernel in ("flash", "memory-efficient")
-    flops = products.attention(work, blocks, fused=fused)
+    fused = step.kernel in ("flash", "memory-efficient")
+    flops = products.attention(step, blocks, fused=fused)
     forward = blocks.attended
     backward = blocks.attended_back
     if not fused:
-        scores = work.batch * work.shape.heads * work.row_positions**2
+        scores = step.batch * step.shape.heads * step.tokens**2
         moved = scores * (forward * moved_bytes.SCORE[0] + backward * moved_bytes.SCORE[1])
-        why = f"{work.kernel} attention holds all T x T scores, and passes over them"
+        why = f"{step.kernel} attention holds all T x T scores, and passes over them"
         return PartCounts("attention", flops, moved, 0, why)
     # A fused kernel reads queries, keys and values and writes an output as wide as the queries. Backward we count each
     # of the four twice: once for itself, once for its gradient.
-    position_bytes = work.compute_itemsize * 2 * (work.shape.query_width + work.shape.kv_width)
-    moved = work.positions * position_bytes * (forward + 2 * backward)
-    if work.masked:
-        return PartCounts("attention", flops, moved, 0, f"the {work.kernel} kernel, with a mask")
+    position_bytes = step.compute_itemsize * 2 * (step.shape.query_width + step.shape.kv_width)
+    moved = step.all_tokens * position_bytes * (forward + 2 * backward)
+    if not step.maskless:
+        return PartCounts("attention", flops, moved, 0, f"the {step.kernel} kernel, with a mask")
     # Without a mask the kernel knows that attention is causal, and skips about half of the token pairs.
-    why = f"the {work.kernel} kernel, which leaves out what a token may not see"
+    why = f"the {step.kernel} kernel, which leaves out what a token may not see"
     return PartCounts("attention", flops * 0.5, moved, 0, why)
 
 
-def _head(work: Work, blocks: products.Blocks) -> Iterator[PartCounts]:
+def _head(step: Step, blocks: products.Blocks) -> Iterator[PartCounts]:
     """Count the head's products, and the loss, which passes over the logits."""
-    counted = products.head(work, blocks.learns)
-    n: float = work.positions
+    counted = products.head(step, blocks.learns)
+    n: float = step.all_tokens
     why = "logits of every position"
-    if work.logit_positions is not None:
-        n = work.logit_positions
+    if step.logit_positions is not None:
+        n = step.logit_positions
         why = "logits of trained tokens only"
-    moved = n * counted.elements * work.compute_itemsize + moved_bytes.head_weights(work)
+    moved = n * counted.elements * step.compute_itemsize + moved_bytes.head_weights(step)
     yield PartCounts("head", n * counted.flops, moved, 0, why)
-    passes = n * work.logit_bytes * work.shape.vocabulary
-    yield PartCounts("loss", 0, passes, 0, "passes over the logits", launches.of_loss(work))
+    passes = n * step.logit_bytes * step.shape.vocabulary
+    yield PartCounts("loss", 0, passes, 0, "passes over the logits", launches.of_loss(step))
 
 
 def run_tokens(recipe: Recipe, rows: int, tokens: float) -> float:

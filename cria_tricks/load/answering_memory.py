@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.evaluation import fullest_answer, loss_pass
-from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.lines import Moment
 from cria_tricks.bill.moments import weight_lines
+from cria_tricks.bill.step import Step
 from cria_tricks.common.units import human
 from cria_tricks.data.lengths import Lengths
 from cria_tricks.hardware.device import Device
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.settings import BATCH, NEW_TOKENS, Tricks
-from cria_tricks.tricks.folds import facts, in_eval_mode
+from cria_tricks.tricks.folds import in_eval_mode, step_of
 
 EVAL, CHAT = "cria eval", "cria chat"
 CHAT_TOKENS = 512
@@ -55,7 +55,7 @@ class Answering:
         memory = self.plain.memory
         if self.fitting == self.plain:
             return []
-        device = memory.facts.device
+        device = memory.step.device
         needs = f"needs {human(memory.least_bytes)} of {human(device.memory_bytes)}"
         said = f"{self.command} of the result {needs} on {device.name}, so it does not fit"
         if self.fitting is None:
@@ -99,7 +99,7 @@ def _ways(command: str, recipe: Recipe, shape: Shape, device: Device, lengths: L
     row = lengths.evaluated or recipe.data.max_length
     prompt = max(lengths.prompts, default=row)
     usual_rows, usual_new = WAYS[command][0]
-    quantised = facts(recipe, shape, device).quantised
+    quantised = step_of(recipe, shape, device).quantised
     for rows, new in WAYS[command]:
         options: tuple[str, ...] = ()
         if rows < usual_rows:
@@ -136,10 +136,10 @@ def needed(
     )
     recipe = recipe.model_copy(update={"tricks": tricks})
 
-    def of(rows: int, tokens: int) -> StepFacts:
+    def of(rows: int, tokens: int) -> Step:
         batch = recipe.train.model_copy(update={"batch_size": rows})
-        memory = facts(recipe.model_copy(update={"train": batch}), shape, device, tokens)
-        return in_eval_mode(_in_one_dtype(memory, packed=packed))
+        step = step_of(recipe.model_copy(update={"train": batch}), shape, device, tokens)
+        return in_eval_mode(_in_one_dtype(step, packed=packed))
 
     first = of(rows, prompt)
     moments = [fullest_answer(first, of(rows, 1), prompt + new, caches=not first.learns_beside)]
@@ -149,15 +149,15 @@ def needed(
     return Bill(first, tuple(Moment("answering", (*weights, *one.lines)) for one in moments))
 
 
-def _in_one_dtype(memory: StepFacts, *, packed: bool) -> StepFacts:
+def _in_one_dtype(step: Step, *, packed: bool) -> Step:
     """Return the facts of a model that computes in one dtype, without autocast; packed matrices are the exception."""
-    wide = memory.compute_itemsize
-    shape = memory.shape
-    blocks = memory.block_weight_bytes
+    wide = step.compute_itemsize
+    shape = step.shape
+    blocks = step.block_weight_bytes
     if not packed:
         blocks = wide * shape.layers * sum(d_in * d_out for d_in, d_out in shape.packable.values())
     return replace(
-        memory,
+        step,
         block_weight_bytes=blocks,
         other_weight_itemsize=wide,
         hidden_itemsize=wide,

@@ -12,8 +12,8 @@ and causal attention needs half of all token pairs where the kernel leaves the o
 from dataclasses import dataclass, replace
 
 from cria_tricks.bill import products
+from cria_tricks.bill.step import Step
 from cria_tricks.bill.step_time import counts
-from cria_tricks.bill.work import Work
 from cria_tricks.hardware.gpus import by_datasheet
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
@@ -56,7 +56,7 @@ def of_run(plan: Plan, recipe: Recipe, shape: Shape, processes: int, tokens: int
         tokens: the mean length of a row [tokens].
         trained_share: which share of the tokens is trained, from 0 to 1.
     """
-    work = folds.work(recipe, shape, plan.device, tokens, trained_share)
+    work = folds.step_of(recipe, shape, plan.device, tokens, trained_share=trained_share)
     card = by_datasheet(plan.device)
     peak = None
     # strategy=model spreads one model over all cards of the machine from one process, and only one of them computes.
@@ -65,28 +65,28 @@ def of_run(plan: Plan, recipe: Recipe, shape: Shape, processes: int, tokens: int
     return Utilisation(model_flops(work), hardware_flops(work), peak)
 
 
-def hardware_flops(work: Work) -> float:
+def hardware_flops(step: Step) -> float:
     """Count the floating-point operations that a step does in its matrix products, for each of its tokens."""
-    return sum(part.flops for part in counts(work)) / _tokens(work)
+    return sum(part.flops for part in counts(step)) / _tokens(step)
 
 
-def model_flops(work: Work) -> float:
+def model_flops(step: Step) -> float:
     """Count the same without what is computed again: the operations that a token needs."""
-    once = replace(work, repeated_blocks=0, mlp_tile=0, fused_adapters=False)
-    return sum(part.flops * _needed(part.name, once) for part in counts(once)) / _tokens(work)
+    once = replace(step, checkpointed=False, mlp_tile=0, fused_adapters=False)
+    return sum(part.flops * _needed(part.name, once) for part in counts(once)) / _tokens(step)
 
 
-def _needed(name: str, work: Work) -> float:
+def _needed(name: str, step: Step) -> float:
     """Return which share of a part's operations is computed for the first time, if no block and no MLP is repeated.
 
     A fused kernel of attention computes seven products: two forward and five backward. One of the five, the scores, it
     computes a second time.
     """
-    if name != "attention" or work.kernel not in ("flash", "memory-efficient"):
+    if name != "attention" or step.kernel not in ("flash", "memory-efficient"):
         return 1.0
-    blocks = products.blocks(work)
+    blocks = products.blocks(step)
     return 1 - blocks.attended_back / (2 * blocks.attended + 5 * blocks.attended_back)
 
 
-def _tokens(work: Work) -> int:
-    return work.micro_batches * work.batch * work.tokens
+def _tokens(step: Step) -> int:
+    return step.micro_batches * step.batch * step.tokens

@@ -158,9 +158,8 @@ def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     """Return what a process sends in an optimizer step, for rows of full length."""
     tricks = recipe.tricks
     steps = tricks.gradient_accumulation
-    step = folds.work(recipe, shape, T4)  # these numbers are the same on any card
+    step = folds.step_of(recipe, shape, T4)  # these numbers are the same on any card
     numbers = 2 * recipe.train.batch_size * own_tokens(recipe.data.max_length, processes) * shape.kv_width
-    itemsize = folds.facts(recipe, shape, T4).compute_itemsize
     repeated = shape.layers - kept_blocks(recipe, shape) if tricks.gradient_checkpointing else 0
     back = shape.layers
     below = {"q_proj", "k_proj", "v_proj"} & set(step.adapted)
@@ -170,7 +169,7 @@ def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
         repeated = back = 0
     turns = (shape.layers + repeated + back) * steps * (processes - 1)
     calls = (
-        Call("send", numbers * itemsize, turns, 2, "keys and values, on to the next process"),
+        Call("send", numbers * step.compute_itemsize, turns, 2, "keys and values, on to the next process"),
         Call("send", numbers * 4, back * steps * processes, 2, "their fp32 gradients"),
         Call("all_reduce", 4, steps, processes, "the sum of the losses"),
         Call("all_reduce", 4 * step.trained_weights, 1, processes, "fp32 gradients of what trains"),

@@ -104,6 +104,6 @@ def traffic(
         tokens: the tokens of a row; ``data.max_length`` if left out.
     """
     stages = processes // data
-    trained = folds.work(recipe, shape, T4).trained_weights // stages
+    trained = folds.step_of(recipe, shape, T4).trained_weights // stages
     gradients = Call("all_reduce", 4 * trained + 4, 1, data, "fp32 gradients of the stage, and the loss")
     return [*pipeline.traffic(recipe, shape, stages, stage, tokens, shares=data), gradients]

@@ -141,5 +141,5 @@ def window(total: torch.nn.Module, world: World, last: bool) -> contextlib.Abstr
 
 def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     """Return what an optimizer step sends: the gradients, once for any number of micro-batches."""
-    trained = folds.work(recipe, shape, T4).trained_weights  # the same on any card
+    trained = folds.step_of(recipe, shape, T4).trained_weights  # the same on any card
     return [Call("all_reduce", 4 * trained, 1, processes, "fp32 gradients of what trains")]

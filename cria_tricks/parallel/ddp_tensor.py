@@ -123,8 +123,8 @@ def own_weights(recipe: Recipe, shape: Shape, size: int) -> int:
         shape: the model's shape.
         size: M, the number of processes in a tensor group.
     """
-    whole = folds.work(recipe, shape, T4)  # the same on any card
-    if whole.trains_blocks:
+    whole = folds.step_of(recipe, shape, T4)  # the same on any card
+    if whole.trains_all:
         cut = 0
         for name, (d_in, d_out) in shape.linears.items():
             # In a column-parallel matrix the outputs are cut, and so is the bias. A row-parallel matrix keeps its whole

@@ -32,7 +32,7 @@ from cria_tricks.parallel.rules import refuse, several, share_window
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks.folds import facts
+from cria_tricks.tricks.folds import step_of
 
 SWITCHES = ("strategy=fsdp",)
 CLAIM = "exact within rounding"
@@ -219,7 +219,7 @@ def window(total: torch.nn.Module, world: World, last: bool) -> contextlib.Abstr
 
 def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     """Return what an optimizer step sends: weights for both passes of each micro-batch, and trained gradients."""
-    memory = facts(recipe, shape, T4)  # any card would do: these bytes are the same on all
+    memory = step_of(recipe, shape, T4)  # any card would do: these bytes are the same on all
     found = sizes(memory, processes)
     mine = recipe.tricks.gradient_accumulation // processes
     layers = shape.layers

@@ -244,4 +244,4 @@ def traffic(
 
 def hidden_bytes(recipe: Recipe, shape: Shape, tokens: int) -> int:
     """Return the size of a micro-batch's hidden states between two blocks, B T D numbers [bytes]."""
-    return recipe.train.batch_size * tokens * shape.width * folds.work(recipe, shape, T4).hidden_itemsize
+    return recipe.train.batch_size * tokens * shape.width * folds.step_of(recipe, shape, T4).hidden_itemsize

@@ -9,42 +9,42 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cria_tricks.bill.constants import FP32
-from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.lines import Line
 from cria_tricks.bill.moments import IDS
 from cria_tricks.bill.operation import ATTENTION, Operation
+from cria_tricks.bill.step import Step
 
 
-def through_the_ring(memory: StepFacts) -> StepFacts:
+def through_the_ring(step: Step) -> Step:
     """Bill ring attention in place of a single process's.
 
     Args:
-        memory: the facts of a step with as many tokens of a row as a process has.
+        step: the facts of a step with as many tokens of a row as a process has.
     """
     # Keys and values are saved as they come, for the few key heads. There is no mask, except for one pair at a time.
-    kernel = "memory-efficient" if memory.device.kind == "cuda" else "flash"
-    rule = functools.partial(_operations, memory.learning_operations, memory.joins_documents)
+    kernel = "memory-efficient" if step.device.kind == "cuda" else "flash"
+    rule = functools.partial(_operations, step.learning_operations, step.joins_documents)
     return replace(
-        memory, kernel=kernel, repeats_keys=False, maskless=True, joins_documents=False, learning_operations=rule
+        step, kernel=kernel, repeats_keys=False, maskless=True, joins_documents=False, learning_operations=rule
     )
 
 
-def _operations(inner: Callable[[StepFacts], list[Operation]], packed: bool, memory: StepFacts) -> list[Operation]:
+def _operations(inner: Callable[[Step], list[Operation]], packed: bool, step: Step) -> list[Operation]:
     """List the operations of a block, with the ring's attention."""
-    return [_ring(memory, one, packed) if one.name == ATTENTION else one for one in inner(memory)]
+    return [_ring(step, one, packed) if one.name == ATTENTION else one for one in inner(step)]
 
 
-def _ring(memory: StepFacts, single: Operation, packed: bool) -> Operation:
+def _ring(step: Step, single: Operation, packed: bool) -> Operation:
     """Change the bytes of a fused kernel into those of the ring, at the deepest point of each direction."""
-    shape = memory.shape
-    n = memory.all_tokens
-    a = memory.compute_itemsize
+    shape = step.shape
+    n = step.all_tokens
+    a = step.compute_itemsize
     queries = n * shape.query_width
     keys_values = 2 * n * shape.kv_width
     chunk = queries // 2
     in_flight = 2 * keys_values * a
     if packed:  # a pair's mask, and the booleans that it is made of
-        in_flight += memory.batch * (memory.tokens // 2) ** 2 * (a + 2)
+        in_flight += step.batch * (step.tokens // 2) ** 2 * (a + 2)
     repeated = 2 * chunk * a * (shape.heads != shape.kv_heads)
     # Forward: the partial results so far, and those of a pair of chunks while the two are merged: its output, both
     # weighted, and their sum.
@@ -58,11 +58,11 @@ def _ring(memory: StepFacts, single: Operation, packed: bool) -> Operation:
     return replace(single, forward=forward, backward=backward)
 
 
-def whole_rows(memory: StepFacts, tokens: int) -> Line:
+def whole_rows(step: Step, tokens: int) -> Line:
     """Return the line of the whole rows, which each process has before it cuts them.
 
     Args:
-        memory: the facts of the step.
+        step: the step.
         tokens: the tokens of a whole row.
     """
-    return Line("batch: whole rows", 3 * memory.batch * tokens * IDS, "before they are cut: ids, labels, mask")
+    return Line("batch: whole rows", 3 * step.batch * tokens * IDS, "before they are cut: ids, labels, mask")

@@ -4,7 +4,7 @@ from cria_tricks.bill.calls import Call
 from cria_tricks.hardware import T4
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
-from cria_tricks.tricks.folds import facts, work
+from cria_tricks.tricks.folds import step_of
 from cria_tricks.tricks.gradient_checkpointing import kept_blocks
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -30,8 +30,7 @@ def traffic(recipe: Recipe, shape: Shape, processes: int, *, first: bool = True)
     tricks = recipe.tricks
     # n: tokens of a micro-batch.
     n = recipe.train.batch_size * recipe.data.max_length
-    memory = facts(recipe, shape, T4)  # any card would do: these item sizes are the same on all
-    step = work(recipe, shape, T4)
+    step = step_of(recipe, shape, T4)  # any card would do: what is read here is the same on all
     adapted = step.adapted
     regions = 1 + (shape.experts == 1)  # attention, and the MLP unless it is a mixture of experts, which is not cut
     repeated = shape.layers - kept_blocks(recipe, shape) if tricks.gradient_checkpointing else 0
@@ -48,10 +47,10 @@ def traffic(recipe: Recipe, shape: Shape, processes: int, *, first: bool = True)
     if recipe.parallel.sequence:
         # Where attention's output in the first block has no gradient, none is gathered for it.
         outputs = regions * shape.layers - (backward < regions * shape.layers and not set(ATTENTION) & set(adapted))
-        ends = 1 + (step.trains_blocks or bool(tricks.gradient_checkpointing and shape.scales_hidden))
+        ends = 1 + (step.trains_all or bool(tricks.gradient_checkpointing and shape.scales_hidden))
         n += -n % processes  # zeros fill it up
-        of_stream = n * shape.width * memory.hidden_itemsize
-        of_products = n * shape.width * memory.product_itemsize
+        of_stream = n * shape.width * step.hidden_itemsize
+        of_products = n * shape.width * step.product_itemsize
         passes = [
             ("all_gather", of_stream, regions * (shape.layers + repeated), "the inputs of attention and MLP"),
             ("all_gather", of_products, outputs, "the gradients of what o and down make"),
@@ -61,8 +60,8 @@ def traffic(recipe: Recipe, shape: Shape, processes: int, *, first: bool = True)
         ]
     else:
         passes = [
-            ("all_reduce", n * shape.width * memory.product_itemsize, forward, "what o and down make"),
-            ("all_reduce", n * shape.width * memory.hidden_itemsize, backward,
+            ("all_reduce", n * shape.width * step.product_itemsize, forward, "what o and down make"),
+            ("all_reduce", n * shape.width * step.hidden_itemsize, backward,
              "the gradients of the inputs of attention and MLP"),
         ]  # fmt: skip
     calls = [
@@ -73,8 +72,8 @@ def traffic(recipe: Recipe, shape: Shape, processes: int, *, first: bool = True)
 
 def partial_weights(recipe: Recipe, shape: Shape) -> int:
     """Count the trained weights whose gradients ``tensor.add_up_partial`` sums."""
-    whole = work(recipe, shape, T4)  # the same on any card
-    if whole.trains_blocks:
+    whole = step_of(recipe, shape, T4)  # the same on any card
+    if whole.trains_all:
         return shape.layers * 2 * shape.head_width * shape.qk_norm + recipe.parallel.sequence * _of_the_stream(shape)
     # Beside a row-parallel matrix it is B, of shape (D_out, r), and else A, of shape (r, D_in).
     cut = [name for name in whole.adapted if name in ATTENTION or shape.experts == 1]

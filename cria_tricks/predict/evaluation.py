@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.evaluation import fullest_answer, loss_pass
-from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.fsdp import sizes
 from cria_tricks.bill.lines import ANSWERS, EVALUATION, STATE, Line, Moment
+from cria_tricks.bill.step import Step
 from cria_tricks.common.units import human
 from cria_tricks.data.lengths import Lengths
 from cria_tricks.hardware.device import Device
@@ -21,7 +21,7 @@ from cria_tricks.parallel.ring_bytes import through_the_ring, whole_rows
 from cria_tricks.parallel.zigzag import own_tokens
 from cria_tricks.recipe import Recipe
 from cria_tricks.settings import Data, Train
-from cria_tricks.tricks.folds import facts, in_eval_mode
+from cria_tricks.tricks.folds import in_eval_mode, step_of
 
 ONLY_TRAINING = {
     "gradient_checkpointing": False,
@@ -71,11 +71,11 @@ def with_evaluation(found: Bill, recipe: Recipe, rows: Evaluated, tokens: int | 
         rows: the evaluation rows.
         tokens: take evaluation rows as long as this instead.
     """
-    device = found.facts.device
-    shape = found.facts.shape  # of the part of the model that this process has
+    device = found.step.device
+    shape = found.step.shape  # of the part of the model that this process has
     longest = tokens or rows.tokens or recipe.data.max_length
     reduced = _without_training(recipe)
-    pieces = found.facts.stream_pieces
+    pieces = found.step.stream_pieces
     has_head = shape.vocabulary > 0
     passes = [_loss(reduced, shape, device, longest, found.strategy, found.processes, pieces, has_head)]
     if recipe.eval.samples:
@@ -111,15 +111,15 @@ def _standing(found: Bill) -> tuple[Line, ...]:
     stays = [name for name in STATE if name != "gradients" or found.strategy == "ddp"]
     lines = [line for line in found.moments[-1].lines if line.name in stays or line.name.startswith("pipeline")]
     if found.strategy == "fsdp":
-        lines.append(_gathered(found.facts, found.processes))
+        lines.append(_gathered(found.step, found.processes))
     return tuple(lines)
 
 
-def _gathered(memory: StepFacts, processes: int) -> Line:
+def _gathered(step: Step, processes: int) -> Line:
     """Return the line of what FSDP2 has whole: the open group as weights and buffer, and the root. An upper bound."""
-    of = sizes(memory, processes)
+    of = sizes(step, processes)
     outside = sum(group.weights for group in of.outside.values())
-    whole = 2 * of.block.weights + outside * (1 if memory.shape.tied else 2)
+    whole = 2 * of.block.weights + outside * (1 if step.shape.tied else 2)
     return Line("weights: unsharded", whole, "at most: the open group, its buffer, what stays whole")
 
 
@@ -148,11 +148,11 @@ def _loss(
     beside: tuple[Line, ...] = ()
     if strategy == "context":
         mine = own_tokens(tokens, processes)
-        memory = through_the_ring(facts(recipe, shape, device, mine, recipe.train.batch_size * mine))
-        beside = (whole_rows(memory, tokens),)
+        step = through_the_ring(step_of(recipe, shape, device, mine, recipe.train.batch_size * mine))
+        beside = (whole_rows(step, tokens),)
     else:
-        memory = replace(facts(recipe, shape, device, tokens), stream_pieces=pieces)
-    found = loss_pass(in_eval_mode(memory))
+        step = replace(step_of(recipe, shape, device, tokens), stream_pieces=pieces)
+    found = loss_pass(in_eval_mode(step))
     if not has_head:  # a stage in the middle of a pipeline
         found = found[:1]
     fullest = max(found, key=lambda moment: moment.bytes)
@@ -179,9 +179,9 @@ def answers(recipe: Recipe, shape: Shape, device: Device, rows: int, prompt: int
     """
     room = prompt + new
 
-    def of(rows: int, tokens: int) -> StepFacts:
+    def of(rows: int, tokens: int) -> Step:
         batch = recipe.train.model_copy(update={"batch_size": rows})
-        return in_eval_mode(facts(recipe.model_copy(update={"train": batch}), shape, device, tokens))
+        return in_eval_mode(step_of(recipe.model_copy(update={"train": batch}), shape, device, tokens))
 
     first = of(rows, prompt)
     if first.learns_beside:  # a side network has no KV cache, so each pass has all tokens so far

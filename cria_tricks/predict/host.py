@@ -89,7 +89,7 @@ def host_bill(target: Target, recipe: Recipe) -> HostBill | None:
     # With all blocks checkpointed, each block's input is one tensor. Only tricks/ reads a switch, so this asks whether
     # setting it would change the recipe. It would for a number of blocks, also for 1: then the bound above stays.
     if recipe == with_toggles(recipe, {"gradient_checkpointing": True}):
-        known = target.memory(recipe).facts
+        known = target.memory(recipe).step
         inputs = known.window * (target.shape.layers - known.overlapped)  # if copies overlap, the last block's stays
         each = block_input(known)
         if known.keeps_attention:  # then a block keeps more, in tensors of their own
@@ -124,7 +124,7 @@ def longest_on_host(target: Target, recipe: Recipe, most: int) -> int:
 
 def _streamed(target: Target, recipe: Recipe) -> Line:
     """Return the line of the blocks that wait in pinned memory, or pass through it from a file."""
-    known = target.memory(recipe).facts
+    known = target.memory(recipe).step
     size = known.block_weight_bytes * (known.blocks_on_device is not None)
     if recipe == with_toggles(recipe, {"stream_layers": "file"}):
         return Line("a streamed block", size // target.shape.layers, "all of them are in a file")

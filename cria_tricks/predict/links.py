@@ -17,9 +17,8 @@ PCIe several ports help little (NCCL's author: nccl issue 412).
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 
-from cria_tricks.bill import moved_bytes, step_time
+from cria_tricks.bill import step_time
 from cria_tricks.bill.calls import Call
 from cria_tricks.bill.step_time import HEAD
 from cria_tricks.hardware.cards import Card
@@ -104,7 +103,7 @@ this may be slow, or NCCL copies through the host's memory (NCCL's user guide, t
 
 
 @dataclass(frozen=True)
-class StepTime:
+class ProcessTime:
     """The time of one optimizer step of one process.
 
     Attributes:
@@ -128,7 +127,7 @@ class StepTime:
         return self.compute + self.communication - self.hidden
 
 
-def step_seconds(compute: float, calls: Iterable[Call], link: Link, overlap: float = 0.0) -> StepTime:
+def step_seconds(compute: float, calls: Iterable[Call], link: Link, overlap: float = 0.0) -> ProcessTime:
     """Combine the computing time and the collectives of a step.
 
     Args:
@@ -139,7 +138,7 @@ def step_seconds(compute: float, calls: Iterable[Call], link: Link, overlap: flo
             share of the last micro-batch's backward pass.
     """
     each = tuple((f"{call.kind}: {call.why}", link.seconds(call)) for call in calls)
-    return StepTime(compute, each, min(overlap * compute, sum(seconds for _, seconds in each)))
+    return ProcessTime(compute, each, min(overlap * compute, sum(seconds for _, seconds in each)))
 
 
 def compute_seconds(recipe: Recipe, shape: Shape, card: Card, strategy: str, processes: int) -> float:
@@ -151,14 +150,13 @@ def compute_seconds(recipe: Recipe, shape: Shape, card: Card, strategy: str, pro
     if strategy == "pipeline":
         return _through_the_stages(recipe, shape, card, processes)
     own_recipe, own_shape = local(recipe, shape, strategy, processes)
-    own = folds.work(own_recipe, own_shape, card.device)
-    pieces = stream_pieces(recipe, strategy, processes)
-    own = replace(own, between=partial(moved_bytes.in_pieces, before=own.between, pieces=pieces))
+    own = folds.step_of(own_recipe, own_shape, card.device)
+    own = replace(own, stream_pieces=stream_pieces(recipe, strategy, processes))
     total = 0.0
     # The ring repeats keys and values itself, for a kernel that takes no grouped heads (parallel/ring_attention.py).
     repeated = with_settings(recipe, ["tricks.expand_kv=true"]) if strategy == "context" else recipe
-    whole = folds.step(repeated, shape, card)
-    for part in step_time.step(own, card).parts:
+    whole = folds.time_of(repeated, shape, card)
+    for part in step_time.time_of(own, card).parts:
         if part.name == "optimizer" and strategy == "fsdp":
             total += part.seconds / processes  # each process updates only its own 1 / N of the weights
         elif part.name == "attention" and strategy == "context":
@@ -180,7 +178,7 @@ def _through_the_stages(recipe: Recipe, shape: Shape, card: Card, processes: int
     stages = stages_of(recipe, shape, "pipeline", processes)
     k = stages[0].recipe.tricks.gradient_accumulation
     for stage in stages:
-        parts = folds.step(stage.recipe, replace(shape, layers=stage.shape.layers), card).parts
+        parts = folds.time_of(stage.recipe, replace(shape, layers=stage.shape.layers), card).parts
         seconds = {one.name: one.seconds for one in parts if stage.has_head or one.name not in HEAD}
         optimizers.append(seconds.pop("optimizer"))  # it runs once, after all micro-batches
         micro_batches.append(sum(seconds.values()) / k)

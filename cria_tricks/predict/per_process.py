@@ -26,10 +26,10 @@ from dataclasses import dataclass, replace
 
 from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.constants import FP32
-from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.fsdp import divided_up, sharded_moments
 from cria_tricks.bill.lines import Line, Moment
 from cria_tricks.bill.moments import moments
+from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
 from cria_tricks.load.stages import block_counts
@@ -39,7 +39,7 @@ from cria_tricks.parallel.tensor import partial_weights
 from cria_tricks.parallel.zigzag import own_tokens
 from cria_tricks.predict.evaluation import Evaluated, with_evaluation
 from cria_tricks.recipe import Recipe
-from cria_tricks.tricks.folds import facts
+from cria_tricks.tricks.folds import step_of
 from cria_tricks.tricks.gradient_checkpointing import in_stage
 
 STRATEGIES = ("none", "ddp", "fsdp", "tensor", "ddp_tensor", "context", "pipeline", "model")
@@ -80,14 +80,14 @@ def per_process(
     if strategy in ("pipeline", "model"):
         stages = stages_of(recipe, shape, strategy, processes)
         wanted = stages if stage is None else stages[stage : stage + 1]
-        steps = [_stage(one, device, strategy, processes, tokens, trained_tokens) for one in wanted]
+        bills = [_stage(one, device, strategy, processes, tokens, trained_tokens) for one in wanted]
     elif strategy == "context":
-        steps = [_of_own_tokens(recipe, shape, device, processes, tokens, trained_tokens)]
+        bills = [_of_own_tokens(recipe, shape, device, processes, tokens, trained_tokens)]
     else:
-        steps = [_alike(recipe, shape, device, strategy, processes, tokens, trained_tokens)]
+        bills = [_alike(recipe, shape, device, strategy, processes, tokens, trained_tokens)]
     if evaluated is not None:
-        steps = [with_evaluation(step, recipe, evaluated, tokens) for step in steps]
-    return max(steps, key=lambda one: one.peak_bytes)
+        bills = [with_evaluation(one, recipe, evaluated, tokens) for one in bills]
+    return max(bills, key=lambda one: one.peak_bytes)
 
 
 def _alike(
@@ -101,21 +101,21 @@ def _alike(
 ) -> Bill:
     """Estimate a training step in one of several processes that all need the same."""
     own, part = local(recipe, shape, strategy, processes)
-    memory = facts(own, part, device, tokens, trained_tokens)
-    memory = replace(memory, stream_pieces=stream_pieces(recipe, strategy, processes))
+    step = step_of(own, part, device, tokens, trained_tokens)
+    step = replace(step, stream_pieces=stream_pieces(recipe, strategy, processes))
     if strategy == "ddp":
         # DDP's buckets exist from the beginning of the step, and new gradients are added to them. So they count as
         # gradients of earlier micro-batches.
-        memory = replace(memory, waiting_gradient_bytes=FP32 * memory.trained_weights)
-    steps = moments(memory)
+        step = replace(step, waiting_gradient_bytes=FP32 * step.trained_weights)
+    steps = moments(step)
     if strategy == "fsdp":
-        steps = sharded_moments(memory, processes, recipe.parallel.reduce, own.tricks.gradient_accumulation)
+        steps = sharded_moments(step, processes, recipe.parallel.reduce, own.tricks.gradient_accumulation)
     elif strategy in ("tensor", "ddp_tensor"):
         # Groups put all gradients into one tensor; before that, a group's processes those of whole weights among parts.
-        summed = memory.trained_weights if strategy == "ddp_tensor" else partial_weights(recipe, shape)
+        summed = step.trained_weights if strategy == "ddp_tensor" else partial_weights(recipe, shape)
         if summed:
             steps.insert(-1, _averaging(summed, steps[-1]))
-    return Bill(memory, tuple(steps), strategy, processes)
+    return Bill(step, tuple(steps), strategy, processes)
 
 
 def local(recipe: Recipe, shape: Shape, strategy: str, processes: int) -> tuple[Recipe, Shape]:
@@ -161,11 +161,11 @@ def _of_own_tokens(
     rows = own.train.batch_size
     mine = own_tokens(whole, processes)
     trained = rows * (whole - 1) if trained_tokens is None else trained_tokens
-    memory = through_the_ring(facts(own, part, device, mine, min(trained, rows * mine)))
-    steps = moments(memory)
-    steps.insert(-1, _averaging(memory.trained_weights, steps[-1]))
-    beside = whole_rows(memory, whole)
-    return Bill(memory, tuple(replace(one, lines=(*one.lines, beside)) for one in steps), "context", processes)
+    step = through_the_ring(step_of(own, part, device, mine, min(trained, rows * mine)))
+    steps = moments(step)
+    steps.insert(-1, _averaging(step.trained_weights, steps[-1]))
+    beside = whole_rows(step, whole)
+    return Bill(step, tuple(replace(one, lines=(*one.lines, beside)) for one in steps), "context", processes)
 
 
 def _averaging(weights: int, optimizer_step: Moment) -> Moment:
@@ -246,28 +246,28 @@ def _stage(
     part: StagePart, device: Device, strategy: str, processes: int, tokens: int | None, trained_tokens: int | None
 ) -> Bill:
     """Estimate one stage: the moments of a model with its blocks only, plus a pipeline's other micro-batches."""
-    memory = facts(part.recipe, part.shape, device, tokens, trained_tokens)
+    step = step_of(part.recipe, part.shape, device, tokens, trained_tokens)
     if strategy != "pipeline":
-        return Bill(memory, _moments_of(part, memory, 0), strategy, processes)
+        return Bill(step, _moments_of(part, step, 0), strategy, processes)
     k = part.recipe.tricks.gradient_accumulation
     under_way = k if part.recipe.parallel.pipeline_schedule == "gpipe" else min(part.stages - part.number, k)
-    found = [Bill(memory, _moments_of(part, memory, under_way), strategy, processes)]
+    found = [Bill(step, _moments_of(part, step, under_way), strategy, processes)]
     if under_way == k:
         # All of the step are under way only until the first backward pass ends. Until then there are no gradients.
-        first = replace(memory, waiting_gradient_bytes=0)
+        first = replace(step, waiting_gradient_bytes=0)
         found[0] = Bill(first, _moments_of(part, first, k), strategy, processes)
         if k > 1:
-            found.append(Bill(memory, _moments_of(part, memory, k - 1), strategy, processes))
+            found.append(Bill(step, _moments_of(part, step, k - 1), strategy, processes))
     return max(found, key=lambda one: one.peak_bytes)
 
 
-def _moments_of(part: StagePart, memory: StepFacts, under_way: int) -> tuple[Moment, ...]:
+def _moments_of(part: StagePart, step: Step, under_way: int) -> tuple[Moment, ...]:
     """Return the moments of a stage while so many micro-batches are under way; 0 without a pipeline."""
-    steps = moments(memory)
+    steps = moments(step)
     at_the_end = () if part.has_head else ("loss", "log-softmax", "head", "last norm")
-    beside = _other_micro_batches(part, memory, steps, under_way) if under_way else ()
+    beside = _other_micro_batches(part, step, steps, under_way) if under_way else ()
     # The formulas give every model a last norm, of D weights; only the last stage has it.
-    no_norm = 0 if part.is_last else part.shape.width * memory.other_weight_itemsize
+    no_norm = 0 if part.is_last else part.shape.width * step.other_weight_itemsize
     found = []
     for moment in steps:
         if moment.name in at_the_end:
@@ -276,16 +276,16 @@ def _moments_of(part: StagePart, memory: StepFacts, under_way: int) -> tuple[Mom
         waiting = beside[-1:] if moment.name == "optimizer step" else beside  # by then only the buffers are left
         found.append(Moment(moment.name, (*lines, *waiting)))
     if under_way and part.recipe.parallel.pipelines > 1:
-        found.insert(-1, _averaging(memory.trained_weights, found[-1]))
+        found.insert(-1, _averaging(step.trained_weights, found[-1]))
     return tuple(found)
 
 
-def _other_micro_batches(part: StagePart, memory: StepFacts, steps: list[Moment], under_way: int) -> tuple[Line, ...]:
+def _other_micro_batches(part: StagePart, step: Step, steps: list[Moment], under_way: int) -> tuple[Line, ...]:
     """Return the lines of what a pipeline's stage holds, besides the micro-batch on which it works.
 
     Args:
         part: the stage.
-        memory: the facts of its step.
+        step: its step.
         steps: the moments of its step, for one micro-batch.
         under_way: how many micro-batches are under way, with that one.
 
@@ -295,11 +295,11 @@ def _other_micro_batches(part: StagePart, memory: StepFacts, steps: list[Moment]
     k = part.recipe.tricks.gradient_accumulation
     kept = next(line.bytes for line in steps[0].lines if line.name == "saved activations")
     logits = 0
-    if part.has_head and "log-softmax" in memory.loss_moments(memory):  # the full loss, of all tokens at once
-        logits = memory.all_tokens * part.shape.vocabulary
+    if part.has_head and "log-softmax" in step.loss_moments(step):  # the full loss, of all tokens at once
+        logits = step.all_tokens * part.shape.vocabulary
     kept += logits * FP32  # the loss saves the result of log-softmax
-    hidden = memory.all_tokens * part.shape.width * memory.hidden_itemsize
-    put_out = logits * memory.product_itemsize or hidden
+    hidden = step.all_tokens * part.shape.width * step.hidden_itemsize
+    put_out = logits * step.product_itemsize or hidden
     neighbours = 2 - (part.number == 0) - part.is_last  # a stage at either end has one neighbour only
     return (
         Line("saved: other micro-batches", (under_way - 1) * kept, f"activations and logits of {under_way - 1} more"),

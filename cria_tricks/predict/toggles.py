@@ -9,6 +9,8 @@ from typing import Any
 
 from cria_tricks import recipes
 from cria_tricks.bill.bill import Bill
+from cria_tricks.bill.step import Step
+from cria_tricks.bill.step_time import time_of
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human, speed
 from cria_tricks.hardware.cards import Card, Host
@@ -26,7 +28,7 @@ from cria_tricks.resolve import resolve
 from cria_tricks.settings import Tricks
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import lora
-from cria_tricks.tricks.folds import estimate, for_shape, step
+from cria_tricks.tricks.folds import estimate, for_shape
 
 LONGEST = 2**20
 """The longest row that :func:`longest` tries [tokens]: four times the longest context in ``models/catalogue.py``."""
@@ -118,8 +120,9 @@ class Target:
         if card is None:
             return Setting(changed, recipe, self.memory(recipe), None)
         precision = recipe.tricks.precision
-        seconds = self._seconds_per_token(recipe, card)
-        return Setting(changed, recipe, self.memory(recipe), seconds, card.spread(precision), card.basis(precision))
+        memory = self.memory(recipe)
+        seconds = self._seconds_per_token(recipe, memory.step, card)
+        return Setting(changed, recipe, memory, seconds, card.spread(precision), card.basis(precision))
 
     def memory(self, recipe: Recipe, tokens: int | None = None, trained_tokens: int | None = None) -> Bill:
         """Estimate the bytes only: of a training step and of an evaluation.
@@ -143,12 +146,12 @@ class Target:
             evaluated=self.evaluated,
         )
 
-    def _seconds_per_token(self, recipe: Recipe, card: Card) -> float:
+    def _seconds_per_token(self, recipe: Recipe, step: Step, card: Card) -> float:
         """Estimate the time of a step, divided by all its tokens [s]."""
-        work = step(recipe, self.shape, card)
         if self.processes == 1:
-            return work.seconds / work.tokens
-        return self._shared_step_seconds(recipe, card) / work.tokens
+            return time_of(step, card).seconds / step.step_tokens
+        tokens = recipe.rows_per_step * recipe.data.max_length
+        return self._shared_step_seconds(recipe, card) / tokens
 
     def _shared_step_seconds(self, recipe: Recipe, card: Card) -> float:
         """Estimate the time of a step of several cards in one machine, joined by PCIe [s]."""

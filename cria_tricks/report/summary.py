@@ -153,7 +153,7 @@ def compare(memory: Bill | None, run: Run, meter: Meter) -> dict[str, Any]:
         estimate["reserved"] = {
             "estimated_bytes": memory.reserved_bytes,
             "measured_bytes": max(reserved),
-            "expandable_segments": memory.facts.expandable_segments,
+            "expandable_segments": memory.step.expandable_segments,
         }
     return {"estimated_peak_bytes": memory.allocated_bytes, "estimate": estimate}
 

@@ -249,7 +249,7 @@ def _doubts_about_memory(memory: Bill | None) -> list[str]:
     """Warn before anything is loaded if the run may not fit by the estimate, which is an upper bound."""
     if memory is None or memory.verdict == "fits":
         return []
-    has = human(memory.facts.device.memory_bytes)
+    has = human(memory.step.device.memory_bytes)
     found = f"by estimate the run needs {human(memory.needed_bytes)} of {has}"
     if memory.verdict == "tight":
         return [f"{found}: {trust.TIGHT}"]

@@ -29,9 +29,8 @@ from typing import Any
 
 import torch
 
-from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.operation import BlockTensors, WaitingBytes
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
@@ -178,23 +177,27 @@ def travelling_blocks(recipe: Recipe, shape: Shape) -> int:
     return min(int(recipe.tricks.gradient_checkpointing), shape.layers - 1)
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill no saved tensors but those of the open block, which come back; on a CPU leave the bill as it is.
+def bill(step: Step, recipe: Recipe) -> Step:
+    """Bill no saved tensors but those of the open block, which come back: all of them cross the link twice.
 
-    If copies overlap, bill also what stays, and the input that comes back ahead of its use.
+    If copies overlap, bill also what stays, and the input that comes back ahead of its use. On a CPU the bytes stay as
+    they are.
     """
     wanted = recipe.tricks.activation_offload
-    if not wanted or memory.device.kind != "cuda":
-        return memory
+    if not wanted:
+        return step
+    if wanted == "overlapped":
+        step = replace(step, travelling_blocks=travelling_blocks(recipe, step.shape))
+        an_input = step.all_tokens * step.shape.width * step.hidden_itemsize
+        if an_input < SMALL or not step.checkpointed or not step.travelling_blocks:
+            return step
+    else:
+        step = replace(step, link_trips=2)
+    if step.device.kind != "cuda":
+        return step
     # bill/block.py needs the flag, because the tensors of the open block come back one by one.
-    rule = functools.partial(on_the_host, memory.block_waits)
-    found = replace(memory, offloaded=True, block_waits=rule)
-    if wanted != "overlapped":
-        return found
-    an_input = memory.all_tokens * shape.width * memory.hidden_itemsize
-    if an_input < SMALL or not memory.checkpointed or not travelling_blocks(recipe, shape):
-        return memory
-    return replace(found, overlapped=True)
+    rule = functools.partial(on_the_host, step.block_waits)
+    return replace(step, offloaded=True, overlapped=wanted == "overlapped", block_waits=rule)
 
 
 def on_the_host(waits: Callable[[BlockTensors], WaitingBytes], block: BlockTensors) -> WaitingBytes:
@@ -207,13 +210,3 @@ def on_the_host(waits: Callable[[BlockTensors], WaitingBytes], block: BlockTenso
     if not block.offloaded:
         return waits(block)
     return WaitingBytes(block.pinned, waits(block).open_too, "what stays on the card; the rest is on the host")
-
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Send all that autograd saves over the PCIe link twice: to the host, and back."""
-    wanted = recipe.tricks.activation_offload
-    if not wanted:
-        return work
-    if wanted == "overlapped":
-        return replace(work, travelling_blocks=travelling_blocks(recipe, shape))
-    return replace(work, link_trips=2)

@@ -23,9 +23,7 @@ from dataclasses import replace
 import torch
 
 from cria_tricks.bill.constants import FP32
-from cria_tricks.bill.facts import StepFacts, fp32_states
-from cria_tricks.bill.work import Work
-from cria_tricks.models.shape import Shape
+from cria_tricks.bill.step import Step, fp32_states
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 
@@ -179,11 +177,14 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.with_("optimizer", bits=8)
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Count a byte for each number of a state; transformers keeps the states of an embedding in 32 bits."""
+def bill(step: Step, recipe: Recipe) -> Step:
+    """Count a byte for each number of a state, which is read and written faster, too.
+
+    transformers keeps the states of an embedding in 32 bits.
+    """
     if recipe.tricks.optimizer != "adamw_8bit":
-        return memory
-    return replace(memory, optimizer_state_bits=8, state_bytes=states_of_a_byte)
+        return step
+    return replace(step, optimizer_state_bits=8, state_bytes=states_of_a_byte, optimizer_bytes=STEP_BYTES)
 
 
 def states_of_a_byte(elements: int) -> int:
@@ -197,10 +198,3 @@ def states_of_a_byte(elements: int) -> int:
 STEP_BYTES = 16
 """Memory traffic of the optimizer's kernel [bytes for one trained weight]: it reads the gradient (4), reads and writes
 the weight (8), and reads and writes one byte for each of the two states (4)."""
-
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Set the optimizer's memory traffic: states of one byte are read and written faster than fp32 states."""
-    if recipe.tricks.optimizer != "adamw_8bit":
-        return work
-    return replace(work, optimizer_bytes=STEP_BYTES)

@@ -23,11 +23,9 @@ from torch.autograd.function import once_differentiable
 
 from cria_tricks.bill import loss
 from cria_tricks.bill.constants import FP32, TOKENS_PER_CHUNK
-from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.lines import Line
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
-from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 
@@ -168,57 +166,51 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.with_("loss", kind="chunked", tokens_per_chunk=TOKENS_PER_CHUNK)
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill the logits of one chunk at a time."""
+def bill(step: Step, recipe: Recipe) -> Step:
+    """Bill the logits of one chunk at a time, of trained tokens only; each chunk reads the whole head twice."""
     if not recipe.tricks.chunked_loss:
-        return memory
-    return replace(memory, loss_moments=chunk_by_chunk)
+        return step
+    trained = step.batch * (step.tokens - step.prompt_tokens) * step.trained_share
+    return replace(
+        step,
+        loss_moments=chunk_by_chunk,
+        logit_positions=trained,
+        logit_bytes=LOGIT_BYTES,
+        logit_saved_bytes=0,
+        head_reads=2 * max(math.ceil(int(trained) / TOKENS_PER_CHUNK), 1),
+    )
 
 
-def chunk_by_chunk(memory: StepFacts) -> dict[str, tuple[Line, ...]]:
+def chunk_by_chunk(step: Step) -> dict[str, tuple[Line, ...]]:
     """List the lines of the bill around the loss: logits of one chunk, whatever the number of tokens."""
-    shape = memory.shape
-    n = memory.all_tokens
-    a = memory.compute_itemsize  # bytes of an element in products
-    logits = min(TOKENS_PER_CHUNK, memory.trained_tokens) * shape.vocabulary
-    normed = n * shape.width * memory.hidden_itemsize
+    shape = step.shape
+    n = step.all_tokens
+    a = step.compute_itemsize  # bytes of an element in products
+    logits = min(TOKENS_PER_CHUNK, step.trained_tokens) * shape.vocabulary
+    normed = n * shape.width * step.hidden_itemsize
     norm = normed
-    if not memory.offloads_the_end:
-        norm += loss.normalised(memory)
+    if not step.offloads_the_end:
+        norm += loss.normalised(step)
     hidden = 2 * a  # bytes for an element of a trained token's hidden state, and for its gradient
-    if memory.hidden_itemsize != a:
-        hidden += memory.hidden_itemsize  # the picked hidden states, before they are cast
-    picked = memory.trained_tokens * shape.width * hidden
+    if step.hidden_itemsize != a:
+        hidden += step.hidden_itemsize  # the picked hidden states, before they are cast
+    picked = step.trained_tokens * shape.width * hidden
     at_the_loss = (
         Line("final norm", norm, "its input and output"),
-        Line("16-bit copy of the head", loss.head_copy(memory), "by autocast, once for all chunks"),
-        loss.cast_copies(memory),
+        Line("16-bit copy of the head", loss.head_copy(step), "by autocast, once for all chunks"),
+        loss.cast_copies(step),
         Line("hidden states for the loss", picked, "of trained tokens, with gradients"),
         Line("logits", 2 * logits * FP32, f"of {TOKENS_PER_CHUNK} tokens in fp32, and their exp"),
     )
     # In the backward pass of the last norm no logits are left, and no residual stream is beside it.
-    of_stream = memory.stream_tokens * shape.width
-    needs = memory.norm_bytes(of_stream, memory.hidden_itemsize)
-    alone = needs.saved + needs.backward + needs.apart - of_stream * memory.hidden_itemsize
-    if memory.in_pieces:  # or the gradient of all hidden states, beside the piece that is cut from it
-        alone = max(alone, needs.saved + normed + of_stream * memory.hidden_itemsize)
+    of_stream = step.stream_tokens * shape.width
+    needs = step.norm_bytes(of_stream, step.hidden_itemsize)
+    alone = needs.saved + needs.backward + needs.apart - of_stream * step.hidden_itemsize
+    if step.in_pieces:  # or the gradient of all hidden states, beside the piece that is cut from it
+        alone = max(alone, needs.saved + normed + of_stream * step.hidden_itemsize)
     around_norm = Line("final norm", alone, "its input, its results and gradients")
     return {"loss": at_the_loss, "last norm": (around_norm,)}
 
 
 LOGIT_BYTES = 52
 """Memory traffic [bytes for one logit], forward and backward together; a logit is fp32 after the product."""
-
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Count logits of trained tokens only. Each chunk reads the whole head twice, and autograd saves no logits."""
-    if not recipe.tricks.chunked_loss:
-        return work
-    chunks = math.ceil(int(work.trained_tokens) / TOKENS_PER_CHUNK)  # trained tokens are a share of all, so a float
-    return replace(
-        work,
-        logit_positions=work.trained_tokens,
-        logit_bytes=LOGIT_BYTES,
-        logit_saved_bytes=0,
-        head_reads=2 * max(chunks, 1),
-    )

@@ -25,11 +25,8 @@ import torch
 from torch import fx
 from torch.autograd.function import once_differentiable
 
-from cria_tricks.bill import moved_bytes
-from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
-from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 
@@ -127,27 +124,9 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Change nothing: the compiler chooses which results are not written, so the bill is an upper bound."""
-    return memory
+def bill(step: Step, recipe: Recipe) -> Step:
+    """Reduce the memory traffic and the kernels between products; the products stay as they are.
 
-
-FUSED: moved_bytes.Each = ((16, 32), (6, 10), (4, 4))
-"""Memory traffic between products [bytes for one element, forward and backward]. It is reasoned, not counted: a fused
-chain of operations reads its inputs once and writes its result once."""
-
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Reduce the memory traffic and the kernels between products; the products stay as they are."""
-    if not recipe.tricks.compile:
-        return work
-    return replace(work, between=in_few_kernels, compiled=True)
-
-
-def in_few_kernels(work: Work) -> tuple[int, int]:
-    """Count the memory traffic between a block's products, with an adapter's casts fused too.
-
-    Returns:
-        Bytes for one position, forward and backward.
+    The compiler chooses which results are not written, so the bytes that are alive stay, as an upper bound.
     """
-    return moved_bytes.over_widths(work.shape, FUSED)
+    return replace(step, compiled=recipe.tricks.compile)

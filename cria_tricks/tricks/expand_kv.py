@@ -19,12 +19,10 @@ Shapes: queries (B, H, T, D); keys and values (B, K, S, D), with D the width of 
 
 import torch
 
-from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.work import Work
-from cria_tricks.models.shape import Shape
+from cria_tricks.bill.step import Step
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks.flash_attention import in_kernel, with_kernel
+from cria_tricks.tricks.flash_attention import with_kernel
 
 SWITCHES = ("expand_kv=true",)
 CLAIM = "exact within rounding"
@@ -95,15 +93,11 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill keys and values of as many heads as the queries have, in the kernel that takes equal heads."""
-    if not recipe.tricks.expand_kv or recipe.tricks.attention != "sdpa":
-        return memory
-    return with_kernel(memory, masked=not memory.maskless, repeats=True)
+def bill(step: Step, recipe: Recipe) -> Step:
+    """Bill keys and values of as many heads as the queries have, in the kernel that takes equal heads.
 
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Take the kernel for equal heads; the time of the repeat is small beside it, and not counted."""
+    The time of the repeat is small beside it, and not counted.
+    """
     if not recipe.tricks.expand_kv or recipe.tricks.attention != "sdpa":
-        return work
-    return in_kernel(work, masked=work.masked, repeats=True)
+        return step
+    return with_kernel(step, masked=not step.maskless, repeats=True)

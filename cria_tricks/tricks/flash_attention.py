@@ -21,13 +21,11 @@ from dataclasses import replace
 import torch
 from torch.autograd.function import once_differentiable
 
-from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import DTYPE
 from cria_tricks.hardware import this_device
 from cria_tricks.hardware.attention_kernels import kernel_for
-from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 
@@ -184,50 +182,30 @@ def _refuse_flash_attention_2(plan: Plan, recipe: Recipe) -> None:
         )
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill what the attention's kernel saves; the card decides which kernel runs."""
+def bill(step: Step, recipe: Recipe) -> Step:
+    """Bill what the attention's kernel saves and moves; the card decides which kernel runs."""
     attention = recipe.tricks.attention
     if attention == "eager":
-        return memory
+        return step
     if attention == "flash_attention_2":
-        return replace(memory, kernel="flash", repeats_keys=False, maskless=True)
+        return replace(step, kernel="flash", repeats_keys=False, maskless=True)
     # Several rows have a mask, because their lengths differ, and so has a window not longer than a row. With a mask
     # transformers repeats keys and values; without, it leaves that to torch.
-    masked = memory.batch > 1 or 0 < shape.window < memory.tokens + 1
-    return with_kernel(memory, masked=masked, repeats=masked or shape.heads == shape.kv_heads)
+    shape = step.shape
+    masked = step.batch > 1 or 0 < shape.window < step.tokens + 1
+    return with_kernel(step, masked=masked, repeats=masked or shape.heads == shape.kv_heads)
 
 
-def with_kernel(memory: StepFacts, *, masked: bool, repeats: bool) -> StepFacts:
+def with_kernel(step: Step, *, masked: bool, repeats: bool) -> Step:
     """Set the kernel that torch's attention runs in on this device.
 
     Args:
-        memory: what is known about the step.
+        step: the step.
         masked: whether attention gets a mask.
         repeats: whether the kernel is given as many key heads as query heads.
     """
     kernel = "flash"  # on a CPU it takes everything
-    if memory.device.kind == "cuda":
-        dtype = torch.float32 if memory.compute_itemsize == 4 else torch.float16
-        kernel = kernel_for(memory.device, dtype, masked=masked, grouped=not repeats)
-    return replace(memory, kernel=kernel, repeats_keys=repeats, maskless=not masked)
-
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Take the kernel that runs: a fused one keeps scores on the chip, and skips hidden keys if there is no mask."""
-    attention = recipe.tricks.attention
-    if attention == "flash_attention_2":
-        return replace(work, kernel="flash", masked=False)
-    # Several rows have a mask, because their lengths differ, and so has a window not longer than a row.
-    masked = work.batch > 1 or 0 < shape.window < work.row_positions + 1
-    if attention == "eager":
-        return replace(work, masked=masked)
-    return in_kernel(work, masked=masked, repeats=masked or shape.heads == shape.kv_heads)
-
-
-def in_kernel(work: Work, *, masked: bool, repeats: bool) -> Work:
-    """Set the kernel that torch's attention runs in on this device; for emulated bf16 there is no fused one."""
-    if work.device.kind == "cpu":  # its flash kernel takes everything
-        return replace(work, kernel="flash", masked=masked)
-    dtype = getattr(torch, DTYPE[work.precision])
-    kernel = kernel_for(work.device, dtype, masked=masked, grouped=not repeats)
-    return replace(work, kernel=kernel, masked=masked)
+    if step.device.kind == "cuda":
+        dtype = getattr(torch, DTYPE[step.precision])
+        kernel = kernel_for(step.device, dtype, masked=masked, grouped=not repeats)
+    return replace(step, kernel=kernel, repeats_keys=repeats, maskless=not masked)

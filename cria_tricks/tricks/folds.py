@@ -11,12 +11,11 @@ from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.block_operations import walk
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.evaluation import without_gradients
-from cria_tricks.bill.facts import StepFacts, fp32_states
 from cria_tricks.bill.loss import full_loss
 from cria_tricks.bill.moments import moments
 from cria_tricks.bill.operation import everything, norm_in_fp32, stored_as_multiplied
 from cria_tricks.bill.product_operations import adapted
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step, fp32_states
 from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.device import Device
 from cria_tricks.hardware.gpus import rates_of
@@ -29,29 +28,42 @@ LONGEST = 2**20
 """The longest row for which copies are tried to hide [tokens]."""
 
 
-def facts(
-    recipe: Recipe, shape: Shape, device: Device, tokens: int | None = None, trained_tokens: int | None = None
-) -> StepFacts:
-    """Collect what the memory bill must know: plain fp32 full fine-tuning, changed by each trick of the recipe.
+def step_of(
+    recipe: Recipe,
+    shape: Shape,
+    device: Device,
+    tokens: int | None = None,
+    trained_tokens: int | None = None,
+    trained_share: float = 1.0,
+) -> Step:
+    """Describe a recipe's training step: plain fp32 full fine-tuning, changed by each trick of the recipe.
 
     Args:
         recipe: what is wanted.
         shape: of the model.
         device: the machine it is meant for.
         tokens: tokens of a row; ``data.max_length`` when left out.
-        trained_tokens: trained tokens of a micro-batch; all but the first of each row when left out.
+        trained_tokens: the most trained tokens of a micro-batch; all but the first of each row when left out.
+        trained_share: which share of the tokens is trained in the mean, from 0 to 1.
     """
-    batch = recipe.train.batch_size
     tokens = tokens or recipe.data.max_length
+    recipe = as_long_rows_run(recipe, shape, device, tokens)
+    return _step_of(recipe, shape, device, tokens, trained_tokens, trained_share)
+
+
+def _step_of(
+    recipe: Recipe, shape: Shape, device: Device, tokens: int, trained_tokens: int | None, trained_share: float
+) -> Step:
+    batch = recipe.train.batch_size
     if trained_tokens is None:
         trained_tokens = batch * (tokens - 1)  # a row's first token has no token before it that predicts it
-    recipe = as_long_rows_run(recipe, shape, device, tokens)
-    found = StepFacts(
+    found = Step(
         shape=shape,
         device=device,
         batch=batch,
         tokens=tokens,
         trained_tokens=trained_tokens,
+        trained_share=trained_share,
         block_weight_bytes=FP32 * shape.layers * sum(d_in * d_out for d_in, d_out in shape.packable.values()),
         learning_operations=walk,
         product_bytes=stored_as_multiplied,
@@ -61,39 +73,29 @@ def facts(
         loss_moments=full_loss,
         state_bytes=fp32_states,
         embedding_state_bytes=fp32_states,
+        logit_bytes=moved_bytes.LOGIT,
+        logit_saved_bytes=moved_bytes.LOGIT_SAVED,
+        optimizer_bytes=moved_bytes.ADAMW,
+        gradient_bytes=moved_bytes.CLIP,
         learning_blocks=shape.layers,
         expandable_segments=recipe.train.expandable_segments,
     )
     for trick in TRICKS:
-        found = trick.estimate(found, shape, recipe)
+        found = trick.bill(found, recipe)
     return found
 
 
 def estimate(
     recipe: Recipe, shape: Shape, device: Device, tokens: int | None = None, trained_tokens: int | None = None
 ) -> Bill:
-    """Estimate what a step needs in one process; the arguments are those of :func:`facts`."""
-    found = facts(recipe, shape, device, tokens, trained_tokens)
-    return Bill(found, tuple(moments(found)))
+    """Estimate what a step needs in one process; the arguments are those of :func:`step_of`."""
+    step = step_of(recipe, shape, device, tokens, trained_tokens)
+    return Bill(step, tuple(moments(step)))
 
 
-def in_eval_mode(memory: StepFacts) -> StepFacts:
-    """Return the facts of a pass in eval mode, without gradients, from those of a step."""
-    return int8.in_eval_mode(without_gradients(memory))
-
-
-def work(recipe: Recipe, shape: Shape, device: Device, tokens: int | None = None, trained_share: float = 1.0) -> Work:
-    """Collect what the estimate of time must know: plain fp32 full fine-tuning, changed by each trick of the recipe.
-
-    Args:
-        recipe: what is wanted.
-        shape: of the model.
-        device: the card that it is meant for.
-        tokens: tokens of a row; ``data.max_length`` when left out.
-        trained_share: which share of the tokens is trained, from 0 to 1.
-    """
-    tokens = tokens or recipe.data.max_length
-    return _work(as_long_rows_run(recipe, shape, device, tokens), shape, device, tokens, trained_share)
+def in_eval_mode(step: Step) -> Step:
+    """Return the step of a pass in eval mode, without gradients."""
+    return int8.in_eval_mode(without_gradients(step))
 
 
 def travels_from(recipe: Recipe, shape: Shape, device: Device) -> int:
@@ -109,10 +111,10 @@ def travels_from(recipe: Recipe, shape: Shape, device: Device) -> int:
 
 @functools.lru_cache(maxsize=256)  # a search for the longest row asks many times
 def _travels_from(recipe: Recipe, shape: Shape, card: Card) -> int:
-    return least_tokens(_work(recipe, shape, card.device, recipe.data.max_length, 1.0), card)
+    return least_tokens(_step_of(recipe, shape, card.device, recipe.data.max_length, None, 1.0), card)
 
 
-def least_tokens(work: Work, card: Card) -> int:
+def least_tokens(step: Step, card: Card) -> int:
     """Return the tokens of the shortest micro-batch whose copies take no time, by bisection.
 
     Shorter ones wait for the host, which starts one kernel after the other: there each copy delays all kernels behind
@@ -120,7 +122,7 @@ def least_tokens(work: Work, card: Card) -> int:
     hidden at one length, they are at all greater ones.
 
     Args:
-        work: a step with ``travelling_blocks``; the length of its rows does not matter.
+        step: a step with ``travelling_blocks``; the length of its rows does not matter.
         card: the card and its rates.
 
     Returns:
@@ -130,20 +132,20 @@ def least_tokens(work: Work, card: Card) -> int:
     least, most = 1, LONGEST
     while least < most:
         middle = (least + most) // 2
-        if hidden(replace(work, tokens=middle), card):
+        if hidden(replace(step, tokens=middle + step.prompt_tokens), card):
             most = middle
         else:
             least = middle + 1
-    return 1 if most == 1 else replace(work, tokens=most).positions
+    return 1 if most == 1 else replace(step, tokens=most + step.prompt_tokens).all_tokens
 
 
-def hidden(work: Work, card: Card) -> bool:
+def hidden(step: Step, card: Card) -> bool:
     """Tell whether the blocks keep the card busy for longer than copies and launches take."""
-    one = replace(work, micro_batches=1)
-    parts = [step_time.timed(part, card, work.precision) for part in step_time.counts(one)]
+    one = replace(step, micro_batches=1)
+    parts = [step_time.timed(part, card, step.precision) for part in step_time.counts(one)]
     travel = next(part for part in parts if part.name == step_time.TRAVEL)
     busy = sum(part.seconds for part in parts if part.name in step_time.BLOCKS)
-    started = launches.of_blocks(one, products.blocks(one)) + launches.TRAVEL * work.travelling_blocks
+    started = launches.of_blocks(one, products.blocks(one)) + launches.TRAVEL * step.travelling_blocks
     return step_time.beside_the_blocks(travel, parts).seconds == 0 and busy >= started * card.reached.launch
 
 
@@ -176,35 +178,14 @@ def for_shape(plan: Plan, recipe: Recipe, shape: Shape) -> Plan:
     )
 
 
-def _work(recipe: Recipe, shape: Shape, device: Device, tokens: int, trained_share: float) -> Work:
-    batch = recipe.train.batch_size
-    found = Work(
-        shape=shape,
-        device=device,
-        batch=batch,
-        tokens=tokens,
-        trained_tokens=batch * tokens * trained_share,
-        trained_weights=shape.weights,
-        between=moved_bytes.one_by_one,
-        saved=moved_bytes.saved_one_by_one,
-        optimizer_bytes=moved_bytes.ADAMW,
-        gradient_bytes=moved_bytes.CLIP,
-        logit_bytes=moved_bytes.LOGIT,
-        logit_saved_bytes=moved_bytes.LOGIT_SAVED,
-    )
-    for trick in TRICKS:
-        found = trick.seconds(found, shape, recipe)
-    return found
-
-
-def step(
+def time_of(
     recipe: Recipe,
     shape: Shape,
     card: Card,
     tokens: int | None = None,
     trained_share: float = 1.0,
     cards: int = 1,
-) -> step_time.Step:
+) -> step_time.StepTime:
     """Estimate the time of one optimizer step.
 
     Args:
@@ -215,4 +196,5 @@ def step(
         trained_share: which share of the tokens is trained: the chunked loss makes logits for those only.
         cards: how many train data-parallel; they all-reduce their gradients over PCIe at the end of the step.
     """
-    return step_time.step(work(recipe, shape, card.device, tokens, trained_share), card, cards)
+    step = step_of(recipe, shape, card.device, tokens, trained_share=trained_share)
+    return step_time.time_of(step, card, cards)

@@ -24,13 +24,11 @@ from dataclasses import replace
 import torch
 from torch.autograd.function import once_differentiable
 
-from cria_tricks.bill import fused_operations, moved_bytes
-from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill import fused_operations
 from cria_tricks.bill.fused_operations import NORM_AT_ONCE
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
-from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 
@@ -222,18 +220,9 @@ def fuses(recipe: Recipe) -> bool:
     return bool(recipe.tricks.fused_blocks) and recipe.tricks.peft in ("lora", "prompt_tuning")
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill a norm's input as it is, and no activated gate."""
+def bill(step: Step, recipe: Recipe) -> Step:
+    """Bill a norm's input as it is, and no activated gate; less is moved between products, by fewer kernels."""
     if not fuses(recipe):
-        return memory
-    rule = functools.partial(fused_operations.without_activated_gate, rule=memory.learning_operations)
-    return replace(memory, learning_operations=rule, norm_bytes=fused_operations.norm_bytes)
-
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Move less between the products of a block, and start fewer kernels there."""
-    if not fuses(recipe):
-        return work
-    between = functools.partial(moved_bytes.with_fused_blocks, before=work.between)
-    saved = functools.partial(moved_bytes.saved_with_fused_blocks, before=work.saved)
-    return replace(work, written_in_place=True, between=between, saved=saved)
+        return step
+    rule = functools.partial(fused_operations.without_activated_gate, rule=step.learning_operations)
+    return replace(step, learning_operations=rule, norm_bytes=fused_operations.norm_bytes, fused_blocks=True)

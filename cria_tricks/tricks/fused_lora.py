@@ -22,11 +22,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch.autograd.function import once_differentiable
 
-from cria_tricks.bill import fused_operations, moved_bytes
-from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.work import Work
+from cria_tricks.bill import fused_operations
+from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
-from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 
@@ -231,18 +229,13 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.then("fuse_adapters")
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill an input for each group of matrices and, for an MLP, gate and up; no 16-bit copies of adapters are kept."""
+def bill(step: Step, recipe: Recipe) -> Step:
+    """Bill an input for each group of matrices and, for an MLP, gate and up; no 16-bit copies of adapters are kept.
+
+    The small operations around adapters are left out. A x and the MLP's activation are computed twice.
+    """
     if not fuses(recipe):
-        return memory
-    rule = functools.partial(fused_operations.operations, rule=memory.learning_operations)
+        return step
+    rule = functools.partial(fused_operations.operations, rule=step.learning_operations)
     with_adapter = fused_operations.with_adapter
-    return replace(memory, learning_operations=rule, with_adapter=with_adapter, casts_adapters=False)
-
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Leave out the small operations around adapters; A x and the MLP's activation are computed twice."""
-    if not fuses(recipe):
-        return work
-    between, saved = moved_bytes.with_fused_adapters, moved_bytes.saved_with_fused_adapters
-    return replace(work, fused_adapters=True, between=between, saved=saved)
+    return replace(step, learning_operations=rule, with_adapter=with_adapter, casts_adapters=False, fused_adapters=True)

@@ -21,10 +21,8 @@ from dataclasses import replace
 import torch
 
 from cria_tricks.bill.constants import FP32
-from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 from cria_tricks.data.tokens import IGNORED
-from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 
@@ -83,20 +81,21 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.with_("training", gradient_accumulation_steps=recipe.tricks.gradient_accumulation)
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill the gradients of earlier micro-batches, which stay in memory: 4 bytes for each trained weight."""
+def bill(step: Step, recipe: Recipe) -> Step:
+    """Bill the gradients of earlier micro-batches, which stay in memory: 4 bytes for each trained weight.
+
+    All is done k times but the optimizer's step, and a gradient is added to the earlier ones k - 1 times.
+    """
+    k = recipe.tricks.gradient_accumulation
     # A new gradient is then added to an old one, and for a moment both are alive. The bill counts this at each product
-    # and at the embedding (`StepFacts.accumulates`), because it is another tensor every time.
-    if recipe.tricks.gradient_accumulation > 1:
-        return replace(memory, waiting_gradient_bytes=FP32 * memory.trained_weights)
-    return memory
+    # and at the embedding (`Step.accumulates`), because it is another tensor every time.
+    return replace(
+        step,
+        micro_batches=k,
+        waiting_gradient_bytes=FP32 * step.trained_weights * (k > 1),
+        gradient_bytes=step.gradient_bytes + ACCUMULATE * (k - 1),
+    )
 
 
 ACCUMULATE = 12
 """Memory traffic [bytes for one trained weight] of adding a gradient to earlier ones: two are read, one is written."""
-
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Do everything k times but the optimizer's step, and add a gradient to the earlier ones k - 1 times."""
-    k = recipe.tricks.gradient_accumulation
-    return replace(work, micro_batches=k, gradient_bytes=work.gradient_bytes + ACCUMULATE * (k - 1))

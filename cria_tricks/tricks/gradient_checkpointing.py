@@ -25,9 +25,8 @@ from dataclasses import replace
 import torch
 from torch.autograd.function import once_differentiable
 
-from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.operation import BlockTensors, WaitingBytes
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
@@ -167,17 +166,19 @@ def in_stage(recipe: Recipe, first: int, blocks: int) -> Recipe:
     return recipe.model_copy(update={"tricks": recipe.tricks.model_copy(update={"gradient_checkpointing": here})})
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
+def bill(step: Step, recipe: Recipe) -> Step:
     """Bill L s + a: the inputs s of all L blocks, and the insides a of the one that is being recomputed.
 
-    With a number k it is L s + (L - k) a. The last blocks have freed theirs when block k needs its own a.
+    With a number k it is L s + (L - k) a. The last blocks have freed theirs when block k needs its own a. Checkpointed
+    blocks run forward once more, and transformers makes embeddings require a gradient, so all blocks get one.
     """
     if not recipe.tricks.gradient_checkpointing or recipe.tricks.peft == "head":  # no gradient goes below the head
-        return memory
+        return step
     # bill/block.py needs the flag: the forward pass of the open block runs a second time, so other tensors are alive
     # around its operations.
-    rule = functools.partial(inputs_wait, memory.block_waits)
-    return replace(memory, checkpointed=True, kept_blocks=kept_blocks(recipe, shape), block_waits=rule)
+    rule = functools.partial(inputs_wait, step.block_waits)
+    kept = kept_blocks(recipe, step.shape)
+    return replace(step, checkpointed=True, kept_blocks=kept, block_waits=rule, reaches_embedding=True)
 
 
 def inputs_wait(waits: Callable[[BlockTensors], WaitingBytes], block: BlockTensors) -> WaitingBytes:
@@ -201,22 +202,3 @@ def inputs_wait(waits: Callable[[BlockTensors], WaitingBytes], block: BlockTenso
     if block.joined:
         why += " and its join"
     return WaitingBytes(block.input + block.pinned + block.joined, again, why)
-
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Run checkpointed blocks forward once more. transformers makes embeddings require a gradient, so all get one."""
-    if not recipe.tricks.gradient_checkpointing or recipe.tricks.peft == "head":
-        return work
-    repeated = shape.layers - kept_blocks(recipe, shape)
-    saved = functools.partial(mean_saved, work.saved, repeated)
-    return replace(work, repeated_blocks=repeated, gradient_reaches_embedding=True, saved=saved)
-
-
-def mean_saved(saved: Callable[[Work], float], repeated: int, work: Work) -> float:
-    """Count what a block saves for one position, in the mean over all blocks [bytes].
-
-    That is s, its input, for those that are repeated, and all that is saved without checkpointing for the others.
-    """
-    layers = work.shape.layers
-    inputs = repeated * work.shape.width * work.hidden_itemsize
-    return (inputs + (layers - repeated) * saved(work)) / layers

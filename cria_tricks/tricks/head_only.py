@@ -17,9 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.work import Work
-from cria_tricks.models.shape import Shape
+from cria_tricks.bill.step import Step
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 
@@ -66,17 +64,10 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.with_("peft", kind="head").then("add_adapter")
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill an fp32 copy of the head; no gradient reaches the blocks, so they save nothing."""
+def bill(step: Step, recipe: Recipe) -> Step:
+    """Bill an fp32 copy of the head; no gradient reaches the blocks, so they save nothing and run forward only."""
     if recipe.tricks.peft != "head":
-        return memory
+        return step
     # learning_blocks=0 alone makes the lines of the blocks zero.
-    return replace(memory, trains_all=False, added=((1, shape.embedding_weights),), learning_blocks=0)
-
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Leave only the gradient of the head in the backward pass."""
-    if recipe.tricks.peft != "head":
-        return work
-    trained = shape.embedding_weights
-    return replace(work, trained_weights=trained, trains_blocks=False, gradient_reaches_embedding=False)
+    added = ((1, step.shape.embedding_weights),)
+    return replace(step, trains_all=False, added=added, learning_blocks=0, reaches_embedding=False)

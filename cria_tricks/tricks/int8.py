@@ -18,11 +18,9 @@ from dataclasses import replace
 
 import torch
 
-from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.operation import Product, ProductBytes, stored_as_multiplied
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
-from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks.nf4 import refuse_without_adapter
@@ -108,20 +106,22 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.with_("quantization", load_in_8bit=True).then("prepare_for_kbit_training")
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
+def bill(step: Step, recipe: Recipe) -> Step:
     """Bill a byte a weight, and a scale an output feature; the usual preparation casts all else to fp32."""
     if recipe.tricks.quantization != "int8":
-        return memory
+        return step
+    shape = step.shape
     a_block = sum((d_in + 4) * d_out for d_in, d_out in shape.packable.values())
     # On CUDA a product comes back in the dtype of its input, here fp32; on a CPU in the dtype of autocast.
-    result_itemsize = memory.product_itemsize
+    result_itemsize = step.product_itemsize
     rule = cpu_product_bytes
-    if memory.device.kind == "cuda":
+    if step.device.kind == "cuda":
         result_itemsize = 4
         rule = cuda_product_bytes
     return replace(
-        memory,
+        step,
         block_weight_bytes=shape.layers * a_block,
+        stored_itemsize=1,
         other_weight_itemsize=4,
         hidden_itemsize=4,
         product_itemsize=result_itemsize,
@@ -149,11 +149,11 @@ def cpu_product_bytes(product: Product) -> ProductBytes:
     return ProductBytes(forward, _in_input_dtype(product), _pinned(product))
 
 
-def in_eval_mode(memory: StepFacts) -> StepFacts:
+def in_eval_mode(step: Step) -> Step:
     """Return the facts of a pass in eval mode, in which a CPU multiplies int8 codes as a GPU does."""
-    if memory.product_bytes is not cpu_product_bytes:
-        return memory
-    return replace(memory, product_bytes=cuda_product_bytes, product_itemsize=memory.hidden_itemsize)
+    if step.product_bytes is not cpu_product_bytes:
+        return step
+    return replace(step, product_bytes=cuda_product_bytes, product_itemsize=step.hidden_itemsize)
 
 
 def _in_input_dtype(product: Product) -> int:
@@ -164,10 +164,3 @@ def _in_input_dtype(product: Product) -> int:
 def _pinned(product: Product) -> int:
     """Bytes of the input, which bitsandbytes keeps where autograd's hooks cannot reach it."""
     return product.given * product.input_itemsize
-
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Read a weight as a byte and unpack it for its product, and again in the backward pass; the rest is fp32."""
-    if recipe.tricks.quantization != "int8":
-        return work
-    return replace(work, stored_itemsize=1, backward_unpacks=1, hidden_itemsize=4, head_itemsize=4)

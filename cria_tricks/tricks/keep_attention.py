@@ -28,12 +28,10 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.operation import BlockTensors, WaitingBytes
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.attention_kernels import KERNELS
-from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks.gradient_checkpointing import checkpointed
@@ -183,13 +181,16 @@ def _refused(why: str) -> BadInput:
     return BadInput(f"tricks.keep_attention=true: {why}")
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill attention's output and its log-sum-exp in each checkpointed block, on the card also with offload."""
-    if not recipe.tricks.keep_attention or not memory.checkpointed:
-        return memory
+def bill(step: Step, recipe: Recipe) -> Step:
+    """Bill attention's output and its log-sum-exp in each checkpointed block, on the card also with offload.
+
+    Attention is left out of what checkpointing repeats.
+    """
+    if not recipe.tricks.keep_attention or not step.checkpointed:
+        return step
     # bill/block.py needs the flag, because while a block is recomputed, attention's output is there from the beginning.
-    rule = functools.partial(attention_waits, memory.block_waits)
-    return replace(memory, keeps_attention=True, block_waits=rule)
+    rule = functools.partial(attention_waits, step.block_waits)
+    return replace(step, keeps_attention=True, block_waits=rule)
 
 
 def attention_waits(waits: Callable[[BlockTensors], WaitingBytes], block: BlockTensors) -> WaitingBytes:
@@ -203,8 +204,3 @@ def attention_waits(waits: Callable[[BlockTensors], WaitingBytes], block: BlockT
     if not block.recomputed:
         return found
     return replace(found, each=found.each + block.attended, why=f"{found.why} and its attention")
-
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Leave attention out of what checkpointing repeats."""
-    return replace(work, keeps_attention=recipe.tricks.keep_attention)

@@ -24,10 +24,8 @@ from typing import Any
 
 import torch
 
-from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
-from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 
@@ -165,16 +163,12 @@ def _acts(recipe: Recipe) -> bool:
     return bool(tricks.layer_by_layer and tricks.stream_layers and tricks.gradient_accumulation > 1)
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill the block inputs of a whole window. No earlier micro-batch's gradient waits, except that of a head."""
-    if not _acts(recipe):
-        return memory
-    waiting = memory.waiting_gradient_bytes if recipe.tricks.peft == "head" else 0
-    return replace(memory, window=recipe.tricks.gradient_accumulation, waiting_gradient_bytes=waiting)
+def bill(step: Step, recipe: Recipe) -> Step:
+    """Bill the block inputs of a whole window, for which each block is fetched once in a pass.
 
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Fetch a block once a window and pass."""
+    No earlier micro-batch's gradient waits, except that of a head.
+    """
     if not _acts(recipe):
-        return work
-    return replace(work, fetches_once=True)
+        return step
+    waiting = step.waiting_gradient_bytes if recipe.tricks.peft == "head" else 0
+    return replace(step, window=recipe.tricks.gradient_accumulation, waiting_gradient_bytes=waiting)

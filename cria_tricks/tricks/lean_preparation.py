@@ -17,9 +17,7 @@ Shapes: embedding (V, D); an adapter's input (B, T, D_in).
 
 from dataclasses import replace
 
-from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.work import Work
-from cria_tricks.models.shape import Shape
+from cria_tricks.bill.step import Step
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 
@@ -59,19 +57,12 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.without("prepare_for_kbit_training").then("adapter_inputs_uncast")
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
+def bill(step: Step, recipe: Recipe) -> Step:
     """Bill 16 bits for what is usually fp32.
 
     That is the weights beside the matrices, hidden states, adapters' inputs, and products of quantised matrices, which
     come back in the dtype of their input.
     """
     if not recipe.tricks.lean_preparation or recipe.tricks.precision == "fp32" or recipe.tricks.peft != "lora":
-        return memory
-    return replace(memory, other_weight_itemsize=2, hidden_itemsize=2, product_itemsize=2, adapter_input_itemsize=2)
-
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Keep hidden states and the head in 16 bits: less is moved between products, and adapters cast no input."""
-    if not recipe.tricks.lean_preparation or recipe.tricks.precision == "fp32" or recipe.tricks.peft != "lora":
-        return work
-    return replace(work, hidden_itemsize=2, head_itemsize=2, adapter_casts=False)
+        return step
+    return replace(step, other_weight_itemsize=2, hidden_itemsize=2, product_itemsize=2, adapter_input_itemsize=2)

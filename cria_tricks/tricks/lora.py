@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
@@ -192,19 +191,24 @@ def refuse_unestimated(recipe: Recipe, shape: Shape) -> None:
             raise BadInput(f"lora.target_modules: no estimate for {name}; an estimate is there for {known}")
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill two thin fp32 matrices for each adapted one; nothing else has a gradient."""
+def bill(step: Step, recipe: Recipe) -> Step:
+    """Bill two thin fp32 matrices, and two thin products, for each adapted one; nothing else has a gradient.
+
+    None goes below the first one.
+    """
     if recipe.tricks.peft != "lora":
-        return memory
+        return step
+    shape = step.shape
     lora = recipe.lora
     targets = tuple(shape.linears if ALL_LINEAR in lora.target_modules else dict.fromkeys(lora.target_modules))
     for name in targets:
         if name not in shape.linears:
             raise BadInput(f"lora.target_modules: no estimate for {name}; there are {', '.join(shape.linears)}")
     return replace(
-        memory,
+        step,
         trains_all=False,
         trains_head=False,
+        reaches_embedding=False,
         added=_trained_tensors(shape, lora, targets),
         adapted=targets,
         rank=lora.r,
@@ -223,26 +227,3 @@ def _trained_tensors(shape: Shape, lora: Lora, names: Iterable[str]) -> tuple[tu
         if lora.dora:
             found.append((many, d_out))  # the magnitudes
     return tuple(found)
-
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Count two thin products beside each adapted matrix; only they train, and no gradient goes below the first one."""
-    if recipe.tricks.peft != "lora":
-        return work
-    lora = recipe.lora
-    names = {target.rsplit(".", 1)[-1] for target in lora.target_modules}
-    adapted = tuple(name for name in shape.linears if name in names or ALL_LINEAR in names)
-    trained = sum(many * elements for many, elements in _trained_tensors(shape, lora, adapted))
-    head_rank = lora.r if "lm_head" in names else 0
-    trained += trained_weights([(shape.width, shape.vocabulary)], head_rank)
-    return replace(
-        work,
-        trained_weights=trained,
-        trains_blocks=False,
-        trains_head=False,
-        gradient_reaches_embedding=False,
-        adapted=adapted,
-        rank=lora.r,
-        dora=lora.dora,
-        head_rank=head_rank,
-    )

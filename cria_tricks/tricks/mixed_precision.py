@@ -22,11 +22,9 @@ from typing import Any
 
 import torch
 
-from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import DTYPE
-from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 
@@ -157,37 +155,29 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.with_("training", **{precision: True})
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill two bytes an element for what products take and give.
+def bill(step: Step, recipe: Recipe) -> Step:
+    """Bill two bytes an element for what products take and give, at the card's 16-bit rate.
 
-    If the loaded weights are frozen, they and the hidden states take two bytes, too.
+    If the loaded weights are frozen, they and the hidden states take two bytes, too. fp16 also unscales its gradients.
     """
-    if recipe.tricks.precision == "fp32":
-        return memory
+    precision = recipe.tricks.precision
+    if precision == "fp32":
+        return step
     # The bill must know in two places whether it is bf16: int8 products cast bf16 to fp16, and the dry run can multiply
     # all experts at once in bf16 only.
-    memory = replace(memory, compute_itemsize=2, product_itemsize=2, bf16=recipe.tricks.precision == "bf16")
-    if recipe.tricks.peft == "none":  # what trains stays in fp32, and so do hidden states
-        return memory
-    return replace(
-        memory, block_weight_bytes=memory.block_weight_bytes // 2, other_weight_itemsize=2, hidden_itemsize=2
+    unscaling = UNSCALE * (precision == "fp16")
+    step = replace(
+        step,
+        compute_itemsize=2,
+        product_itemsize=2,
+        bf16=precision == "bf16",
+        gradient_bytes=step.gradient_bytes + unscaling,
     )
+    if recipe.tricks.peft == "none":  # what trains stays in fp32, and so do hidden states
+        return step
+    stored = step.block_weight_bytes // 2
+    return replace(step, block_weight_bytes=stored, stored_itemsize=2, other_weight_itemsize=2, hidden_itemsize=2)
 
 
 UNSCALE = 8
 """Memory traffic [bytes for one trained weight] of undoing fp16's loss scale: the gradient is read and written."""
-
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Run products at the card's 16-bit rate, and move numbers of two bytes; fp16 also unscales its gradients."""
-    precision = recipe.tricks.precision
-    if precision == "fp32":
-        return work
-    unscaling = UNSCALE * (precision == "fp16")
-    work = replace(work, precision=precision, compute_itemsize=2, gradient_bytes=work.gradient_bytes + unscaling)
-    if recipe.tricks.peft == "none":  # what trains stays in fp32, and so do hidden states
-        return work
-    # A head that trains alone is an fp32 copy of the stored one.
-    if recipe.tricks.peft == "head":
-        return replace(work, stored_itemsize=2, hidden_itemsize=2)
-    return replace(work, stored_itemsize=2, hidden_itemsize=2, head_itemsize=2)

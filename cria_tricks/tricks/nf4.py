@@ -21,12 +21,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from cria_tricks.bill.constants import BLOCK, FP32
-from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.operation import Product, ProductBytes, stored_as_multiplied
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import DTYPE
-from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks.adamw_8bit import dequantize_blocks, dynamic_levels, quantize_blocks
@@ -180,16 +178,21 @@ def stored_bytes(elements: int, double_quantization: bool) -> int:
     return codes + scales + table
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
+def bill(step: Step, recipe: Recipe) -> Step:
     """Store half a byte for each weight, and scales; all other weights are fp32 after the usual preparation."""
     tricks = recipe.tricks
     if tricks.quantization not in ("nf4", "fp4"):
-        return memory
+        return step
+    shape = step.shape
     a_block = sum(stored_bytes(d_in * d_out, tricks.double_quantization) for d_in, d_out in shape.packable.values())
+    scale_bytes: float = FP32
+    if tricks.double_quantization:  # one byte for each scale, and one fp32 scale for each 256 of them
+        scale_bytes = 1 + FP32 / SCALES
     # bitsandbytes returns a product in the dtype of its input, here fp32.
     return replace(
-        memory,
+        step,
         block_weight_bytes=shape.layers * a_block,
+        stored_itemsize=0.5 + scale_bytes / BLOCK,
         other_weight_itemsize=4,
         hidden_itemsize=4,
         product_itemsize=4,
@@ -204,15 +207,3 @@ def product_bytes(product: Product) -> ProductBytes:
     unpacked = product.weight * product.compute_itemsize
     scales = product.weight // BLOCK * FP32
     return ProductBytes(stored_as_multiplied(product).forward + unpacked + scales, unpacked=unpacked)
-
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Read half a byte and a share of a scale for each weight, and unpack it forward and backward; the rest is fp32."""
-    tricks = recipe.tricks
-    if tricks.quantization not in ("nf4", "fp4"):
-        return work
-    scale_bytes: float = FP32
-    if tricks.double_quantization:  # one byte for each scale, and one fp32 scale for each 256 of them
-        scale_bytes = 1 + FP32 / SCALES
-    stored = 0.5 + scale_bytes / BLOCK
-    return replace(work, stored_itemsize=stored, backward_unpacks=1, hidden_itemsize=4, head_itemsize=4)

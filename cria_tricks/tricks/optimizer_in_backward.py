@@ -29,10 +29,8 @@ from typing import Any
 
 import torch
 
-from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
-from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 
@@ -186,19 +184,16 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.with_("optimizer", in_backward=wanted)
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Let no gradient wait: each is alive only while its own product runs backward and its weight takes its step."""
-    if not recipe.tricks.optimizer_in_backward:
-        return memory
-    return replace(memory, steps_in_backward=True)
+def bill(step: Step, recipe: Recipe) -> Step:
+    """Let no gradient wait: each is alive only while its own product runs backward and its weight takes its step.
+
+    Without clipping its traffic is left out. Norms are computed all the same.
+    """
+    switch = recipe.tricks.optimizer_in_backward
+    if not switch:
+        return step
+    return replace(step, steps_in_backward=True, gradient_bytes=step.gradient_bytes - CLIP * (switch is True))
 
 
 CLIP = 8
 """Memory traffic [bytes for one trained weight] of clipping gradients: each is read and written."""
-
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Leave out the traffic of clipping if nothing is clipped. Norms are computed all the same."""
-    if recipe.tricks.optimizer_in_backward is not True:
-        return work
-    return replace(work, gradient_bytes=work.gradient_bytes - CLIP)

@@ -24,14 +24,12 @@ from dataclasses import replace
 
 import torch
 
-from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data.tokens import IGNORED
-from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks.flash_attention import in_kernel, with_kernel
+from cria_tricks.tricks.flash_attention import with_kernel
 
 SWITCHES = ("packing=true",)
 CLAIM = "exact per document"
@@ -203,33 +201,20 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.with_("collator", packed_length=recipe.data.max_length)
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
+def bill(step: Step, recipe: Recipe) -> Step:
     """Bill attention without a mask, document by document (for sdpa), and positions for each row.
 
-    If the model has a sliding window, its mask remains.
+    If the model has a sliding window, its mask remains. The time is that of a row with one document, the most expensive
+    case.
     """
     if not recipe.tricks.packing:
-        return memory
-    memory = replace(memory, own_positions=True)
+        return step
+    step = replace(step, own_positions=True)
     # repeats=True, because sdpa_by_document (load/attention.py) always repeats the key and value heads.
-    if recipe.tricks.attention == "sdpa" and shape.window:
+    if recipe.tricks.attention == "sdpa" and step.shape.window:
         # A block with a sliding window always gets a mask, even if the window is longer than the row.
-        memory = with_kernel(memory, masked=True, repeats=True)
+        step = with_kernel(step, masked=True, repeats=True)
     elif recipe.tricks.attention == "sdpa":
         # by_document copies the results into one tensor, which the output projection saves.
-        memory = replace(with_kernel(memory, masked=False, repeats=True), joins_documents=True)
-    return memory
-
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Count attention with a mask if the model has a sliding window, else without; only fused kernels read ``masked``.
-
-    A row is taken as one document, the most expensive case.
-    """
-    tricks = recipe.tricks
-    if not tricks.packing or tricks.attention == "flash_attention_2":
-        return work
-    masked = shape.window > 0
-    if tricks.attention == "eager":
-        return replace(work, masked=masked)
-    return in_kernel(work, masked=masked, repeats=True)  # repeats: as in estimate
+        step = replace(with_kernel(step, masked=False, repeats=True), joins_documents=True)
+    return step

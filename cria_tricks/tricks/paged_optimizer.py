@@ -23,9 +23,7 @@ from dataclasses import replace
 
 import torch
 
-from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.work import Work
-from cria_tricks.models.shape import Shape
+from cria_tricks.bill.step import Step
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 
@@ -160,13 +158,11 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.with_("optimizer", paged=True)
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Leave large states out of the allocator's bytes: they live in CUDA's unified memory, which it does not see."""
-    if not recipe.tricks.paged_optimizer or memory.device.kind != "cuda":
-        return memory
-    return replace(memory, paged_from=PAGED_FROM)
+def bill(step: Step, recipe: Recipe) -> Step:
+    """Leave large states out of the allocator's bytes: they live in CUDA's unified memory, which it does not see.
 
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Change nothing: an estimate of time is for a step that fits, and then no page moves."""
-    return work
+    The time stays: it is that of a step that fits, and then no page moves.
+    """
+    if not recipe.tricks.paged_optimizer or step.device.kind != "cuda":
+        return step
+    return replace(step, paged_from=PAGED_FROM)

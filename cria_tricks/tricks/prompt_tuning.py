@@ -19,10 +19,8 @@ from dataclasses import replace
 
 import torch
 
-from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
-from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.settings import Prompt
 from cria_tricks.step_plan import Plan
@@ -71,25 +69,19 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.with_("peft", kind="prompt_tuning", num_virtual_tokens=recipe.prompt.tokens).then("add_adapter")
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
+def bill(step: Step, recipe: Recipe) -> Step:
     """Bill P vectors, and rows of P more positions.
 
     ``learning_blocks`` stays at all blocks, because the gradient flows through all of them down to the prompt.
     """
     if recipe.tricks.peft != "prompt_tuning":
-        return memory
-    tokens = recipe.prompt.tokens
-    added = ((1, tokens * shape.width),)
-    return replace(memory, trains_all=False, trains_head=False, added=added, tokens=memory.tokens + tokens)
-
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Make every row P positions longer.
-
-    ``gradient_reaches_embedding`` stays true, because the gradient goes through all blocks down to the prompt.
-    """
-    if recipe.tricks.peft != "prompt_tuning":
-        return work
-    tokens = recipe.prompt.tokens
-    trained = tokens * shape.width
-    return replace(work, trained_weights=trained, trains_blocks=False, trains_head=False, prompt_tokens=tokens)
+        return step
+    vectors = recipe.prompt.tokens
+    return replace(
+        step,
+        trains_all=False,
+        trains_head=False,
+        added=((1, vectors * step.shape.width),),
+        tokens=step.tokens + vectors,
+        prompt_tokens=vectors,
+    )

@@ -21,12 +21,10 @@ import torch
 from torch import nn
 
 from cria_tricks.bill.constants import FP32
-from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.fused_operations import tiled
 from cria_tricks.bill.operation import JOINED, Operation, stored_as_multiplied
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
-from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.settings import Side
 from cria_tricks.step_plan import Plan
@@ -95,13 +93,14 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.with_("peft", kind="side_network", blocks=recipe.side.blocks).then("add_adapter")
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
+def bill(step: Step, recipe: Recipe) -> Step:
     """Bill an fp32 copy and a joining matrix for each of the last blocks.
 
     Without gradient checkpointing the gradient stops at the first copy.
     """
     if recipe.tricks.peft != "side_network":
-        return memory
+        return step
+    shape = step.shape
     blocks = recipe.side.blocks
     if blocks > shape.layers:
         raise BadInput(
@@ -112,9 +111,10 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     # bill/moments.py needs ``learns_beside``: it adds points of the step at which a frozen block runs backward beside
     # its copy, and it knows that the gradient stops at the first copy.
     return replace(
-        memory,
+        step,
         trains_all=False,
         trains_head=False,
+        reaches_embedding=False,
         added=added,
         learning_blocks=blocks,
         learns_beside=True,
@@ -122,13 +122,13 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     )
 
 
-def copy_and_join(memory: StepFacts) -> list[Operation]:
+def copy_and_join(step: Step) -> list[Operation]:
     """List the operations of the trained copy beside a frozen block, and of the matrix that joins the two."""
-    width = memory.shape.width
-    a = memory.compute_itemsize
+    width = step.shape.width
+    a = step.compute_itemsize
     # The copy's weights are fp32. So the results of its norms are fp32, too, because a norm multiplies by its weight.
     beside = replace(
-        memory,
+        step,
         trains_all=True,
         other_weight_itemsize=FP32,
         hidden_itemsize=FP32,
@@ -137,34 +137,18 @@ def copy_and_join(memory: StepFacts) -> list[Operation]:
         product_bytes=stored_as_multiplied,
     )
     # The backward pass of the copy runs before that of the frozen block, so the gradient of their sum waits meanwhile.
-    waits = memory.all_tokens * width * memory.hidden_itemsize
+    waits = step.all_tokens * width * step.hidden_itemsize
     copied = []
     for operation in tiled(beside):
         keeps = dict(operation.keeps)
         for name in keeps:
             if name.endswith("normalised"):  # a norm normalises in the dtype of its input
-                keeps[name] = keeps[name] * memory.hidden_itemsize // FP32
+                keeps[name] = keeps[name] * step.hidden_itemsize // FP32
         copied.append(replace(operation, keeps=keeps, backward=operation.backward + waits))
-    joined = memory.all_tokens * width * a
+    joined = step.all_tokens * width * a
     # Autocast's copy of the joining matrix, if products compute in 16 bits.
     in_16_bits = width * width * a * (a < FP32)
     join = dict(zip(JOINED, (joined, in_16_bits), strict=True))
     # Backward, at most three tensors of this size: the sum's gradient, its cast to the compute dtype, and the gradient
     # of the join's input.
     return [*copied, Operation("join", join, forward=joined, backward=3 * joined, learns=width * width * FP32)]
-
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Run each of the last blocks and its trained copy; without checkpointing the gradient goes no further down."""
-    if recipe.tricks.peft != "side_network":
-        return work
-    blocks = recipe.side.blocks
-    a_copy = shape.block_linear_weights + shape.block_other_weights
-    return replace(
-        work,
-        trained_weights=blocks * (a_copy + shape.width**2),
-        trains_blocks=False,
-        trains_head=False,
-        gradient_reaches_embedding=False,
-        copied_blocks=blocks,
-    )

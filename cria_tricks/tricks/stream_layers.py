@@ -26,10 +26,8 @@ from typing import Any
 
 import torch
 
-from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.work import Work
+from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
-from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 
@@ -213,18 +211,15 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.with_("streaming", source="file" if tricks.stream_layers == "file" else "memory")
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill the weights of two blocks and not of all."""
-    if not recipe.tricks.stream_layers:
-        return memory
-    return replace(memory, blocks_on_device=min(SLOTS, shape.layers))
+def bill(step: Step, recipe: Recipe) -> Step:
+    """Bill the weights of two blocks and not of all; all others are fetched forward and backward.
 
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Fetch all blocks but two, forward and backward; without a backward pass through the blocks fetch all, forward."""
+    Without a backward pass through the blocks all are fetched, forward.
+    """
     if not recipe.tricks.stream_layers:
-        return work
-    fetches = max(0, shape.layers - SLOTS) * 2
+        return step
+    layers = step.shape.layers
+    fetches = max(0, layers - SLOTS) * 2
     if recipe.tricks.peft == "head":
-        fetches = shape.layers if shape.layers > SLOTS else 0
-    return replace(work, fetched_blocks=fetches)
+        fetches = layers if layers > SLOTS else 0
+    return replace(step, blocks_on_device=min(SLOTS, layers), fetched_blocks=fetches)

@@ -32,11 +32,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from cria_tricks.bill import fused_operations, moved_bytes
-from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.work import Work
+from cria_tricks.bill import fused_operations
+from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
-from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks.gradient_checkpointing import generators_of, restore, states_of
@@ -212,23 +210,16 @@ def refuse_kind(kind: str, name: str) -> None:
         )
 
 
-def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill a tile's insides in place of all tokens', wherever a micro-batch has more tokens than a tile."""
-    tile = tokens_of(recipe.tricks.tiled_mlp, shape.width)
-    if not tile or memory.all_tokens <= tile:
-        return memory
-    memory = replace(memory, mlp_tile=tile)
-    if memory.learns_beside:  # a side network's rule tiles the frozen block and its copy by itself
-        return memory
-    rule = functools.partial(fused_operations.tiled, rule=memory.learning_operations)
-    return replace(memory, learning_operations=rule)
+def bill(step: Step, recipe: Recipe) -> Step:
+    """Bill a tile's insides in place of all tokens', wherever a micro-batch has more tokens than a tile.
 
-
-def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Bill the MLP's second forward pass, and its weights as read and unpacked once a tile."""
-    tile = tokens_of(recipe.tricks.tiled_mlp, shape.width)
-    if not tile or work.positions <= tile:
-        return work
-    between = functools.partial(moved_bytes.with_tiles, before=work.between)
-    saved = functools.partial(moved_bytes.saved_with_tiles, before=work.saved)
-    return replace(work, mlp_tile=tile, between=between, saved=saved)
+    The MLP runs forward a second time, and its weights are read and unpacked once a tile.
+    """
+    tile = tokens_of(recipe.tricks.tiled_mlp, step.shape.width)
+    if not tile or step.all_tokens <= tile:
+        return step
+    step = replace(step, mlp_tile=tile)
+    if step.learns_beside:  # a side network's rule tiles the frozen block and its copy by itself
+        return step
+    rule = functools.partial(fused_operations.tiled, rule=step.learning_operations)
+    return replace(step, learning_operations=rule)

@@ -69,8 +69,8 @@ def moved(way: str):
 def test_what_lies_between_products_moves_so_many_bytes(settings, way, monkeypatch):
     monkeypatch.setattr(fused_lora, "_of_adapter", lambda left, right, dtype: left.mT @ right)  # as a GPU does it
     recipe = with_settings(Recipe(), settings)
-    work = folds.work(recipe, models.shape(**WIDE), T4)
-    forward, backward = work.between(work)
+    work = folds.step_of(recipe, models.shape(**WIDE), T4)
+    forward, backward = moved_bytes.between(work)
     counted = in_one_block(recipe, moved(way), 64)
     # Frozen fp32 norms have no gradient of their own; the constants are those of trained ones.
     near = 0.07 if settings in (MODES["fp32"], MODES["fp32, fused"]) else 0.01
@@ -91,8 +91,8 @@ def test_activation_offload_carries_so_many_bytes(settings, checkpointed):
         loss.backward()
         return offloaded.bytes_to_host
 
-    work = folds.work(recipe, models.shape(**WIDE), T4)
-    assert work.saved(work) == pytest.approx(in_one_block(recipe, count, 64), rel=0 if checkpointed else 0.15)
+    work = folds.step_of(recipe, models.shape(**WIDE), T4)
+    assert moved_bytes.saved(work) == pytest.approx(in_one_block(recipe, count, 64), rel=0 if checkpointed else 0.15)
 
 
 @pytest.mark.parametrize("kind", ["full", "chunked"])
@@ -154,13 +154,14 @@ def test_stored_bytes_are_those_of_the_cards():
         ([], 32),
     ):
         recipe = with_settings(Recipe(), ["tricks.peft=lora", *(f"tricks.{setting}" for setting in settings)])
-        assert 8 * folds.work(recipe, find_shape("llama-3.2-1b"), T4).stored_itemsize == pytest.approx(bits, abs=5e-4)
+        step = folds.step_of(recipe, find_shape("llama-3.2-1b"), T4)
+        assert 8 * step.stored_itemsize == pytest.approx(bits, abs=5e-4)
 
 
 @pytest.mark.parametrize("double", [False, True])
 def test_seconds_read_the_bytes_that_the_bill_stores_but_for_the_tables(double):
     settings = ["tricks.peft=lora", "tricks.quantization=nf4", f"tricks.double_quantization={str(double).lower()}"]
-    read = folds.work(with_settings(Recipe(), settings), find_shape("llama-3.2-1b"), T4).stored_itemsize
+    read = folds.step_of(with_settings(Recipe(), settings), find_shape("llama-3.2-1b"), T4).stored_itemsize
     elements = 3 * 64 * 256  # whole blocks, and whole blocks of scales
     # Each weight has a table of 16 levels; doubly quantised, also one of 256 for its scales, and their mean.
     tables = 4 * (16 + double * (256 + 1))
@@ -169,7 +170,7 @@ def test_seconds_read_the_bytes_that_the_bill_stores_but_for_the_tables(double):
 
 def test_a_part_takes_the_longer_of_its_two_times_and_parts_are_added():
     card = CARDS["t4"]
-    found = folds.step(capstone(card.device), find_shape("llama-3.2-1b"), card)
+    found = folds.time_of(capstone(card.device), find_shape("llama-3.2-1b"), card)
     *working, launches = found.parts
     for part in working:
         ideal = max(part.flops / 65e12, part.bytes / 320e9) / ON_A_T4.half
@@ -186,7 +187,7 @@ USUAL = ["expand_kv=false", "lean_preparation=false"]
 
 def part(name: str, settings: list[str], card: str = "t4", **options) -> step_time.StepPart:
     recipe = with_settings(capstone(CARDS[card].device), [f"tricks.{setting}" for setting in [*USUAL, *settings]])
-    found = folds.step(recipe, find_shape("llama-3.2-1b"), CARDS[card], **options)
+    found = folds.time_of(recipe, find_shape("llama-3.2-1b"), CARDS[card], **options)
     return next(part for part in found.parts if part.name == name)
 
 
@@ -213,12 +214,12 @@ def test_copies_that_overlap_take_the_time_by_which_they_outlast_the_blocks():
     recipe = with_settings(capstone(T4), [f"tricks.{setting}" for setting in USUAL])
     overlapped = with_settings(recipe, ["tricks.activation_offload=overlapped"])
     synchronous = with_settings(recipe, ["tricks.activation_offload=true"])
-    plain, hidden, added = (folds.step(one, shape, card).seconds for one in (recipe, overlapped, synchronous))
+    plain, hidden, added = (folds.time_of(one, shape, card).seconds for one in (recipe, overlapped, synchronous))
     assert hidden == plain < added
     travel = part(step_time.TRAVEL, ["activation_offload=overlapped"])
     assert travel.link_bytes == 2 * 8 * 2048 * (shape.layers - 1) * shape.width * 4
     slow = replace(card, link_rate=card.link_rate / 1000)
-    seconds = {one.name: one.seconds for one in folds.step(overlapped, shape, slow).parts}
+    seconds = {one.name: one.seconds for one in folds.time_of(overlapped, shape, slow).parts}
     blocks = sum(seconds[name] for name in step_time.BLOCKS if name in seconds)
     link = travel.link_bytes / (slow.link_rate * slow.reached.link)
     assert seconds[step_time.TRAVEL] == pytest.approx(link - blocks)
@@ -246,7 +247,7 @@ def test_short_rows_are_not_offloaded_because_their_copies_would_take_time():
         least = folds.travels_from(recipe, shape, card.device)
         assert least % 2 == 0, "two rows, equally long"
         for row, enough in ((least // 2 - 1, False), (least // 2, True), (2 * least, True)):
-            work = replace(folds.work(recipe, shape, card.device, 2 * least), tokens=row)
+            work = replace(folds.step_of(recipe, shape, card.device, 2 * least), tokens=row)
             assert work.travelling_blocks == shape.layers - 1
             assert folds.hidden(work, card) is enough
     card = CARDS["a100"]
@@ -268,7 +269,7 @@ def test_a_fused_kernel_leaves_out_the_half_that_a_token_may_not_see_unless_a_ma
     one, two = (
         next(
             part.flops
-            for part in folds.step(with_settings(recipe, [f"train.batch_size={rows}"]), shape, card).parts
+            for part in folds.time_of(with_settings(recipe, [f"train.batch_size={rows}"]), shape, card).parts
             if part.name == "attention"
         )
         for rows in (1, 2)
@@ -277,14 +278,14 @@ def test_a_fused_kernel_leaves_out_the_half_that_a_token_may_not_see_unless_a_ma
 
 
 def kernel_of(recipe: Recipe, shape) -> tuple[str, bool]:
-    work = folds.work(recipe, shape, T4, 512)
-    return work.kernel, work.masked
+    step = folds.step_of(recipe, shape, T4, 512)
+    return step.kernel, not step.maskless
 
 
 @pytest.mark.parametrize(
     ("settings", "kernel", "masked"),
     [
-        (["attention=eager"], "eager", False),
+        (["attention=eager"], "eager", True),
         (["attention=sdpa"], "math", False),
         (["attention=sdpa", "packing=true"], "memory-efficient", False),
         (["attention=sdpa", "train.batch_size=2"], "memory-efficient", True),
@@ -300,7 +301,7 @@ def test_the_kernel_follows_the_rows(settings, kernel, masked):
 def test_a_window_is_a_mask_if_a_row_is_longer(window, masked):
     shape = replace(find_shape("llama-3.2-1b"), window=window)
     for attention, kernel, has in (
-        ("eager", "eager", masked),
+        ("eager", "eager", True),
         ("sdpa", "memory-efficient" if masked else "math", masked),
         ("flash_attention_2", "flash", False),
     ):
@@ -320,9 +321,9 @@ def test_keys_of_as_many_heads_need_not_be_repeated(settings, kernel):
 def test_one_card_and_tokens_that_are_all_trained_are_what_is_meant_when_nothing_is_said():
     card, shape = CARDS["t4"], find_shape("smollm2")
     recipe = with_settings(capstone(card.device), ["tricks.chunked_loss=true"])
-    assert folds.step(recipe, shape, card, 512) == folds.step(recipe, shape, card, 512, 1.0, 1)
-    assert folds.step(recipe, shape, card, 512) != folds.step(recipe, shape, card, 512, 0.9, 1)
-    assert folds.step(recipe, shape, card, 512) != folds.step(recipe, shape, card, 512, 1.0, 2)
+    assert folds.time_of(recipe, shape, card, 512) == folds.time_of(recipe, shape, card, 512, 1.0, 1)
+    assert folds.time_of(recipe, shape, card, 512) != folds.time_of(recipe, shape, card, 512, 0.9, 1)
+    assert folds.time_of(recipe, shape, card, 512) != folds.time_of(recipe, shape, card, 512, 1.0, 2)
 
 
 def test_emulated_bf16_is_computed_in_fp32():
@@ -333,7 +334,7 @@ def test_emulated_bf16_is_computed_in_fp32():
 
 def test_a_step_is_a_range_around_its_middle():
     card = CARDS["t4"]
-    found = folds.step(capstone(card.device), find_shape("llama-3.2-1b"), card)
+    found = folds.time_of(capstone(card.device), find_shape("llama-3.2-1b"), card)
     assert found.high / found.low == pytest.approx(SPREAD)
     assert found.low * found.high == pytest.approx(found.seconds**2)
 
@@ -356,19 +357,19 @@ def test_short_rows_wait_for_the_host_that_starts_kernels():
     card, shape = CARDS["a100"], find_shape("smollm2")
     recipe = with_settings(capstone(card.device), ["tricks.gradient_accumulation=1"])
     for tokens, waits in ((16, True), (8192, False)):
-        found = folds.step(recipe, shape, card, tokens)
+        found = folds.time_of(recipe, shape, card, tokens)
         *working, launches = found.parts
         busy = sum(part.seconds for part in working)
         assert (launches.seconds > 0) is waits
-        started = sum(part.launches for part in step_time.counts(folds.work(recipe, shape, card.device, tokens)))
+        started = sum(part.launches for part in step_time.counts(folds.step_of(recipe, shape, card.device, tokens)))
         assert found.seconds == pytest.approx(max(busy, started * card.reached.launch))
 
 
 def test_a_cpu_spends_the_launches_itself():
     cpu = replace(CARDS["a100"], device=replace(T4, kind="cpu"))
     recipe, shape = capstone(T4), find_shape("smollm2")
-    *working, launches = folds.step(recipe, shape, cpu, 2048).parts
-    started = sum(part.launches for part in step_time.counts(folds.work(recipe, shape, cpu.device, 2048)))
+    *working, launches = folds.time_of(recipe, shape, cpu, 2048).parts
+    started = sum(part.launches for part in step_time.counts(folds.step_of(recipe, shape, cpu.device, 2048)))
     assert launches.seconds == pytest.approx(started * cpu.reached.launch)
     assert sum(part.seconds for part in working) > 0
 
@@ -382,10 +383,10 @@ def test_tokens_of_a_run():
 def test_seconds_grow_with_every_toggle_that_only_adds_work():
     shape, card = find_shape("llama-3.2-1b"), CARDS["l4"]
     plain = Recipe(tricks={"peft": "lora", "precision": "bf16", "attention": "sdpa"})
-    base = folds.step(plain, shape, card).seconds
+    base = folds.time_of(plain, shape, card).seconds
     for setting in ("gradient_checkpointing=true", "activation_offload=true", "quantization=nf4"):
-        assert folds.step(with_settings(plain, [f"tricks.{setting}"]), shape, card).seconds > base, setting
-    assert folds.work(plain, shape, T4).repeated_blocks == 0
+        assert folds.time_of(with_settings(plain, [f"tricks.{setting}"]), shape, card).seconds > base, setting
+    assert folds.step_of(plain, shape, T4).repeated_blocks == 0
 
 
 @pytest.mark.parametrize("settings", [[], ["tricks.expand_kv=true"], ["train.batch_size=2"]])
@@ -393,5 +394,5 @@ def test_on_a_cpu_torchs_attention_is_the_flash_kernel_as_the_bill_says(settings
     cpu = replace(T4, kind="cpu", capability=(0, 0))
     recipe = with_settings(Recipe(), ["tricks.attention=sdpa", *settings])
     shape = find_shape("smollm2")
-    assert folds.work(recipe, shape, cpu, 256).kernel == folds.facts(recipe, shape, cpu, 256).kernel == "flash"
-    assert folds.work(with_settings(recipe, ["tricks.attention=eager"]), shape, cpu, 256).kernel == "eager"
+    assert folds.step_of(recipe, shape, cpu, 256).kernel == "flash"
+    assert folds.step_of(with_settings(recipe, ["tricks.attention=eager"]), shape, cpu, 256).kernel == "eager"

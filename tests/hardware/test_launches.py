@@ -65,7 +65,7 @@ def counted(recipe: Recipe, attention: str) -> tuple[int, int]:
 def test_a_block_starts_so_many_kernels(settings, attention, monkeypatch):
     monkeypatch.setattr(fused_lora, "_of_adapter", lambda left, right, dtype: left.mT @ right)  # one kernel on a GPU
     recipe = with_settings(Recipe(), [*settings, f"tricks.attention={attention}"])
-    work = folds.work(recipe, models.shape(), T4, 16)
+    work = folds.step_of(recipe, models.shape(), T4, 16)
     block, _ = counted(recipe, attention)
     # A model of it: the backward passes of casts and sums are not counted one by one.
     assert launches.of_blocks(work, products.blocks(work)) / 3 == pytest.approx(block, rel=0.06)
@@ -75,13 +75,13 @@ def test_the_rest_of_a_micro_batch_starts_some_fifty():
     for settings in ([], [LORA], [LORA, "tricks.chunked_loss=true"]):
         recipe = with_settings(Recipe(), [*settings, "tricks.attention=sdpa"])
         _, around = counted(recipe, "sdpa")
-        assert launches.of_loss(folds.work(recipe, models.shape(), T4, 16)) == pytest.approx(around, abs=40)
+        assert launches.of_loss(folds.step_of(recipe, models.shape(), T4, 16)) == pytest.approx(around, abs=40)
 
 
 def test_each_chunk_of_the_loss_and_each_unpacked_matrix_adds_its_own():
     def started(*settings: str, tokens: int = 2048) -> float:
         recipe = with_settings(Recipe(), [LORA, "tricks.attention=sdpa", *settings])
-        work = folds.work(recipe, models.shape(), T4, tokens)
+        work = folds.step_of(recipe, models.shape(), T4, tokens)
         return launches.of_blocks(work, products.blocks(work)) + launches.of_loss(work)
 
     assert started("tricks.chunked_loss=true") - started() == 8 * launches.CHUNK

@@ -20,7 +20,7 @@ from cria_tricks.models.shape import shape_of
 from cria_tricks.predict.dry_run import dry_run
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks.folds import estimate, step
+from cria_tricks.tricks.folds import estimate, time_of
 from tests.memory.cases import T4, bill, recipe, skip_experts_shaped_by_numbers
 
 CASES = 500 if os.environ.get("CRIA_ALL") else 10
@@ -120,7 +120,7 @@ def test_seconds_lie_on_a_line_from_none_to_all(toggles):
 
     def parts(k: int | str) -> dict[str, StepPart]:
         wanted = recipe(f"{toggles} tricks.gradient_checkpointing={k}")
-        return {part.name: part for part in step(wanted, shape, card).parts}
+        return {part.name: part for part in time_of(wanted, shape, card).parts}
 
     found = [parts(k) for k in range(1, 17)]
     assert found[15] == parts("true")
@@ -139,7 +139,7 @@ def test_seconds_lie_on_a_line_from_none_to_all(toggles):
 
 def test_more_blocks_than_the_model_has_are_refused_in_one_line():
     wanted = recipe("tricks.gradient_checkpointing=17")
-    shape = bill("").facts.shape
+    shape = bill("").step.shape
     said = "tricks.gradient_checkpointing=17: llama-3.2-1b has 16 blocks; set true for all, or 16 or less"
     for way in (
         lambda: estimate(wanted, shape, T4),

@@ -226,9 +226,9 @@ def test_it_is_what_the_dry_run_counts(model, blocks, toggles, batch, tokens, de
 
 def test_a_window_shorter_than_a_row_needs_a_mask_as_the_dry_run_counts():
     case = {"model": "mistral-7b", "device": T4, "num_hidden_layers": 2, "sliding_window": 512}
-    assert bill("lora fp16 sdpa", 1, 511, **case).facts.maskless, "transformers makes one from 512 on"
-    assert not bill("lora fp16 sdpa", 1, 512, **case).facts.maskless
-    assert not bill("lora fp16 sdpa", 1, 2048, **case).facts.maskless
+    assert bill("lora fp16 sdpa", 1, 511, **case).step.maskless, "transformers makes one from 512 on"
+    assert not bill("lora fp16 sdpa", 1, 512, **case).step.maskless
+    assert not bill("lora fp16 sdpa", 1, 2048, **case).step.maskless
     for toggles in ("lora fp16 sdpa chunked checkpoint", "lora fp16 sdpa packing chunked"):
         by_hand = bill(toggles, 1, 2048, **case).peak_bytes
         assert not outside([by_hand / counted(toggles, 1, 2048, **case) - 1])
@@ -255,37 +255,37 @@ def test_plain_training_holds_all_weights_four_times():
 
 
 def test_mixed_precision_stores_what_is_frozen_in_two_bytes():
-    assert bill("lora").facts.block_weight_bytes == 4 * MATRICES
-    assert bill("lora fp16").facts.block_weight_bytes == 2 * MATRICES
-    assert bill("fp16").facts.block_weight_bytes == 4 * MATRICES, "what trains stays in fp32"
+    assert bill("lora").step.block_weight_bytes == 4 * MATRICES
+    assert bill("lora fp16").step.block_weight_bytes == 2 * MATRICES
+    assert bill("fp16").step.block_weight_bytes == 4 * MATRICES, "what trains stays in fp32"
     assert (
-        bill("fp16").facts.compute_itemsize,
-        bill("fp16").facts.hidden_itemsize,
-        bill("lora bf16").facts.hidden_itemsize,
+        bill("fp16").step.compute_itemsize,
+        bill("fp16").step.hidden_itemsize,
+        bill("lora bf16").step.hidden_itemsize,
     ) == (2, 4, 2)
 
 
 def test_nf4_takes_four_bits_and_its_scales():
-    assert 8 * bill("lora nf4").facts.block_weight_bytes / MATRICES == pytest.approx(4.5, abs=1e-3)
-    assert 8 * bill("lora nf4 double").facts.block_weight_bytes / MATRICES == pytest.approx(4.127, abs=1e-3)
+    assert 8 * bill("lora nf4").step.block_weight_bytes / MATRICES == pytest.approx(4.5, abs=1e-3)
+    assert 8 * bill("lora nf4 double").step.block_weight_bytes / MATRICES == pytest.approx(4.127, abs=1e-3)
     assert (
-        bill("lora nf4 fp16").facts.other_weight_itemsize,
-        bill("lora nf4 fp16 lean").facts.other_weight_itemsize,
+        bill("lora nf4 fp16").step.other_weight_itemsize,
+        bill("lora nf4 fp16 lean").step.other_weight_itemsize,
     ) == (4, 2)
 
 
 def test_int8_takes_a_byte_and_a_scale_a_row_and_holds_inputs():
     rows = 16 * (2048 + 512 + 512 + 2048 + 8192 + 8192 + 2048)
-    assert bill("lora int8").facts.block_weight_bytes == MATRICES + 4 * rows
-    pinned = block.pinned_bytes(block_operations.walk(bill("lora int8 fp16 sdpa").facts))
+    assert bill("lora int8").step.block_weight_bytes == MATRICES + 4 * rows
+    pinned = block.pinned_bytes(block_operations.walk(bill("lora int8 fp16 sdpa").step))
     assert pinned == N * (4 * 2048 + 2 * 2048 + 4 * 2048 + 4 * 8192), "two norms', attention's, the gated product"
-    assert block.pinned_bytes(block_operations.walk(bill("lora nf4 fp16 sdpa").facts)) == 0
+    assert block.pinned_bytes(block_operations.walk(bill("lora nf4 fp16 sdpa").step)) == 0
 
 
 def test_lora_trains_two_thin_matrices_for_each():
-    assert bill("lora").facts.trained_weights == 11_272_192
-    assert bill("lora lora.dora=true").facts.trained_weights == 11_272_192 + 16 * 23_552, "and a length for each row"
-    assert bill("lora lora.r=8 lora.target_modules=q_proj,v_proj").facts.trained_weights == 16 * 8 * (4096 + 2560)
+    assert bill("lora").step.trained_weights == 11_272_192
+    assert bill("lora lora.dora=true").step.trained_weights == 11_272_192 + 16 * 23_552, "and a length for each row"
+    assert bill("lora lora.r=8 lora.target_modules=q_proj,v_proj").step.trained_weights == 16 * 8 * (4096 + 2560)
     assert row(bill("lora", tokens=8), "optimizer states") == 8 * 11_272_192
     with pytest.raises(BadInput, match="lora.target_modules: no estimate for wq; there are q_proj, "):
         bill("lora lora.target_modules=wq")
@@ -293,19 +293,19 @@ def test_lora_trains_two_thin_matrices_for_each():
 
 def test_a_head_alone_is_a_copy_and_blocks_keep_nothing():
     memory = bill("head fp16 checkpoint")
-    assert memory.facts.trained_weights == V * D
+    assert memory.step.trained_weights == V * D
     assert row(memory, "saved activations") == 0
-    assert not memory.facts.checkpointed, "there is nothing to make again"
+    assert not memory.step.checkpointed, "there is nothing to make again"
     assert [moment.name for moment in memory.moments] == ["loss", "log-softmax", "head", "forward", "optimizer step"]
 
 
 def test_a_prompt_is_sixteen_vectors_and_rows_that_are_longer():
     memory = bill("prompt")
-    assert (memory.facts.trained_weights, memory.facts.all_tokens) == (16 * D, N + 16)
+    assert (memory.step.trained_weights, memory.step.all_tokens) == (16 * D, N + 16)
 
 
 def test_a_side_network_trains_blocks_and_joins():
-    assert bill("side").facts.trained_weights == 2 * (60_817_408 + 2 * D + D * D)
+    assert bill("side").step.trained_weights == 2 * (60_817_408 + 2 * D + D * D)
     with pytest.raises(BadInput, match="side.blocks=17: llama-3.2-1b has 16"):
         bill("side side.blocks=17")
 
@@ -318,13 +318,13 @@ def test_a_side_network_made_again_keeps_the_inputs_of_all_blocks_and_those_of_t
 
 def test_a_toggle_of_states_counts_from_the_size_that_bitsandbytes_takes():
     """Over every matrix of LoRA: rank 16 times 512 is the smallest, 8,192 elements."""
-    states = [2 * many * (elements + 4 * -(-elements // 256)) for many, elements in bill("lora").facts.added]
+    states = [2 * many * (elements + 4 * -(-elements // 256)) for many, elements in bill("lora").step.added]
     assert row(bill("lora 8bit", tokens=8), "optimizer states") == sum(states)
     small = "lora lora.r=1 8bit"  # 512 and 2048 elements are kept in 32 bits, 8192 in 8
     # q: 2048+2048, k, v: 2048+512 each, o: 2048+2048, gate, up: 2048+8192, down: 8192+2048
-    assert sum(many for many, elements in bill(small).facts.added if elements == 8192) == 16 * 3
-    assert sum(many for many, elements in bill(small).facts.added if elements == 512) == 16 * 2
-    assert sum(many for many, elements in bill(small).facts.added if elements == 2048) == 16 * 9
+    assert sum(many for many, elements in bill(small).step.added if elements == 8192) == 16 * 3
+    assert sum(many for many, elements in bill(small).step.added if elements == 512) == 16 * 2
+    assert sum(many for many, elements in bill(small).step.added if elements == 2048) == 16 * 9
     states = 16 * (9 * 2048 + 2 * 512) * 8 + 16 * 3 * 2 * (8192 + 4 * 32)
     assert row(bill(small, tokens=8), "optimizer states") == states
 
@@ -338,29 +338,29 @@ def test_paged_states_are_off_the_bill_from_a_hundred_thousand_elements():
 
 def test_the_math_kernel_holds_every_score_and_expanded_keys_leave_it():
     grouped, expanded = bill("lora fp16 sdpa"), bill("lora fp16 sdpa expand")
-    assert (grouped.facts.kernel, expanded.facts.kernel) == ("math", "memory-efficient")
-    kept = [block.kept(block_operations.walk(memory.facts)) for memory in (grouped, expanded)]
+    assert (grouped.step.kernel, expanded.step.kernel) == ("math", "memory-efficient")
+    kept = [block.kept(block_operations.walk(memory.step)) for memory in (grouped, expanded)]
     assert kept[0]["probabilities"] == 32 * N * N * 4
     assert "probabilities in 16 bits" not in kept[0], "it computes in fp32"
     assert kept[0]["queries"] == N * 2048 * 4
     assert "probabilities" not in kept[1]
     assert kept[1]["keys"] == N * 2048 * 2, "as wide as the queries"
-    assert bill("lora fp16 sdpa", device=A100).facts.kernel == "flash"
-    assert bill("lora fp16 sdpa", batch=2).facts.kernel == "memory-efficient", "the mask comes with repeated keys"
-    assert bill("lora sdpa", model="llama-2-7b").facts.kernel == "memory-efficient", "nothing is shared there"
+    assert bill("lora fp16 sdpa", device=A100).step.kernel == "flash"
+    assert bill("lora fp16 sdpa", batch=2).step.kernel == "memory-efficient", "the mask comes with repeated keys"
+    assert bill("lora sdpa", model="llama-2-7b").step.kernel == "memory-efficient", "nothing is shared there"
 
 
 def test_eager_attention_holds_every_score_on_every_device():
     for device in (T4, A100, CPU):
         memory = bill("lora", batch=3, device=device)
-        assert memory.facts.kernel == "eager"
-        assert block.kept(block_operations.walk(memory.facts))["probabilities"] == 3 * 32 * N * N * 4
+        assert memory.step.kernel == "eager"
+        assert block.kept(block_operations.walk(memory.step))["probabilities"] == 3 * 32 * N * N * 4
 
 
 def test_a_mask_is_there_with_several_rows_unless_they_are_packed():
-    assert [bill("lora fp16 sdpa", batch).facts.maskless for batch in (1, 2)] == [True, False]
-    assert bill("lora fp16 sdpa packing", batch=2).facts.maskless
-    assert bill("lora fp16 flash", batch=2).facts.maskless
+    assert [bill("lora fp16 sdpa", batch).step.maskless for batch in (1, 2)] == [True, False]
+    assert bill("lora fp16 sdpa packing", batch=2).step.maskless
+    assert bill("lora fp16 flash", batch=2).step.maskless
     masked, unmasked = bill("lora fp16 sdpa checkpoint", 2), bill("lora fp16 flash checkpoint", 2)
     assert row(masked, "batch") - row(unmasked, "batch") == 2 * N * N
     over = [row(bill(toggles, 2), "batch", "loss") for toggles in ("lora fp16 sdpa", "lora fp16 flash")]
@@ -422,5 +422,5 @@ def test_the_longer_the_more_and_compiling_changes_nothing():
 
 @pytest.mark.parametrize("trick", TRICKS, ids=trick_name)
 def test_a_trick_that_is_off_changes_nothing(trick: ModuleType):
-    plain = bill("").facts
-    assert trick.estimate(plain, plain.shape, recipe("")) == plain
+    plain = bill("").step
+    assert trick.bill(plain, recipe("")) == plain

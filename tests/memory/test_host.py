@@ -83,7 +83,7 @@ def test_streamed_blocks_that_the_host_cannot_hold_are_refused_with_the_number()
     memory = host_bill(replace(target, host=COLAB), wanted)
     assert memory is not None
     blocks = sum(line.bytes for line in memory.moments[-1].lines if line.name == STREAMED)
-    assert blocks == target.memory(wanted).facts.block_weight_bytes
+    assert blocks == target.memory(wanted).step.block_weight_bytes
     with pytest.raises(BadInput, match=rf"{human(blocks)} of frozen blocks would .* set tricks.stream_layers=file"):
         refuse_beyond_host(memory)
     from_file = with_settings(wanted, ["tricks.stream_layers=file"])

@@ -19,7 +19,7 @@ from cria_tricks.predict.dry_run import dry_run
 from cria_tricks.predict.toggles import Target, longest
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks.folds import estimate, step
+from cria_tricks.tricks.folds import estimate, time_of
 from tests.memory.cases import T4, bill, recipe
 
 CASES = 320 if os.environ.get("CRIA_ALL") else 8
@@ -65,9 +65,9 @@ SETS = ("lora fp16 sdpa chunked checkpoint", "lora nf4 fp16 lean sdpa expand chu
 def test_a_tile_of_all_tokens_changes_nothing(toggles):
     """Neither a byte of any moment nor a second."""
     plain, whole = (bill(f"{toggles} tricks.tiled_mlp={tile}") for tile in ("false", "2048"))
-    assert moments(plain.facts, every_point=True) == moments(whole.facts, every_point=True)
+    assert moments(plain.step, every_point=True) == moments(whole.step, every_point=True)
     shape, card = find_shape("llama-3.2-1b"), CARDS["t4"]
-    both = [step(recipe(f"{toggles} tricks.tiled_mlp={tile}"), shape, card) for tile in ("false", "2048", "1024")]
+    both = [time_of(recipe(f"{toggles} tricks.tiled_mlp={tile}"), shape, card) for tile in ("false", "2048", "1024")]
     assert both[0] == both[1]
     assert both[2].flops > both[1].flops
 

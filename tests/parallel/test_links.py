@@ -82,25 +82,25 @@ def test_a_step_computes_and_sends_and_hides_no_more_than_there_is(overlap, hidd
 
 def test_processes_compute_their_own_micro_batches():
     assert LORA.tricks.gradient_accumulation == 8
-    whole = folds.step(LORA, SHAPE, CARD)
+    whole = folds.time_of(LORA, SHAPE, CARD)
     alone = next(part.seconds for part in whole.parts if part.name == "optimizer")
     for n in (2, 4, 8):
         found = compute_seconds(LORA, SHAPE, CARD, "ddp", n)
         fewer = local(LORA, SHAPE, "ddp", n)[0]
-        assert found == folds.step(fewer, SHAPE, CARD).seconds
+        assert found == folds.time_of(fewer, SHAPE, CARD).seconds
         assert found == pytest.approx((whole.seconds - alone) / n + alone, rel=0.01)
     assert compute_seconds(LORA, SHAPE, CARD, "ddp", 16) == compute_seconds(LORA, SHAPE, CARD, "ddp", 8)
 
 
 def test_fsdp_divides_the_optimizers_work_too():
-    step = folds.step(local(FULL, SHAPE, "fsdp", 4)[0], SHAPE, CARD)
+    step = folds.time_of(local(FULL, SHAPE, "fsdp", 4)[0], SHAPE, CARD)
     optimizer = next(part.seconds for part in step.parts if part.name == "optimizer")
     saved = compute_seconds(FULL, SHAPE, CARD, "ddp", 4) - compute_seconds(FULL, SHAPE, CARD, "fsdp", 4)
     assert saved == pytest.approx(optimizer * 3 / 4)
 
 
 def test_tensor_parallelism_divides_the_blocks_and_not_the_head():
-    whole, part = (folds.step(*local(LORA, SHAPE, "tensor", n), CARD) for n in (1, 4))
+    whole, part = (folds.time_of(*local(LORA, SHAPE, "tensor", n), CARD) for n in (1, 4))
     by_name = [{each.name: each.flops for each in step.parts} for step in (whole, part)]
     for name, divided in (("blocks forward", 4), ("attention", 4), ("head", 1)):
         assert by_name[0][name] == divided * by_name[1][name], name
@@ -128,7 +128,7 @@ def test_the_ring_repeats_keys_and_values_itself_so_it_never_takes_the_kernel_fo
     repeated = with_settings(grouped, ["tricks.expand_kv=true"])
 
     def seconds(recipe, shape=SHAPE):
-        return {part.name: part.seconds for part in folds.step(recipe, shape, t4).parts}
+        return {part.name: part.seconds for part in folds.time_of(recipe, shape, t4).parts}
 
     assert seconds(repeated)["attention"] < seconds(grouped)["attention"] / 4, "a T4 has no kernel for grouped heads"
     own = seconds(*local(grouped, SHAPE, "context", 4))
@@ -145,6 +145,6 @@ def test_a_pipelines_optimizer_runs_once_a_step():
     each = (compute(64) - compute(16)) / 48
     assert compute(32) == pytest.approx(compute(16) + 16 * each)
     first_and_optimizer = compute(16) - 15 * each
-    parts = {part.name: part.seconds for part in folds.step(FULL, SHAPE, CARD).parts}
+    parts = {part.name: part.seconds for part in folds.time_of(FULL, SHAPE, CARD).parts}
     micro_batch = sum(seconds for name, seconds in parts.items() if name != "optimizer") / 8
     assert first_and_optimizer == pytest.approx(micro_batch + parts["optimizer"] / 4, rel=0.3)

@@ -262,7 +262,7 @@ def test_stages_hold_what_one_process_holds_between_them(strategy, stages):
 def test_a_stage_has_its_own_of_the_checkpointed_blocks(k):
     """Of the model's first k blocks; stages have 2, 2 and 1 of the five."""
     recipe = with_settings(Recipe(), [*LORA, "data.max_length=64", f"tricks.gradient_checkpointing={k}"])
-    kept = [bill("pipeline", 3, *LORA, f"tricks.gradient_checkpointing={k}", stage=stage).facts for stage in range(3)]
+    kept = [bill("pipeline", 3, *LORA, f"tricks.gradient_checkpointing={k}", stage=stage).step for stage in range(3)]
     numbers = [part.recipe.tricks.gradient_checkpointing for part in stages_of(recipe, SHAPE, "pipeline", 3)]
     assert numbers == [min(k, 2), min(max(k - 2, 0), 2), max(k - 4, 0)]
     assert [facts.checkpointed for facts in kept] == [number > 0 for number in numbers]
@@ -287,7 +287,7 @@ def test_a_stage_holds_to_the_byte_what_was_estimated(folder):
 @pytest.mark.parametrize(("stage", "k", "others"), [(0, 8, 2), (1, 8, 1), (2, 8, 0), (0, 2, 1), (0, 1, 0)])
 def test_a_stage_keeps_what_its_other_micro_batches_under_way_keep(stage, k, others):
     found = bill("pipeline", 3, *LORA, f"tricks.gradient_accumulation={k}", stage=stage)
-    one = next(line.bytes for line in moments(found.facts)[0].lines if line.name == "saved activations")
+    one = next(line.bytes for line in moments(found.step)[0].lines if line.name == "saved activations")
     assert one > 0
     for moment in found.moments[:-1]:
         assert [line.bytes for line in moment.lines if line.name == "saved: other micro-batches"] == [others * one]
@@ -337,17 +337,17 @@ def test_what_cannot_be_divided_is_refused(strategy, processes, says):
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen2.5-0.5b", "mixtral-8x7b", "llama-2-7b", "olmo2", "qwen3"])
 def test_the_tensors_that_fsdp_shards_are_all_of_the_models(name):
     shape = shape_of(WIDTHS | {"model_type": name}, name) if name in ("olmo2", "qwen3") else find_shape(name)
-    tensors = fsdp.loaded_tensors(folds.facts(Recipe(), shape, T4))
+    tensors = fsdp.loaded_tensors(folds.step_of(Recipe(), shape, T4))
     assert sum(fsdp.elements_of(alike) for alike in tensors.values()) == shape.weights
 
 
 def test_under_fsdp_a_block_with_a_copy_has_the_whole_copy():
     shape = find_shape("llama-3.2-1b")
     recipe = with_settings(Recipe(), ["tricks.peft=side_network", "side.blocks=2"])
-    sizes = fsdp.sizes(folds.facts(recipe, shape, T4), 2)
+    sizes = fsdp.sizes(folds.step_of(recipe, shape, T4), 2)
     a_copy = 4 * (shape.block_linear_weights + shape.block_other_weights + shape.width**2)
     assert sizes.block.gradients == a_copy
-    frozen = fsdp.sizes(folds.facts(with_settings(Recipe(), ["tricks.peft=lora"]), shape, T4), 2)
+    frozen = fsdp.sizes(folds.step_of(with_settings(Recipe(), ["tricks.peft=lora"]), shape, T4), 2)
     assert sizes.block.weights > a_copy
     assert frozen.block.weights < a_copy
 
@@ -359,7 +359,7 @@ def test_under_fsdp_a_block_with_a_copy_has_the_whole_copy():
 def test_an_untied_model_is_gathered_in_groups_and_each_trains_what_it_has(peft, trained):
     shape = find_shape("llama-2-7b")
     recipe = with_settings(Recipe(), [f"tricks.peft={peft}"])
-    sizes = fsdp.sizes(folds.facts(recipe, shape, T4), 2)
+    sizes = fsdp.sizes(folds.step_of(recipe, shape, T4), 2)
     matrix = 4 * shape.embedding_weights
     assert sizes.outside["embedding"] == (matrix, 0)
     assert sizes.outside["last norm and head"].weights == matrix * (1 + (peft == "head")) + 4 * shape.width

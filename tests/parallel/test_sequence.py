@@ -1,5 +1,6 @@
 """Sequence parallelism beside tensor parallelism: the residual stream in pieces of tokens."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -198,14 +199,14 @@ def moved(recipe: Recipe, in_pieces: bool, layers: int) -> list[int]:
 @pytest.mark.parametrize("mode", ["16 bits, lean", "16 bits, lean, blocks", "full, 16-bit products", "full"])
 def test_a_block_moves_so_many_bytes_less(two, mode):
     recipe = with_settings(Recipe(), MODES[mode])
-    work = folds.work(recipe, models.shape(**WIDE), T4)
-    found = moved_bytes.in_pieces(work, work.between, 2)
+    step = folds.step_of(recipe, models.shape(**WIDE), T4)
+    whole, divided = moved_bytes.between(step), moved_bytes.between(replace(step, stream_pieces=2))
     for way, name in enumerate(("forward", "backward")):
         counted = []
         for in_pieces in (False, True):
             fewer, more = (two.run(moved, recipe, in_pieces, layers)[0][way] for layers in (2, 3))
             counted.append((more - fewer) / 64)
-        assert work.between(work)[way] - found[way] == pytest.approx(counted[0] - counted[1], rel=0.02), name
+        assert whole[way] - divided[way] == pytest.approx(counted[0] - counted[1], rel=0.02), name
 
 
 def test_bytes_on_the_wire_stay_those_of_the_sums():

@@ -163,7 +163,7 @@ def saved(recipe: Recipe) -> float:
 
 
 def by_formula(recipe: Recipe, shape, device) -> float:
-    one, other = (folds.facts(recipe, shape, device, tokens) for tokens in (64, 128))
+    one, other = (folds.step_of(recipe, shape, device, tokens) for tokens in (64, 128))
     before, after = (sum(kept(facts.learning_operations(facts)).values()) for facts in (one, other))
     return (after - before) / 64
 

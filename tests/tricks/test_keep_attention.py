@@ -143,7 +143,7 @@ def test_mechanism_is_what_the_kernel_returns(four_blocks, rows):  # noqa: F811
     tokens = len(rows[0]["input_ids"])
     shape = find_shape(str(four_blocks))
     recipe = with_settings(Recipe(), [*ON, KEEP])
-    memory = folds.estimate(recipe, shape, resolve(recipe).device, tokens).facts
+    memory = folds.estimate(recipe, shape, resolve(recipe).device, tokens).step
     saved = kept(memory.learning_operations(memory))
     assert saved[ATTENDED] + saved[LOG_SUM_EXP] == seen.bytes == tokens * (64 * 4 + 4 * 4)
 
@@ -165,7 +165,7 @@ def test_mechanism_of_the_bill(k, model):
     assert saved[1] - saved[0] == blocks * a_block
     if model == "llama-3.2-1b":
         assert a_block == 8.25 * 2**20
-    parts = [{part.name: part for part in folds.step(recipe, shape, CARDS["t4"]).parts} for recipe in (off, on)]
+    parts = [{part.name: part for part in folds.time_of(recipe, shape, CARDS["t4"]).parts} for recipe in (off, on)]
     less = parts[0]["attention"].flops - parts[1]["attention"].flops
     assert less == blocks * 2 * 2 * shape.query_width * 2048**2 // 2, "half of the pairs are hidden"
     for name in parts[0].keys() - {"attention"}:
@@ -178,7 +178,7 @@ def test_mechanism_of_the_open_block():
     settings = [*ON, "tricks.expand_kv=true", "tricks.precision=fp16", "tricks.peft=lora"]
     walks = []
     for extra in ([], [KEEP]):
-        memory = folds.facts(with_settings(Recipe(), [*settings, *extra]), shape, T4)
+        memory = folds.step_of(with_settings(Recipe(), [*settings, *extra]), shape, T4)
         walks.append(points(memory, memory.learning_operations(memory)))
     more = {new.operation: new.bytes - old.bytes for old, new in zip(*walks, strict=True)}
     left = int(8.25 * 2**20)
@@ -246,11 +246,11 @@ def test_a_card_without_a_fused_kernel_for_the_model_is_refused(card, settings, 
     shape = find_shape("llama-3.2-1b")
     if not said:
         refuse(plan, facts_of(shape), 1)
-        assert folds.estimate(recipe, shape, CARDS[card].device).facts.kernel in ("flash", "memory-efficient")
+        assert folds.estimate(recipe, shape, CARDS[card].device).step.kernel in ("flash", "memory-efficient")
         return
     with pytest.raises(BadInput, match=f"^tricks.keep_attention=true: .* has no fused attention kernel .*{said}"):
         refuse(plan, facts_of(shape), 1)
-    assert folds.estimate(recipe, shape, CARDS[card].device).facts.kernel == "math"
+    assert folds.estimate(recipe, shape, CARDS[card].device).step.kernel == "math"
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "ddp_tensor"])

@@ -156,7 +156,7 @@ def test_mechanism_bill():
     t4 = CARDS["t4"].device
     fetched = []
     for recipe in recipes:
-        parts = folds.step(recipe, shape, CARDS["t4"], 256).parts
+        parts = folds.time_of(recipe, shape, CARDS["t4"], 256).parts
         fetched.append(next(part.link_bytes for part in parts if part.name == "fetched blocks"))
     assert fetched[0] == 8 * fetched[1] > 0
     waits = []

@@ -117,7 +117,7 @@ def test_mechanism_bill():
     assert at_the_end == [4 * shape.weights, 4 * embedding]
     assert bills[1].peak.name == "embedding"
     assert bills[0].peak_bytes - bills[1].peak_bytes == 4 * (shape.weights - embedding)
-    moved = [folds.work(recipe, shape, CARDS["t4"].device).gradient_bytes for recipe in (plain, stepping)]
+    moved = [folds.step_of(recipe, shape, CARDS["t4"].device).gradient_bytes for recipe in (plain, stepping)]
     assert moved[0] - moved[1] == 8
     assert moved_bytes.CLIP == 12, "of which the norm takes 4"
 

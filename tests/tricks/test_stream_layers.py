@@ -355,14 +355,14 @@ def test_mechanism_bill():
     of_blocks = [next(one.bytes for one in bill.lines if one.name == "weights: blocks") for bill in (whole, ours)]
     assert of_blocks[0] == 16 * of_blocks[1]
     assert whole.peak_bytes - ours.peak_bytes == of_blocks[0] - of_blocks[1]
-    work = folds.work(recipes[1], shape, t4.device)
+    work = folds.step_of(recipes[1], shape, t4.device)
     assert work.fetched_blocks == 60
-    half = folds.work(with_settings(recipes[1], ["tricks.quantization=none"]), shape, t4.device)
+    half = folds.step_of(with_settings(recipes[1], ["tricks.quantization=none"]), shape, t4.device)
     a_block = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
     assert moved_bytes.fetched(half) == 60 * a_block, "q and o, k and v, the three of the MLP, in 16 bits"
 
     def added(tokens: int, *more: str) -> float:
-        steps = [folds.step(with_settings(recipe, more), shape, t4, tokens).seconds for recipe in recipes]
+        steps = [folds.time_of(with_settings(recipe, more), shape, t4, tokens).seconds for recipe in recipes]
         return steps[1] / steps[0] - 1
 
     assert added(16) == 0, "unpacking a block takes longer than fetching it"

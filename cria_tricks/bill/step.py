@@ -1,4 +1,4 @@
-"""Collect what is known about a training step before its bytes are added up: sizes, dtypes, and what trains."""
+"""Describe a training step before its bytes and its seconds are counted: sizes, dtypes, what trains, what moves."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,32 +12,33 @@ from cria_tricks.models.shape import Shape
 
 
 @dataclass(frozen=True)
-class StepFacts:
-    """The facts of a training step from which its memory bill is computed.
+class Step:
+    """A training step, as far as its bytes and its seconds depend on it.
 
-    They begin as plain fp32 full fine-tuning, and each trick that is on returns a changed copy. A trick that changes
-    only bytes of its own sets a number or a rule, which is a function. A flag is used only if a trick changes the order
-    of events in a step, because then many lines of a block change. Two bills are compared without their rules, because
-    two equal functions made at different times are not equal; what the rules return is compared in the bills' moments.
+    It begins as plain fp32 full fine-tuning, and each trick that is on returns a changed copy (``tricks/folds.py``). A
+    trick that changes only bytes of its own sets a number or a rule, which is a function. A flag is used if a trick
+    changes the order of events, because then many lines of a block change, or for the traffic of a block, whose counts
+    stand in one table. Two steps are compared without their rules, because two equal functions made at different times
+    are not equal; what the rules return is compared in the bills' moments.
 
-    An item size is in bytes for one element.
+    An item size is in bytes for one element. "Bytes moved" are read from the device's memory and written to it.
 
     Attributes:
         shape: widths of the model.
         device: the device that the step is meant for.
         batch: rows of a micro-batch.
         tokens: tokens of a row, the vectors of a learnt prompt included.
-        trained_tokens: trained tokens of a micro-batch.
+        trained_tokens: trained tokens of a micro-batch, the most that there may be.
         block_weight_bytes: bytes of the matrices of all blocks as they are stored, without those of experts.
         blocks_on_device: how many blocks have their matrices on the device at a time; ``None`` if all have.
-        learning_operations: rule: facts -> operations of a block that learns, or of the trained copy beside a block.
+        learning_operations: rule: step -> operations of a block that learns, or of the trained copy beside a block.
         product_bytes: rule: one product with a block's matrix -> bytes that it needs.
-        with_adapter: rule: facts, the operation of a frozen product, the name of its input, bytes of an element of it
+        with_adapter: rule: step, the operation of a frozen product, the name of its input, bytes of an element of it
             -> the operation with its adapter.
         casts_adapters: whether autocast makes 16-bit copies of the adapters, which live until the forward pass ends.
         norm_bytes: rule: elements of the input of an RMS norm, bytes of one of them -> bytes that the norm needs.
         block_waits: rule: saved tensors of a block -> bytes that wait on the device for its backward pass.
-        loss_moments: rule: facts -> lines of the bill at the moments around the loss, by the names of these moments.
+        loss_moments: rule: step -> lines of the bill at the moments around the loss, by the names of these moments.
         state_bytes: rule: elements of a tensor -> bytes of its two optimizer states.
         embedding_state_bytes: the same rule for the embedding.
         paged_from: elements from which a tensor's states are paged, where the allocator does not see them; 0: none.
@@ -77,6 +78,24 @@ class StepFacts:
         optimizer_state_bits: bits of one number of the optimizer's two states.
         expandable_segments: whether torch's allocator may grow its segments.
         stream_pieces: how many processes divide the tokens of the residual stream and of the norms among them.
+        micro_batches: how many make an optimizer step.
+        prompt_tokens: how many of a row's tokens are vectors of a learnt prompt.
+        trained_share: which share of the other tokens is trained in the mean, from 0 to 1.
+        stored_itemsize: item size of a block's weights as they are stored, with their share of quantisation scales.
+        reaches_embedding: whether the embedding's output needs a gradient.
+        fused_adapters: whether adapters add in place, with a backward pass of their own (fused LoRA).
+        fused_blocks: whether norms, rotary positions and activations make few tensors on the way.
+        compiled: whether ``torch.compile`` fuses the small operations of a block into a few kernels.
+        logit_positions: positions of a micro-batch for which logits are computed; ``None`` for all.
+        logit_bytes: bytes moved for one logit, forward and backward together.
+        logit_saved_bytes: bytes that autograd saves for one logit.
+        head_reads: how often a micro-batch reads the head's weights.
+        optimizer_bytes: bytes that the optimizer's kernel moves for one trained weight.
+        gradient_bytes: bytes moved for one trained weight by everything done to its gradient before that, such as
+            accumulation, unscaling and clipping.
+        link_trips: how often all that is saved crosses the link between device and host.
+        travelling_blocks: how many blocks' inputs travel beside the computing, to the host and back.
+        fetched_blocks: how many blocks' weights a micro-batch fetches from the host.
     """
 
     shape: Shape
@@ -85,14 +104,18 @@ class StepFacts:
     tokens: int
     trained_tokens: int
     block_weight_bytes: int
-    learning_operations: Callable[["StepFacts"], list[Operation]] = field(compare=False)
+    learning_operations: Callable[["Step"], list[Operation]] = field(compare=False)
     product_bytes: Callable[[Product], ProductBytes] = field(compare=False)
-    with_adapter: Callable[["StepFacts", Operation, str, int], Operation] = field(compare=False)
+    with_adapter: Callable[["Step", Operation, str, int], Operation] = field(compare=False)
     norm_bytes: Callable[[int, int], NormBytes] = field(compare=False)
     block_waits: Callable[[BlockTensors], WaitingBytes] = field(compare=False)
-    loss_moments: Callable[["StepFacts"], dict[str, tuple[Line, ...]]] = field(compare=False)
+    loss_moments: Callable[["Step"], dict[str, tuple[Line, ...]]] = field(compare=False)
     state_bytes: Callable[[int], int] = field(compare=False)
     embedding_state_bytes: Callable[[int], int] = field(compare=False)
+    logit_bytes: int
+    logit_saved_bytes: int
+    optimizer_bytes: int
+    gradient_bytes: int
     blocks_on_device: int | None = None
     other_weight_itemsize: int = FP32
     compute_itemsize: int = FP32
@@ -130,6 +153,20 @@ class StepFacts:
     paged_from: int = 0
     expandable_segments: bool = False
     stream_pieces: int = 1
+    # What only the seconds depend on.
+    micro_batches: int = 1
+    prompt_tokens: int = 0
+    trained_share: float = 1.0
+    stored_itemsize: float = FP32
+    reaches_embedding: bool = True
+    fused_adapters: bool = False
+    fused_blocks: bool = False
+    compiled: bool = False
+    logit_positions: float | None = None
+    head_reads: int = 2
+    link_trips: int = 0
+    travelling_blocks: int = 0
+    fetched_blocks: int = 0
 
     @cached_property  # several moments ask, and a search makes hundreds of bills
     def operations(self) -> tuple[Operation, ...]:
@@ -185,6 +222,38 @@ class StepFacts:
     def in_pieces(self) -> bool:
         """Whether the residual stream is divided among processes, so that attention's input is gathered."""
         return self.stream_pieces > 1
+
+    @property
+    def step_tokens(self) -> int:
+        """The tokens of all micro-batches of an optimizer step, without vectors of a learnt prompt."""
+        return self.micro_batches * self.batch * (self.tokens - self.prompt_tokens)
+
+    @property
+    def tiles(self) -> int:
+        """How many tiles the MLP takes a micro-batch in; 1 if it takes it whole."""
+        return -(-self.all_tokens // self.mlp_tile) if self.mlp_tile else 1
+
+    @property
+    def precision(self) -> str:
+        """Which of a device's peak rates the products use: ``fp32``, ``fp16`` or ``bf16``."""
+        if self.compute_itemsize == FP32:
+            return "fp32"
+        return "bf16" if self.bf16 else "fp16"
+
+    @property
+    def head_itemsize(self) -> int:
+        """Item size of the head's weights as they are stored; a head that trains is an fp32 copy."""
+        return FP32 if self.trains_head else self.other_weight_itemsize
+
+    @property
+    def repeated_blocks(self) -> int:
+        """How many of the first blocks checkpointing runs forward a second time."""
+        return (self.shape.layers - self.kept_blocks) * self.checkpointed
+
+    @property
+    def copied_blocks(self) -> int:
+        """How many of the last blocks run beside a trained copy (side network)."""
+        return self.learning_blocks * self.learns_beside
 
     @property
     def mlp(self) -> tuple[str, ...]:
