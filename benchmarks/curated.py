@@ -21,7 +21,7 @@ from cria_tricks.bench.case import stamp
 from cria_tricks.kwanzaa.evaluate import Settings, evaluate
 from cria_tricks.recipe import Recipe
 from cria_tricks.recipes import get
-from cria_tricks.run.run import train
+from cria_tricks.run.train import train
 
 LONGEST = {"history_notes": 512, "kwanzaa": 1024}
 """The longest answer [tokens], by data set."""

@@ -28,7 +28,7 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoints
-from cria_tricks.trainer.fit import fit
+from cria_tricks.trainer.fit import fit, training
 
 SETS = """
 
@@ -80,7 +80,11 @@ def two_steps(recipe: Recipe, plan: Plan, weights: Weights) -> tuple[int, int]:
     meter = Meter(plan.device.kind)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            run = fit(load(plan, weights), plan, settings, rows, [], Checkpoints(Path(folder)), pad_id=2, meter=meter)
+            run = fit(
+                training(
+                    load(plan, weights), plan, settings, rows, [], Checkpoints(Path(folder)), pad_id=2, meter=meter
+                )
+            )
     finally:
         free_memory()
     peak = max(entry["peak_bytes"] for entry in run.training if "peak_bytes" in entry)

@@ -34,7 +34,7 @@ from cria_tricks.measure.monitor import Monitor, read
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.store.checkpoints import Checkpoints
-from cria_tricks.trainer.fit import fit
+from cria_tricks.trainer.fit import fit, training
 
 BASE = ("tricks.peft=lora", "tricks.attention=sdpa", "tricks.chunked_loss=true", "train.save_minutes=0")
 VOCABULARY = 4_096
@@ -91,8 +91,8 @@ def train(recipe: Recipe, callback: TrainerCallback) -> None:
     loaded = load(plan, models.find(recipe.model))
     meter = Meter(plan.device.kind, compiled=True)  # uncounted: watching every operation would be timed as well
     with tempfile.TemporaryDirectory() as folder:
-        fit(loaded, plan, recipe.train, rows_of(recipe.data.max_length), [], Checkpoints(Path(folder)), pad_id=0,
-            meter=meter, callbacks=[callback])  # fmt: skip
+        rows, checkpoints = rows_of(recipe.data.max_length), Checkpoints(Path(folder))
+        fit(training(loaded, plan, recipe.train, rows, [], checkpoints, pad_id=0, meter=meter, callbacks=[callback]))
 
 
 def compare(recipe: Recipe, pairs: int, seconds: float, *, cuda: bool) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from cria_tricks.measure.memory import Meter
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.store.checkpoints import Checkpoints
-from cria_tricks.trainer.fit import fit
+from cria_tricks.trainer.fit import fit, training
 from cria_tricks.tricks.packing import best_fit
 
 BATCH = 4
@@ -74,7 +74,7 @@ def step(recipe: Recipe, documents: list[dict[str, list[int]]], packing: bool) -
     loaded = load(plan, models.find(recipe.model))
     meter = Meter(plan.device.kind, compiled=True)  # uncounted: watching every operation would be timed as well
     with tempfile.TemporaryDirectory() as folder:
-        run = fit(loaded, plan, recipe.train, documents, [], Checkpoints(Path(folder)), pad_id=0, meter=meter)
+        run = fit(training(loaded, plan, recipe.train, documents, [], Checkpoints(Path(folder)), pad_id=0, meter=meter))
     (entry,) = run.training
     del loaded
     gc.collect()

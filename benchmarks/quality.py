@@ -31,7 +31,7 @@ from cria_tricks.bench.case import stamp
 from cria_tricks.hardware import this_device
 from cria_tricks.load import loftq
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.run.run import train
+from cria_tricks.run.train import train
 from cria_tricks.tricks.lora import start_of
 
 BASE = (

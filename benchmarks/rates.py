@@ -21,7 +21,7 @@ from benchmarks.common import path_of, write
 from cria_tricks.bench import tables
 from cria_tricks.bench.case import stamp
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.run.run import train
+from cria_tricks.run.train import train
 
 BASE = (
     "name=rates",

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from cria_tricks.common.version import __version__
     from cria_tricks.predict.answer import PlanAnswer
     from cria_tricks.recipe import Recipe
-    from cria_tricks.run.api import estimate, film, plan, train
+    from cria_tricks.run.api import estimate, film, plan
+    from cria_tricks.run.train import train
     from cria_tricks.settings import Tricks
 
 __all__ = [
@@ -34,7 +35,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "run.api": ("estimate", "film", "plan", "train"),
+    "run.api": ("estimate", "film", "plan"),
+    "run.train": ("train",),
     "common.errors": ("BadInput", "Diverged", "Interrupted", "OutOfMemory"),
     "predict.answer": ("PlanAnswer",),
     "recipe": ("Recipe",),

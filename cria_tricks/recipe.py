@@ -108,6 +108,13 @@ def from_toml(path: str | Path) -> Recipe:
     return build(values, f"recipe {path}", strict=True, text=text)
 
 
+def several(settings: Iterable[str]) -> list[str]:
+    """Return the settings as a list; a single text is one setting, not a list of letters."""
+    if isinstance(settings, str):
+        return [settings]
+    return list(settings)
+
+
 def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
     """Apply ``KEY=VALUE`` settings, the command line's ``--set``.
 

@@ -59,7 +59,7 @@ import psutil
 from datasets import IterableDataset
 from rich.console import Console
 
-from cria_tricks import Recipe, course
+from cria_tricks import Recipe, course, train
 from cria_tricks.course import (
     Augment,
     Chat,
@@ -73,7 +73,6 @@ from cria_tricks.course import (
     models,
     open_rows,
     repetitive,
-    run,
     sources,
     table,
     train_rows,
@@ -598,7 +597,7 @@ assert bytes_a_row["near"] > 2000 > 10 * bytes_a_row["exact"]
 cleaned = ["data.duplicates=near", "data.language=en"]
 cleaned += ["data.min_words=100", "data.leakage=drop"]
 clean = with_settings(recipe, cleaned)
-report = run.train(clean, folder / "run", console=Console(quiet=True))
+report = train(clean, folder / "run", console=Console(quiet=True))
 counts = report["data"]["train_steps"]
 lines = [(step, str(found["rows"])) for step, found in counts.items()]
 course.show_table(table(("what happened", "books"), lines))

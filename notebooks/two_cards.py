@@ -85,7 +85,7 @@ def train_here(recipe, out, watched):
 
     from cria_tricks.common.console import Aside
     from cria_tricks.processes import numbers
-    from cria_tricks.run import run
+    from cria_tricks.run.train import train
 
     gc.collect()  # the model of an earlier training refers to itself, and would count as memory of this one
     if torch.cuda.is_available():
@@ -93,7 +93,7 @@ def train_here(recipe, out, watched):
     console = Aside()
     console.quiet = True
     if not watched:
-        report = run.train(recipe, out, console=console)
+        report = train(recipe, out, console=console)
     else:
         gradients, sent = [], []
 
@@ -109,7 +109,7 @@ def train_here(recipe, out, watched):
         hook = register_optimizer_step_pre_hook(note)
         try:
             with CountCollectives() as counted:
-                report = run.train(recipe, out, console=console)
+                report = train(recipe, out, console=console)
         finally:
             hook.remove()
         report |= {"gradients": gradients, "all_reduced": sent[1] - sent[0]}

@@ -122,7 +122,7 @@ def tokenizer():
 def trained(tmp_path_factory) -> Path:
     """The folder of a real, short run: ``adapter/``, ``report.json`` and the rest. Copy it before you change it."""
     from cria_tricks.recipe import Recipe, with_settings
-    from cria_tricks.run.run import train
+    from cria_tricks.run.train import train
 
     ours = Path(__file__).parents[1] / "cria_tricks" / "data" / "nguzo_saba_eval.jsonl"
     few = tmp_path_factory.mktemp("rows") / "few.jsonl"

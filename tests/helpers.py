@@ -12,7 +12,7 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoints
-from cria_tricks.trainer.fit import Run, fit
+from cria_tricks.trainer.fit import Run, fit, training
 
 SMALL_LORA = ("lora.r=16",)
 
@@ -53,7 +53,7 @@ def train(folder: Path, rows, out: Path, *settings: str, eval_rows=(), resume=Fa
     checkpoints = Checkpoints(out)
     start = checkpoints.newest() if resume else None
     options = {"pad_id": 2, "start": start, **options}
-    return fit(loaded, plan, recipe.train, rows, eval_rows, checkpoints, **options), loaded
+    return fit(training(loaded, plan, recipe.train, rows, eval_rows, checkpoints, **options)), loaded
 
 
 def trained_weights(loaded: Loaded) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4, Device
 from cria_tricks.hardware.cards import RENTED
 from cria_tricks.recipe import with_settings
-from cria_tricks.run import api, run
+from cria_tricks.run import api
 
 PACKAGE = Path(cria_tricks.__file__).parent
 EXAMPLES = ("run.api", "models.catalogue", "common.errors", "common.fields", "common.names", "recipe", "recipes")
@@ -117,16 +117,22 @@ def test_what_is_wrong_is_one_line(call, said):
 
 
 def test_train_takes_every_form_of_a_recipe(tmp_path, monkeypatch):
-    """What it hands to the trainer; the run itself is tested from an installed wheel."""
-    handed = []
-    monkeypatch.setattr(run, "train", lambda *words, **named: handed.append((words, named)) or {"steps": 1})
-    for module in ("recipes", "run.api"):
+    """What it opens a job for; the run itself is tested from an installed wheel."""
+    opened = []
+
+    def refuse(*words):
+        opened.append(words[:-1])  # the last is when it began
+        raise BadInput("seen")
+
+    monkeypatch.setattr("cria_tricks.run.job.opened", refuse)
+    for module in ("recipes", "run.on_this_machine"):
         monkeypatch.setattr(f"cria_tricks.{module}.this_device", lambda: T4)
     monkeypatch.setattr("cria_tricks.run.given.training", lambda *words: None)  # the rows and the model are not here
     for form in forms(tmp_path):
-        assert cria_tricks.train(form, "out", settings=["steps=3"], resume=True) == {"steps": 1}
+        with pytest.raises(BadInput, match="seen"):
+            cria_tricks.train(form, "out", settings=["steps=3"], resume=True)
     wanted = with_settings(cria_tricks.recipes.kwanzaa(T4), ["train.max_steps=3"])
-    assert handed == [((wanted, "out"), {"resume": True, "other_base": False, "console": None})] * len(forms(tmp_path))
+    assert opened == [(wanted, "out", True, False, None)] * len(forms(tmp_path))
 
 
 def test_the_package_is_light_until_it_is_asked():

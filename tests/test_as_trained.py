@@ -20,7 +20,7 @@ from cria_tricks.load.answering import answer_batch
 from cria_tricks.measure.memory import LiveBytes, every_tensor
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, from_toml, with_settings
-from cria_tricks.run.run import train
+from cria_tricks.run.train import train
 from cria_tricks.settings import Tricks
 
 ROWS = Path(__file__).parents[1] / "cria_tricks" / "data" / "nguzo_saba_eval.jsonl"

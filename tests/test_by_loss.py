@@ -18,8 +18,8 @@ from cria_tricks.common.errors import Interrupted
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.report import page
 from cria_tricks.report.summary import step_warnings
-from cria_tricks.run import steps
-from cria_tricks.run.run import train as whole_run
+from cria_tricks.run import ready
+from cria_tricks.run.train import train as whole_run
 from cria_tricks.trainer import what_ran
 from cria_tricks.trainer.step_meter import sizes
 from cria_tricks.trainer.stops import KeepBest, Patience, lowest
@@ -222,12 +222,12 @@ def test_the_run_is_the_same_bit_for_bit(kept, tmp_path):
 def test_after_ctrl_c_it_is_there_and_the_resumed_run_remembers_it(kept, tmp_path, monkeypatch):
     report, _, folder = kept
     step = report["best"]["step"] + 2
-    onlookers = steps._onlookers
-    monkeypatch.setattr(steps, "_onlookers", lambda *given: with_stop(onlookers(*given), step))
+    onlookers = ready._onlookers
+    monkeypatch.setattr(ready, "_onlookers", lambda *given: with_stop(onlookers(*given), step))
     mirrored = ("train.keep_best=true", f"train.mirror={tmp_path / 'mirror'}")
     with pytest.raises(Interrupted):
         carry_out(tmp_path / "run", *mirrored)
-    monkeypatch.setattr(steps, "_onlookers", onlookers)
+    monkeypatch.setattr(ready, "_onlookers", onlookers)
     assert not (tmp_path / "run" / "adapter").exists()
     verify(tmp_path / "run" / "best")
     shutil.rmtree(tmp_path / "run")  # a new machine has the mirror alone

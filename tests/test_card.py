@@ -21,7 +21,7 @@ from cria_tricks.data.tokens import tokenize
 from cria_tricks.load.adapters import without_adapter
 from cria_tricks.load.model import load_tokenizer
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.run.run import train
+from cria_tricks.run.train import train
 from cria_tricks.trainer.what_ran import in_words, rows_in_words, tags
 from tests.sweeps import sample
 

@@ -21,7 +21,7 @@ from cria_tricks.common.errors import BadInput, Interrupted, OutOfMemory, Unwrit
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.store.checkpoints import Checkpoints, describe, refuse_another_run
 from cria_tricks.trainer import checkpoint
-from cria_tricks.trainer.fit import fit
+from cria_tricks.trainer.fit import fit, training
 from cria_tricks.trainer.training import Training
 from cria_tricks.tricks.optimizer_in_backward import StepInBackward
 from tests.helpers import At, Killed, kill, prepare, send, train, trained_weights
@@ -274,9 +274,9 @@ def test_the_mirror_has_each_checkpoint_and_is_resumed_from_when_the_machine_is_
         recipe, plan, loaded = prepare(tiny_model, *SETS)
         checkpoints = Checkpoints(tmp_path / folder, tmp_path / "mirror")
         start = checkpoints.newest()
-        return fit(
+        return fit(training(
             loaded, plan, recipe.train, rows, (), checkpoints, pad_id=2, start=start, callbacks=callbacks
-        ), loaded  # fmt: skip
+        )), loaded  # fmt: skip
 
     with pytest.raises(Killed):
         run("gone", callbacks=[At(6, kill)])
@@ -386,7 +386,9 @@ def test_where_the_rates_would_have_been_others_it_says_so(whole, tiny_model, ro
         halt = [At(6, send(signal.SIGINT))] if stopped else []
         with pytest.raises(Interrupted) if stopped else contextlib.nullcontext():
             start = checkpoints.newest()
-            run = fit(loaded, plan, recipe.train, rows, rows[:2], checkpoints, pad_id=2, start=start, callbacks=halt)
+            run = fit(
+                training(loaded, plan, recipe.train, rows, rows[:2], checkpoints, pad_id=2, start=start, callbacks=halt)
+            )
     [warning] = said  # not once more by the second resume, which lengthens nothing
     assert re.search(
         r"lengthened after step 4: its first steps had .* of a run of 4 steps, so it differs from a run", warning

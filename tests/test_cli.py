@@ -110,7 +110,7 @@ def test_the_saved_adapter_gives_the_trained_models_logits(few_rows, tmp_path, m
     from cria_tricks.adapter import folder as artifact
     from cria_tricks.load.model import forbid_cpu_repacking
     from cria_tricks.recipe import with_settings
-    from cria_tricks.run.run import train
+    from cria_tricks.run.train import train
 
     kept = {}
     save = artifact.save
@@ -425,7 +425,7 @@ def test_out_of_memory_is_one_line_that_says_what_would_help(known, run_cria, fe
 
 
 def test_out_of_memory_while_the_model_is_loaded_is_one_line_too(run_cria, few_rows, tmp_path, monkeypatch):
-    from cria_tricks.run import steps as of_a_run
+    from cria_tricks.run import ready as of_a_run
 
     def load(*arguments):
         raise MemoryError

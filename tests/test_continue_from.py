@@ -9,12 +9,13 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+import cria_tricks
 from cria_tricks import models
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput
 from cria_tricks.load.model import load_tokenizer
 from cria_tricks.recipe import Recipe, from_toml, with_settings
-from cria_tricks.run import api, continued
+from cria_tricks.run import continued
 
 TINY = "random:tiny"
 SMALL = ("lora.r=3", "lora.alpha=6", "lora.target_modules=q_proj,v_proj", "tricks.quantization=none")
@@ -35,7 +36,7 @@ def numbers(folder):
 def first(tmp_path_factory):
     """A run on the tiny shape; its adapter has a rank and targets of its own."""
     out = tmp_path_factory.mktemp("first") / "run"
-    api.train("smoke", out, settings=[f"model={TINY}", *SMALL, *FAST])
+    cria_tricks.train("smoke", out, settings=[f"model={TINY}", *SMALL, *FAST])
     return out
 
 

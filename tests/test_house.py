@@ -155,7 +155,7 @@ TOGGLES_ARE_READ = {
     "run/ways.py": (3, "it tries toggles, and says which would help"),
     "run/candidates.py": (4, "it tries toggles, and says which would help"),
     "run/api.py": (1, "several processes without a strategy are ddp"),
-    "run/steps.py": (1, "it estimates one of several processes"),
+    "run/ready.py": (1, "it estimates one of several processes"),
 }
 """How many lines of a file outside tricks/ and parallel/ may read a toggle, and why."""
 

@@ -14,7 +14,7 @@ from cria_tricks.adapter.merge import merge
 from cria_tricks.common import atomic_files
 from cria_tricks.models import Weights, identity, pretrained, weight_files
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.run.run import train
+from cria_tricks.run.train import train
 from cria_tricks.store.run_folder import Folders
 
 NORM = "model.norm.weight"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cria_tricks.common import interrupts
-from cria_tricks.run import api
+from cria_tricks.run import train
 
 ROOT = Path(__file__).parents[1]
 TRAINING = """
@@ -43,7 +43,7 @@ def test_ctrl_c_in_a_command_unwinds_it_and_says_what_was_saved_last(saved, run_
         finally:
             unwound.append("the half-written folder is removed")
 
-    monkeypatch.setattr(api, "train", run)
+    monkeypatch.setattr(train, "train", run)
     assert run_cria("train") == (130, "", f"interrupted; {saved}\n")
     assert unwound
 

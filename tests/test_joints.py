@@ -12,7 +12,7 @@ from cria_tricks.hardware import Device
 from cria_tricks.load import adapters, attention, losses, model
 from cria_tricks.models import pretrained
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.run.run import train
+from cria_tricks.run.train import train
 from cria_tricks.step_plan import NAMES, Plan
 from cria_tricks.trainer import forward, optimizer
 

@@ -23,7 +23,7 @@ from cria_tricks.predict.dry_run import dry_run
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.recipes import kwanzaa
 from cria_tricks.resolve import resolve
-from cria_tricks.run.run import train
+from cria_tricks.run.train import train
 from cria_tricks.tricks.folds import estimate
 from cria_tricks.tricks.lora import start_of
 from tests.helpers import prepare, trained_weights

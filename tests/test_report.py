@@ -15,7 +15,7 @@ from cria_tricks.models.shape import find_shape
 from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.report.summary import compare, compare_seconds
-from cria_tricks.run.run import train
+from cria_tricks.run.train import train
 from cria_tricks.trainer.fit import Run
 from tests.memory.cases import CPU, EVERYTHING, T4, bill
 

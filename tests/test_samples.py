@@ -18,7 +18,7 @@ from cria_tricks.load import answering
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.report import page
 from cria_tricks.resolve import resolve
-from cria_tricks.run.run import train as whole_run
+from cria_tricks.run.train import train as whole_run
 from cria_tricks.trainer import samples
 from cria_tricks.trainer.progress import ShowProgress
 from cria_tricks.trainer.samples import Samples

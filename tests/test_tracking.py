@@ -15,7 +15,7 @@ from cria_tricks.measure.monitor import Monitor
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe, from_toml, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.run import steps as training
+from cria_tricks.run import ready
 from cria_tricks.run.job import Job
 from cria_tricks.store.run_folder import Folders
 from cria_tricks.trainer.progress import ShowProgress
@@ -138,7 +138,7 @@ def test_only_the_first_process_reports_and_traces(rank, tmp_path):
     folders = Folders(recipe, tmp_path / "run", False, {}, print)
     watch, progress = Monitor(tmp_path / "m", 0), ShowProgress(Console(), 1)
     job = Job(recipe, resolve(recipe), World(rank, 2, 2), None, None, folders, False, Console(), 0.0)
-    with training._onlookers(job, watch, progress) as found:
+    with ready._onlookers(job, watch, progress) as found:
         names = [type(callback).__name__ for callback in found]
     between = [] if rank else ["Profile", "Tracker"]
     assert names == ["Monitor", *between, "ShowProgress"]

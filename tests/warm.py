@@ -198,7 +198,7 @@ def ranks(self: Ranks, place: dict[str, str], *words: str | int) -> None:
 
 def serve(alive: int) -> Callable[[], None] | None:
     """Fork for each request until the pipe is closed; a child returns what it shall do."""
-    import cria_tricks.run.run
+    import cria_tricks.run.train
     import cria_tricks.trainer.loop  # noqa: F401
     from cria_tricks.report import page
 

@@ -21,7 +21,7 @@ from cria_tricks.measure.memory import LiveBytes, Meter, every_tensor
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.store.checkpoints import Checkpoints
-from cria_tricks.trainer.fit import fit
+from cria_tricks.trainer.fit import fit, training
 from cria_tricks.trainer.loop import row_order
 
 Rows = list[dict[str, list[int]]]
@@ -135,7 +135,7 @@ class Job:
             folder = Path(name)
             if way == "ours":
                 try:
-                    run = fit(*job, [], Checkpoints(folder), pad_id=pad_id, meter=meter, callbacks=[clock])
+                    run = fit(training(*job, [], Checkpoints(folder), pad_id=pad_id, meter=meter, callbacks=[clock]))
                 except Interrupted:
                     raise KeyboardInterrupt from None
                 steps = run.training

@@ -41,7 +41,7 @@ from cria_tricks.resolve import resolve
 from cria_tricks.run.allocator import keep_freed_memory
 from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoints
-from cria_tricks.trainer.fit import Run, fit
+from cria_tricks.trainer.fit import Run, fit, training
 from cria_tricks.tricks import packing
 from cria_tricks.tricks.folds import estimate
 
@@ -242,7 +242,7 @@ def _train(recipe: Recipe, plan: Plan, rows: Rows, rounds: int, meter: Meter) ->
     with tempfile.TemporaryDirectory() as folder:
         try:
             job: Any = (load(plan, models.find(recipe.model)), plan, settings, rows, [], Checkpoints(Path(folder)))
-            return fit(*job, pad_id=0, meter=meter, callbacks=[_Rounds(meter, warm)]), warm
+            return fit(training(*job, pad_id=0, meter=meter, callbacks=[_Rounds(meter, warm)])), warm
         except Interrupted:
             # Ctrl-C must end all benchmarks. After an Interrupted pytest would only count a failure and go on.
             raise KeyboardInterrupt from None

@@ -43,10 +43,10 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a recipe: smoke, kwanzaa, kwanzaa_curated (each kwanzaa also as _small), baseline, or a file."""
-    from cria_tricks.run import api
+    from cria_tricks.run import train as run
 
     with contextlib.redirect_stdout(sys.stderr):  # libraries that print must not spoil the document
-        report = api.train(
+        report = run.train(
             recipe,
             out,
             settings=settings or (),

@@ -51,7 +51,7 @@ _NAMES = {
     "predict.plan_data": "prices",
     "predict.toggles": "Target longest=longest_row",
     "tricks": "folds",
-    "tricks.folds": "estimate=memory_bill step=time_bill work=step_work",
+    "tricks.folds": "estimate=memory_bill step_of=step_work time_of=time_bill",
     # bytes and seconds, measured
     "bench": "results tables",
     "bench.case": "TRAINED_SHARE",
@@ -82,7 +82,6 @@ _NAMES = {
     "common.errors": "Lost",
     "launch": "torchrun=launch_torchrun",
     "launch.job": "launch",
-    "run": "run",
     "run.machines": "compare",
     "store.checkpoints": "Checkpoints",
     "trainer.shares": "Share",

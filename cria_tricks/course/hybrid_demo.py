@@ -23,7 +23,7 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoints
-from cria_tricks.trainer.fit import Run, fit
+from cria_tricks.trainer.fit import Run, fit, training
 
 # LoRA, because the pipeline takes nothing else; four micro-batches in a step, enough for two pipelines of two stages.
 TINY = (
@@ -83,7 +83,7 @@ def alone(recipe: Recipe, rows: Sequence[dict[str, list[int]]]) -> Run:
 def _fitted(loaded: Loaded, plan: Plan, recipe: Recipe, rows: Sequence[dict[str, list[int]]], world: World) -> Run:
     with tempfile.TemporaryDirectory() as folder:  # fit writes checkpoints, and nobody needs them here
         checkpoints = Checkpoints(Path(folder))
-        return fit(loaded, plan, recipe.train, rows, (), checkpoints, pad_id=0, world=world)
+        return fit(training(loaded, plan, recipe.train, rows, (), checkpoints, pad_id=0, world=world))
 
 
 def random_rows(longest: int = 24) -> list[dict[str, list[int]]]:

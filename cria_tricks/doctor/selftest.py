@@ -34,7 +34,7 @@ from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.store.checkpoints import Checkpoints
-from cria_tricks.trainer.fit import Run, fit
+from cria_tricks.trainer.fit import Run, fit, training
 
 SAME_GRADIENT = 1e-3
 """The largest relative difference at which two gradients count as the same.
@@ -139,7 +139,7 @@ def fitted(
     loaded = load(plan, weights)
     with tempfile.TemporaryDirectory() as folder:
         job = (loaded, plan, recipe.train, rows, eval_rows, Checkpoints(Path(folder)))
-        return fit(*job, pad_id=0, callbacks=[watch] if watch else []), loaded
+        return fit(training(*job, pad_id=0, callbacks=[watch] if watch else [])), loaded
 
 
 def gradient_of(

@@ -1,4 +1,4 @@
-"""Train, plan and estimate from Python.
+"""Plan, estimate and film from Python; ``run/train.py`` trains.
 
 Each function takes a recipe in any of three forms: a ``Recipe``, the name of one (``"kwanzaa"``), or the path of a
 ``.toml`` file. The heavy libraries are imported when a function is called, not before.
@@ -9,19 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cria_tricks import recipes
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4, Device, this_device
 from cria_tricks.hardware.cards import Host
 from cria_tricks.hardware.gpus import find_gpu, this_host
 from cria_tricks.models.shape import Shape, find_shape
 from cria_tricks.predict.answer import PlanAnswer
-from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.recipe import Recipe, several, with_settings
 from cria_tricks.run.asked import Asked, Named, asked, named, workable
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from cria_tricks.bill.bill import Bill
     from cria_tricks.data.lengths import Lengths
     from cria_tricks.predict.toggles import Target
@@ -35,67 +32,6 @@ HERE = "here"
 """What ``gpu`` may be for this machine."""
 ALL = "all"
 """What ``--gpu`` may be for all machines that can be rented or are free."""
-
-
-def train(
-    recipe: Recipe | str | Path,
-    out: str | Path | None = None,
-    *,
-    settings: Iterable[str] = (),
-    resume: bool = False,
-    other_base: bool = False,
-    fit: str = "",
-    may_change: Iterable[str] = (),
-    console: "Console | None" = None,
-) -> dict[str, Any]:
-    """Train a recipe, and write its adapter and its report.
-
-    Mistakes in the recipe or the data are found before a model is loaded. When a launcher starts several processes, all
-    of them train one recipe together, by ``recipe.parallel.strategy``.
-
-    Args:
-        recipe: a recipe, the name of one, or the path of a ``.toml`` file.
-        out: the folder to write; ``runs/NAME`` (or the next free ``runs/NAME-2``, ...) when left out.
-        settings: changes of the recipe, written as for ``--set``, e.g. ``["train.max_steps=20", "lr=1e-3"]``.
-        resume: continue from the newest checkpoint in ``out``; start from the beginning if there is none.
-        other_base: allow a resumed run, or one that continues from an adapter, another base model than before.
-        fit: ``fastest``, ``smallest`` or ``longest``: train with the switches that :func:`plan` finds for this aim.
-        may_change: as for :func:`plan`.
-        console: where progress is shown; standard error when left out.
-
-    Returns:
-        The report, as written to ``report.json``.
-
-    Raises:
-        BadInput: if something is wrong with the input. The message says what, and what would be right.
-        Diverged: if the loss is not finite.
-        Interrupted: if Ctrl-C or SIGTERM came; ``resume=True`` continues the run.
-        Lost: if another process of the run died; ``resume=True`` continues the run.
-        OutOfMemory: if the run does not fit. It says during what, and which switches would save how many bytes.
-
-    Examples:
-        >>> report = train("smoke", settings=["steps=2"])  # doctest: +SKIP
-        >>> report["eval_loss_after"] < report["eval_loss_before"]  # doctest: +SKIP
-        True
-    """
-    # Its checks of rows import numpy, and importing this package should stay quick.
-    from cria_tricks.run import given
-
-    changes = several(settings)
-    given.training(given.recipe(recipe, changes), out, resume, other_base)
-    # torch and the trainer take seconds to import. A named recipe needs torch too: it chooses its precision for the
-    # device.
-    shape = _shape_if_known(with_settings(recipes.get(recipe), changes).model)
-    wanted = asked(recipe, changes, this_device(), shape)
-
-    from cria_tricks.run.run import train as run
-
-    if fit:
-        chosen = _fitted_here(wanted, shape or find_shape(wanted.recipe.model), fit, may_change, console)
-    else:
-        chosen = wanted.recipe
-        _say(wanted.warnings, console)
-    return run(chosen, out, resume=resume, other_base=other_base, console=console)
 
 
 def plan(
@@ -215,6 +151,7 @@ def searched(
         The target with the evaluation rows, the recipe, the lengths, and what was found.
     """
     from cria_tricks.data import lengths
+    from cria_tricks.kwanzaa import augment
     from cria_tricks.predict.evaluation import rows_of
     from cria_tricks.run import search
 
@@ -223,7 +160,10 @@ def searched(
     if aim:
         wanted = workable(target, wanted)
     target.resolve(wanted.recipe)  # raises for a setting that cannot work, before the data is read
-    found = lengths.full(wanted.recipe, "--rows-full") if rows_full else _read_lengths(wanted.recipe)
+    if rows_full:
+        found = lengths.full(wanted.recipe, "--rows-full")
+    else:
+        found = lengths.read(wanted.recipe, augment.of(wanted.recipe))
     target = replace(target, evaluated=rows_of(found, wanted.recipe))
     recipe = lengths.as_long_as(found.longest, wanted.recipe)
     if not aim:
@@ -247,44 +187,6 @@ def _answered(
         more = search.more_suggestions(target, wanted.recipe, lengths, fitted)
         found["suggestions"] += plan_data.suggestions(target, wanted.recipe, more)
     return PlanAnswer.model_validate(found | {"fit": search.as_data(fitted) if fitted else None})
-
-
-def _fitted_here(wanted: Asked, shape: Shape, fit: str, may_change: Iterable[str], console: "Console | None") -> Recipe:
-    """Return the recipe with the switches that a search finds for this machine, and say which."""
-    from cria_tricks.data import lengths
-    from cria_tricks.predict.evaluation import rows_of
-    from cria_tricks.predict.toggles import Target
-    from cria_tricks.processes import numbers
-    from cria_tricks.run import search
-
-    target = Target(shape, this_device(), numbers.processes(), this_host())
-    wanted = workable(target, wanted)
-    found_lengths = _read_lengths(wanted.recipe)
-    target = replace(target, evaluated=rows_of(found_lengths, wanted.recipe))
-    # Rows are trained as long as they are, so a shorter data.max_length is for the estimate only.
-    recipe = lengths.as_long_as(found_lengths.longest, wanted.recipe)
-    found = search.search(target, recipe, fit, found_lengths, several(may_change), wanted.set)
-    _say([*wanted.warnings, search.in_words(found)], console)
-    return with_settings(wanted.recipe, found.chosen.set)
-
-
-def _say(lines: Iterable[str], console: "Console | None") -> None:
-    """Print lines, in the main process only."""
-    # It imports rich, which takes a while.
-    from cria_tricks.common.console import Aside
-    from cria_tricks.processes import numbers
-
-    if not numbers.rank():
-        for line in lines:
-            (console or Aside()).print(line, markup=False)
-
-
-def _shape_if_known(model: str) -> Shape | None:
-    """Return the shape of a model; ``None`` for a type that cannot be estimated, which may train all the same."""
-    try:
-        return find_shape(model)
-    except BadInput:
-        return None
 
 
 def estimate(
@@ -364,19 +266,3 @@ def find_wanted(recipe: Named, changes: list[str], card: Device | None) -> tuple
         here = this_device()
         card = here if here.kind == "cuda" else T4
     return asked(recipe, changes, card, shape), shape, card
-
-
-def _read_lengths(recipe: Recipe) -> "Lengths":
-    """Read the lengths of the recipe's rows, and of the copies that augmentation adds."""
-    # The first imports numpy, and importing this package should stay quick. The second is needed only with it.
-    from cria_tricks.data import lengths
-    from cria_tricks.kwanzaa import augment
-
-    return lengths.read(recipe, augment.of(recipe))
-
-
-def several(settings: Iterable[str]) -> list[str]:
-    """Return the settings as a list; a single text is one setting, not a list of letters."""
-    if isinstance(settings, str):
-        return [settings]
-    return list(settings)

@@ -1,7 +1,4 @@
-"""Check the arguments of a command before it imports torch, so that it reports wrong names, rows or folders at once.
-
-The functions that use the arguments make these checks again, and may refuse more.
-"""
+"""Check the arguments of a command before it imports torch, so that it reports wrong names, rows or folders at once."""
 
 import importlib.util
 from collections.abc import Iterable, Sequence
@@ -54,7 +51,7 @@ def training(wanted: Recipe, out: str | Path | None, resume: bool, other_base: b
             "--other-base: is for a resumed run, and for one that continues from an adapter; give --resume too, or "
             "leave it out"
         )
-    trackers(wanted.train.report_to)
+    _refuse_missing_trackers(wanted.train.report_to)
     data_settings.refuse_missing_libraries(wanted.data)
     sources.glance(wanted.data.train, "train")
     if wanted.data.eval:
@@ -64,7 +61,7 @@ def training(wanted: Recipe, out: str | Path | None, resume: bool, other_base: b
     models.refuse_out_of_reach(wanted.model)
 
 
-def trackers(names: Sequence[str]) -> None:
+def _refuse_missing_trackers(names: Sequence[str]) -> None:
     """Refuse a tracker (``train.report_to``) whose library is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:

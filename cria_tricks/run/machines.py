@@ -17,7 +17,7 @@ from cria_tricks.predict import plan_data
 from cria_tricks.predict.host import host_bill
 from cria_tricks.predict.plan_screen import COLOURS
 from cria_tricks.predict.toggles import Target
-from cria_tricks.recipe import Recipe
+from cria_tricks.recipe import Recipe, several
 from cria_tricks.run import api
 from cria_tricks.run.asked import Named, named
 from cria_tricks.run.ways import NothingFits
@@ -66,7 +66,7 @@ def compare(
     Raises:
         BadInput: if the recipe is refused on every machine.
     """
-    recipe, changes = named(recipe, model, api.several(settings))
+    recipe, changes = named(recipe, model, several(settings))
     offers, refusals = [], []
     free = [("Colab, free", "t4@colab", 0.0), ("Kaggle, free", "t4x2@kaggle", 0.0)]
     rented = [(one.name, f"{one.card}x{one.cards}", one.price) for one in FLAVORS.values()]
@@ -77,7 +77,7 @@ def compare(
         aim = api.aim_of(wanted, fit, as_is)
         offer = Offer(name, cards, price, "does not fit", device.memory_bytes)
         try:
-            target, wanted, lengths, fitted = api.searched(target, wanted, rows_full, aim, api.several(may_change))
+            target, wanted, lengths, fitted = api.searched(target, wanted, rows_full, aim, several(may_change))
             known_rows = lengths.rows or None if rows is None else rows
             offer = replace(offer, set=fitted.chosen.set if fitted else ())
             offer = _billed(offer, target, wanted.recipe, lengths, known_rows)

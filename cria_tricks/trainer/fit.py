@@ -1,9 +1,10 @@
-"""Train a loaded model (Loaded -> Run): set up the loop for one run, and start it."""
+"""Make a training of a loaded model, guard it while it runs, and sum up what happened (Loaded -> Training -> Run)."""
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class Run:
         return [entry for entry in self.history if "eval_loss" in entry]
 
 
-def fit(
+def training(
     loaded: Loaded,
     plan: Plan,
     settings: Train,
@@ -89,8 +90,8 @@ def fit(
     samples: Samples | None = None,
     keep: Callable[[Run], None] | None = None,
     known: float = math.inf,
-) -> Run:
-    """Train the loaded model in place, and evaluate it before, during and after training.
+) -> Training:
+    """Make the training of a loaded model: it is trained in place, and evaluated before, during and after training.
 
     Args:
         loaded: from :func:`cria_tricks.load.model.load`.
@@ -109,12 +110,7 @@ def fit(
         known: the loss of what an earlier part of the run has kept.
 
     Raises:
-        BadInput: if the checkpoint cannot be loaded into this model, the model's activations overflow fp16, or its
-            weights hold NaN or infinity, so that the first loss is not finite.
-        Diverged: if the loss or the gradients are not finite; only steps in the backward pass have changed weights.
-        Interrupted: if SIGINT, SIGTERM or SIGHUP came; a checkpoint was written, if any step was done.
-        OutOfMemory: if it does not fit. A single process then saves the last whole step, if its weights are unchanged.
-        Unwritten: if a checkpoint could not be written; the earlier ones are whole.
+        BadInput: if a stream cannot go on where the checkpoint left it.
     """
     world = world or World()
     meter = meter or Meter(plan.device.kind, compiled=plan.compiled)
@@ -124,50 +120,66 @@ def fit(
     budget = StopOnBudget(settings.time_budget, lambda: meter.elapsed, lambda: writes * checkpoints.seconds)
     patience = Patience(settings.patience)
     rows = _laid_out(train_rows, plan, start)
-    collate = PadToLongest(pad_id, *_shape_of_a_window(plan, settings, rows, eval_rows))
-    watching: list[TrainerCallback] = [stop, budget, SaveOnClock(settings.save_minutes), *callbacks, patience]
     run = Training(
         model=loaded.model,
+        weights=loaded.weights,
         plan=plan,
         settings=settings,
         rows=rows,
         eval_rows=eval_rows,
-        collate=collate,
+        collate=PadToLongest(pad_id, *_shape_of_a_window(plan, settings, rows, eval_rows)),
         checkpoints=checkpoints,
         meter=meter,
         world=world,
         stop=stop,
-        callbacks=watching,
+        patience=patience,
+        callbacks=[stop, budget, SaveOnClock(settings.save_minutes), *callbacks, patience],
         samples=samples,
         start=start,
     )
     if keep:
-        run.callbacks.append(KeepBest(lambda: keep(_summed_up(run, goes_on=True)), known))
-    with stop:
+        run.callbacks.append(KeepBest(lambda: keep(summed_up(run, goes_on=True)), known))
+    return run
+
+
+@contextlib.contextmanager
+def guarded(run: Training) -> Iterator[None]:
+    """Guard a training that runs inside; evaluate at the end of one that has ended early.
+
+    Raises:
+        BadInput: if the checkpoint cannot be loaded into this model, the model's activations overflow fp16, or its
+            weights hold NaN or infinity, so that the first loss is not finite.
+        Diverged: if the loss or the gradients are not finite; only steps in the backward pass have changed weights.
+        Interrupted: if SIGINT, SIGTERM or SIGHUP came; a checkpoint was written, if any step was done.
+        OutOfMemory: if it does not fit. A single process then saves the last whole step, if its weights are unchanged.
+        Unwritten: if a checkpoint could not be written; the earlier ones are whole.
+    """
+    run.meter.track(every_tensor(run.model))
+    with run.stop:
         try:
-            _carry_out(run, patience)
+            with rescue(run):
+                with run.meter.phase("train"):
+                    yield
+                run.callbacks.remove(run.patience)  # the training has ended, so it can end nothing more
+                if run.eval_rows and not evaluated(run.state) and not run.stop.requested:
+                    evaluate(run)
         except Unwritten:  # a BadInput, too, but not about numbers
             raise
         except (Diverged, BadInput):  # BadInput: fp16 cannot hold the activations of the first batch
             # Only now is every weight read. If the base itself holds NaN, no setting helps.
-            pretrained.refuse_nonfinite(Path(loaded.weights.path), loaded.weights.name)
+            pretrained.refuse_nonfinite(Path(run.weights.path), run.weights.name)
             raise
-    return replace(_summed_up(run), stopped_early=patience.stopped)
+        if run.stop.requested:
+            step = run.state.global_step
+            kept = f"its state is in {run.checkpoints.folder}" if step else "there was nothing to save yet"
+            raise Interrupted(f"interrupted after step {step}; {kept}")
 
 
-def _carry_out(run: Training, patience: Patience) -> None:
-    """Train, and evaluate at the end of a run that has ended early; the errors are those of :func:`fit`."""
-    run.meter.track(every_tensor(run.model))
-    with rescue(run):
-        with run.meter.phase("train"):
-            loop.train(run)
-        run.callbacks.remove(patience)  # the training has ended, so it can end nothing more
-        if run.eval_rows and not evaluated(run.state) and not run.stop.requested:
-            evaluate(run)
-    step = run.state.global_step
-    if run.stop.requested:
-        kept = f"its state is in {run.checkpoints.folder}" if step else "there was nothing to save yet"
-        raise Interrupted(f"interrupted after step {step}; {kept}")
+def fit(run: Training) -> Run:
+    """Carry out a training, and return what happened; the errors are those of :func:`guarded`."""
+    with guarded(run):
+        loop.train(run)
+    return summed_up(run)
 
 
 def _laid_out(rows: Rows | Stream, plan: Plan, start: Checkpoint | None) -> Rows | Stream:
@@ -191,8 +203,8 @@ def _shape_of_a_window(plan: Plan, settings: Train, rows: Rows | Stream, eval_ro
     return settings.batch_size * micro_batches_at_once(plan), longest
 
 
-def _summed_up(run: Training, *, goes_on: bool = False) -> Run:
-    """Collect the results of a run."""
+def summed_up(run: Training, *, goes_on: bool = False) -> Run:
+    """Collect what happened in a training; ``goes_on`` if it has not ended."""
     state = run.state
     number = None
     if not run.stream:
@@ -208,5 +220,6 @@ def _summed_up(run: Training, *, goes_on: bool = False) -> Run:
         attention_kernel=run.attention_kernel,
         warnings=tuple(run.warnings),
         lengthened=tuple(entry for entry in state.log_history if "lengthened_from" in entry),
+        stopped_early=run.patience.stopped,
         goes_on=goes_on,
     )

@@ -16,6 +16,7 @@ from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.stream import Stream
 from cria_tricks.hardware.attention_kernels import WatchAttention
 from cria_tricks.measure.memory import Meter
+from cria_tricks.models import Weights
 from cria_tricks.processes.world import World
 from cria_tricks.settings import Train
 from cria_tricks.step_plan import Plan
@@ -26,7 +27,7 @@ from cria_tricks.trainer.pipeline_stage import Stage
 from cria_tricks.trainer.samples import Samples
 from cria_tricks.trainer.step_meter import StepMeter
 from cria_tricks.trainer.steps import Steps, micro_batches_at_once
-from cria_tricks.trainer.stops import StopOnSignal
+from cria_tricks.trainer.stops import Patience, StopOnSignal
 from cria_tricks.trainer.strategy import Spread
 from cria_tricks.tricks.optimizer_in_backward import StepInBackward
 
@@ -41,6 +42,7 @@ class Training:
 
     Attributes:
         model: from :func:`cria_tricks.load.model.load`.
+        weights: where its weights are from.
         plan: the plan by which it was loaded.
         settings: the recipe's ``train`` fields.
         rows: the training rows, packed if the plan says so; or a stream of rows.
@@ -50,6 +52,7 @@ class Training:
         meter: counts bytes and seconds.
         world: the processes of the run.
         stop: whether a signal has asked for the end.
+        patience: whether the evaluation loss has.
         callbacks: are told of each event, in their order, by the methods of transformers' ``TrainerCallback``; the
             ``args`` are here ``settings``, and ``model`` and ``optimizer`` are given by name. The events: train_begin,
             step_begin, substep_end, pre_optimizer_step, optimizer_step, step_end, log, prediction_step, evaluate, save
@@ -73,6 +76,7 @@ class Training:
     """
 
     model: Any
+    weights: Weights
     plan: Plan
     settings: Train
     rows: Any
@@ -82,6 +86,7 @@ class Training:
     meter: Meter
     world: World
     stop: StopOnSignal
+    patience: Patience
     callbacks: list[TrainerCallback]
     samples: Samples | None = None
     start: Checkpoint | None = None

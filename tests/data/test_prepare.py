@@ -16,7 +16,7 @@ from cria_tricks.data.rows import Chat
 from cria_tricks.data.sources import DataSource
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.run.run import train
+from cria_tricks.run.train import train
 
 ENGLISH = "The harvest was good this year, and everybody came to the hall in the evening."
 FRENCH = "La récolte était bonne cette année, et tout le monde est venu à la salle le soir."

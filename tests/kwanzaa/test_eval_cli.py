@@ -27,7 +27,7 @@ SHORT = ["--data", str(ROWS), "--limit", "3", "--batch-size", "2", "--max-new-to
 def adapter(tmp_path_factory):
     """One LoRA step of the tiny model, as ``cria train`` leaves it."""
     from cria_tricks.recipe import Recipe
-    from cria_tricks.run.run import train
+    from cria_tricks.run.train import train
 
     few = tmp_path_factory.mktemp("rows") / "few.jsonl"
     few.write_text("".join(ROWS.read_text().splitlines(keepends=True)[:2]))

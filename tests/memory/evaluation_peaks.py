@@ -26,7 +26,7 @@ from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.store.checkpoints import Checkpoints
-from cria_tricks.trainer.fit import fit
+from cria_tricks.trainer.fit import fit, training
 from cria_tricks.trainer.samples import Samples
 
 CPU = Device("cpu", "a processor", (0, 0), real_bf16=True, memory_bytes=16 * 2**30)
@@ -133,7 +133,9 @@ def measured(case: Case, folder: Path, out: Path) -> dict[str, int]:
     train = [_row(case.train - number % 2, number) for number in range(rows)]
     evaluated = [_row(case.evaluated - number % 2, number) for number in range(case.batch)]
     checkpoints = Checkpoints(out)
-    fit(loaded, plan, case.recipe.train, train, evaluated, checkpoints, pad_id=0, meter=meter, samples=samples)
+    fit(
+        training(loaded, plan, case.recipe.train, train, evaluated, checkpoints, pad_id=0, meter=meter, samples=samples)
+    )
     return {name: peaks["allocated_bytes"] for name, peaks in meter.phases.items()}
 
 

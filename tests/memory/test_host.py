@@ -13,7 +13,7 @@ from cria_tricks.models.shape import find_shape
 from cria_tricks.predict.host import OFFLOADED, STREAMED, host_bill, refuse_beyond_host
 from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.run import steps
+from cria_tricks.run import ready
 from tests.memory.cases import recipe
 
 LONG = "lora nf4 fp16 lean sdpa expand chunked checkpoint fused blocks"
@@ -64,14 +64,14 @@ def test_too_small_a_host_is_refused_with_the_number(way):
 
 
 def test_a_run_asks_before_it_loads(tmp_path, monkeypatch):
-    from cria_tricks.run.run import train
+    from cria_tricks.run.train import train
 
     def load(*_, **__):
         pytest.fail("weights were loaded")
 
     too_large = host_bill(replace(TARGET, host=COLAB), recipe(f"{LONG} offload", tokens=60_000))
-    monkeypatch.setattr(steps, "host_bill", lambda *_: too_large)
-    monkeypatch.setattr(steps, "load", load)
+    monkeypatch.setattr(ready, "host_bill", lambda *_: too_large)
+    monkeypatch.setattr(ready, "load", load)
     wanted = with_settings(Recipe(model="random:tiny"), ["tricks.activation_offload=true", "train.max_steps=1"])
     with pytest.raises(BadInput, match="of activations would wait on the host"):
         train(wanted, tmp_path / "run")

@@ -22,7 +22,7 @@ from cria_tricks.parallel import dtensor, pipeline
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.store.checkpoints import Checkpoints
-from cria_tricks.trainer.fit import fit
+from cria_tricks.trainer.fit import fit, training
 from cria_tricks.trainer.pipeline_stage import Stage
 from cria_tricks.trainer.shares import Share, with_filler
 from tests.helpers import prepare, trained_weights
@@ -138,7 +138,7 @@ def trained(folder: Path, *settings: str, data: int = 1) -> tuple[list[dict[str,
     recipe, plan, loaded = prepare(folder, *LORA, *piped(data=data), *settings, processes=dist.get_world_size())
     with tempfile.TemporaryDirectory() as out:
         world, checkpoints = World.of(data, "cpu", "stage"), Checkpoints(Path(out))
-        run = fit(loaded, plan, recipe.train, ragged(), ragged(5), checkpoints, pad_id=2, world=world)
+        run = fit(training(loaded, plan, recipe.train, ragged(), ragged(5), checkpoints, pad_id=2, world=world))
     return run.history, trained_weights(loaded)
 
 

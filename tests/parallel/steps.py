@@ -87,7 +87,7 @@ def write_rows(file: Path, many: int) -> Path:
 
 def train(settings: list[str], out: Path, resume: bool = False) -> dict[str, Any]:
     """A whole run, in as many processes as have joined; its report."""
-    from cria_tricks.run.run import train
+    from cria_tricks.run.train import train
 
     return train(with_settings(Recipe(name="short"), settings), out, resume=resume)
 

@@ -27,7 +27,7 @@ from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.store.checkpoints import Checkpoints
-from cria_tricks.trainer.fit import fit
+from cria_tricks.trainer.fit import fit, training
 from cria_tricks.trainer.forward import CONTEXTS
 from cria_tricks.trainer.pipeline_stage import Part
 from tests.helpers import difference, prepare, train
@@ -250,7 +250,7 @@ def overflowing(folder: Path, out: Path, *settings: str) -> Any:
     watch = OverflowOnce(loaded.model, world.stage == 1)
     given = (loaded, plan, recipe.train, ragged(4), (), Checkpoints(out))
     try:
-        run = fit(*given, pad_id=2, world=world, callbacks=[watch])
+        run = fit(training(*given, pad_id=2, world=world, callbacks=[watch]))
     except Diverged as error:
         return str(error)
     steps = zip(watch.moved, run.training, strict=True)

@@ -9,7 +9,7 @@ import torch
 from cria_tricks.common.errors import BadInput
 from cria_tricks.measure.counting import SavedBytes
 from cria_tricks.store.checkpoints import Checkpoints
-from cria_tricks.trainer.fit import fit
+from cria_tricks.trainer.fit import fit, training
 from cria_tricks.trainer.headroom import LargestActivation
 from tests.helpers import prepare, train, trained_weights
 from tests.tolerances import LEAN_LOSS
@@ -84,7 +84,7 @@ def fp16_run(tiny_model, rows, out, large: float, *settings: str):
             elif "norm" in name:
                 weight[0] = 0
     said: list[str] = []
-    run = fit(loaded, plan, recipe.train, rows, rows[:2], Checkpoints(out, say=said.append), pad_id=2)
+    run = fit(training(loaded, plan, recipe.train, rows, rows[:2], Checkpoints(out, say=said.append), pad_id=2))
     return run, said
 
 

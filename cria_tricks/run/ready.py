@@ -1,7 +1,7 @@
-"""Carry out a run: turn the rows into tokens, load the model, train it, and write the report and the adapter.
+"""Make a job ready to train: turn its rows into tokens, claim its folder, load the model, and watch all of it.
 
-This module needs the heavy libraries. So ``run/run.py`` imports it only after the recipe, the rows and the folders have
-been checked.
+This module needs the heavy libraries. So ``run/train.py`` imports it only after the recipe, the rows and the folders
+have been checked.
 """
 
 import contextlib
@@ -43,49 +43,16 @@ from cria_tricks.run.allocator import in_force
 from cria_tricks.run.job import Job
 from cria_tricks.step_plan import Plan
 from cria_tricks.trainer import samples
-from cria_tricks.trainer.fit import Run, fit
+from cria_tricks.trainer.fit import guarded, summed_up, training
 from cria_tricks.trainer.progress import ShowProgress
 from cria_tricks.trainer.steps import micro_batches_at_once
 from cria_tricks.trainer.trackers import trackers
+from cria_tricks.trainer.training import Training
 from cria_tricks.tricks.folds import for_shape
 
 
-def carry_out(job: Job) -> dict[str, Any]:
-    """Train a checked job, and write its results.
-
-    Args:
-        job: from :func:`cria_tricks.run.job.checked`.
-
-    Returns:
-        The report; every process returns that of rank 0.
-    """
-    trainable = _prepare(job)
-    world = job.world
-    with world.entered_on_rank_zero(job.folders.claimed(trainable, job.plan.optimizer["bits"])):
-        job.console.print(f"loading {job.weights.name} on {job.plan.device.name}, writing to {job.folders.folder}")
-        if job.weights.note:
-            job.console.print(f"note: {job.weights.note}")
-        said = _doubts_about_ends(job)  # of a stream, whose rows are not read yet, perhaps nothing
-        run = _train(job)
-        if job.recipe.data.stream:
-            stream = job.rows["train"]
-            stream.add_up(world)
-            if stream.tally.in_words():
-                job.console.print(f"data.train: {stream.tally.in_words()}")
-            job.warn(report.data_warnings(job.rows, job.recipe))
-            if not said:
-                job.warn(_doubts_about_ends(job))
-        job.warn(report.step_warnings(run))
-        summary = results.write(job, run)
-    return world.on_rank_zero(lambda: summary)
-
-
-def _prepare(job: Job) -> int:
-    """Find the base model, turn the rows into tokens, and refuse what does not fit together.
-
-    Returns:
-        The numbers that will train.
-    """
+def prepare(job: Job) -> None:
+    """Find the base model, turn the rows into tokens, and refuse what does not fit together."""
     quiet_libraries()
     recipe = job.recipe
     plan = job.plan
@@ -106,16 +73,26 @@ def _prepare(job: Job) -> int:
         rows = _rows(job)
     job.rows = rows
     job.warn(report.data_warnings(rows, recipe, context_of(weights.path)))
-    job.warn(_doubts_about_ends(job))
+    job.doubts_about_ends = _doubts_about_ends(job)  # of a stream, whose rows are not read yet, perhaps nothing
+    job.warn(job.doubts_about_ends)
     highest_id = max(part.highest_id for part in rows.values())
     longest = max(part.longest for part in rows.values())
-    numbers = count_trainable(empty, plan, weights, highest_id, longest, job.tokenizer.pad_token_id)
+    job.trainable = count_trainable(empty, plan, weights, highest_id, longest, job.tokenizer.pad_token_id)
     if continues:
         job.folders.about["continued_from"] = continued.recorded(recipe)
         console.print(f"beginning with the adapter {recipe.lora.continue_from}")
     elif begun and "continued_from" in begun.about:
         job.folders.about["continued_from"] = begun.about["continued_from"]
-    return numbers
+
+
+@contextlib.contextmanager
+def claimed(job: Job) -> Iterator[None]:
+    """Be the only run that writes into the job's folder, until the block's end."""
+    with job.world.entered_on_rank_zero(job.folders.claimed(job.trainable, job.plan.optimizer["bits"])):
+        job.console.print(f"loading {job.weights.name} on {job.plan.device.name}, writing to {job.folders.folder}")
+        if job.weights.note:
+            job.console.print(f"note: {job.weights.note}")
+        yield
 
 
 def _doubts_about_ends(job: Job) -> list[str]:
@@ -138,8 +115,13 @@ def _rows(job: Job) -> dict[str, Any]:
     return {"train": rows, "eval": eval_rows(recipe, job.eval, tokenizer)}
 
 
-def _train(job: Job) -> Run:
-    """Load the model and train it, while a monitor, a meter and a progress bar watch."""
+@contextlib.contextmanager
+def loaded(job: Job) -> Iterator[Training]:
+    """Load the model; inside the block it is trained, while a monitor, a meter and a progress bar watch.
+
+    Raises:
+        OutOfMemory: in one line, with the switches that would save how many bytes; and what :func:`guarded` raises.
+    """
     recipe = job.recipe
     rows = job.rows
     shape = results.shape_of(recipe, job.weights.path)
@@ -171,15 +153,13 @@ def _train(job: Job) -> Run:
     progress = ShowProgress(job.console, eval_batches, expected, lambda: monitor.newest, counted)
     with monitor, _memory_in_one_line(job, longest, shape, evaluated):
         with job.meter.phase("load"), doing(job.console, f"loading {job.weights.name}"):
-            loaded = load(plan.without(*STARTS) if folders.start else plan, job.weights)
-            job.meter.track(every_tensor(loaded.model))
-        job.loaded = loaded
-        job.parameters = count_parameters(loaded.model)
+            job.loaded = load(plan.without(*STARTS) if folders.start else plan, job.weights)
+            job.meter.track(every_tensor(job.loaded.model))
+        job.parameters = count_parameters(job.loaded.model)
         known_loss = results.kept_before(job).get("eval_loss", math.inf) if recipe.train.keep_best else math.inf
-
         with _onlookers(job, monitor, progress) as onlookers:
-            return fit(
-                loaded,
+            run = training(
+                job.loaded,
                 plan,
                 recipe.train,
                 rows["train"].rows,
@@ -194,6 +174,22 @@ def _train(job: Job) -> Run:
                 keep=functools.partial(results.keep, job) if recipe.train.keep_best else None,
                 known=known_loss,
             )
+            with guarded(run):
+                yield run
+    if recipe.data.stream:
+        _say_what_came(job)
+    job.warn(report.step_warnings(summed_up(run)))
+
+
+def _say_what_came(job: Job) -> None:
+    """Print what a stream has left out, and what is doubtful in its rows, which nobody has read before."""
+    stream = job.rows["train"]
+    stream.add_up(job.world)
+    if stream.tally.in_words():
+        job.console.print(f"data.train: {stream.tally.in_words()}")
+    job.warn(report.data_warnings(job.rows, job.recipe))
+    if not job.doubts_about_ends:
+        job.warn(_doubts_about_ends(job))
 
 
 def _longest(rows: dict[str, Any], plan: Plan) -> int:
