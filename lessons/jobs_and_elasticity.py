@@ -92,9 +92,9 @@ def predicted(name, epochs=3):
     device = CARDS[FLAVORS[name].card].device
     wanted = with_settings(recipes.kwanzaa(device), [f"train.epochs={epochs}"])
     found = plan_data.prices(Target(find_shape(wanted.model), device), wanted, 107)
-    run = next(each for each in found if each["flavor"] == name)
-    ends = (run["minutes_low"], run["minutes_high"])
-    return Job(FLAVORS[name].price, run["minutes"], ends)
+    run = next(each for each in found if each.flavor == name)
+    ends = (run.minutes_low, run.minutes_high)
+    return Job(FLAVORS[name].price, run.minutes, ends)
 
 
 job_on = {name: predicted(name) for name in FLAVORS}

@@ -82,8 +82,8 @@ assert bill.peak_bytes // 2**20 == 1516
 job = course.so_far("when_libraries_lie")
 price = prices(Target(find_shape(job.model), T4), job, rows=107)[0]  # full rows
 full = sum(tokens for tokens, _ in row_lengths("train")) / (107 * 2048)
-minutes = full * price["minutes"]
-low, high = full * price["minutes_low"], full * price["minutes_high"]
+minutes = full * price.minutes
+low, high = full * price.minutes_low, full * price.minutes_high
 print(f"one run on a T4: {low:.0f} to {high:.0f} minutes, predicted")
 print(f"36 runs: {36 * minutes / 60:.1f} hours, for nothing if they failed in silence")
 lost = 1 - (6.279 - 4.019) / (6.279 - 2.113)

@@ -8,7 +8,7 @@ import pytest
 
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import PRICES_DATE
-from cria_tricks.predict import plan_screen
+from cria_tricks.predict import answer
 from cria_tricks.predict.toggles import LADDER
 
 HOST = ("plan", "kwanzaa", "--gpu", "t4", "--set", "data.max_length=16384", "--set", "tricks.activation_offload=true")
@@ -36,7 +36,7 @@ def test_the_document_holds_what_scripts_read(run_cria):
     assert {"set", "peak_bytes", "fits"} <= set(found["suggestions"][0])
     slowdowns = [round(entry["slowdown"], 2) for entry in found["suggestions"]]
     assert slowdowns == sorted(slowdowns)
-    assert "front" not in found, "only when it is asked for"
+    assert found["front"] is None, "only when it is asked for"
 
 
 def test_what_does_not_fit_says_what_to_flip_and_leaves_with_3(run_cria):
@@ -183,7 +183,7 @@ def test_the_minutes_of_a_run_are_there_whether_or_not_the_card_can_be_rented(ru
 
 def test_minutes_are_left_out_where_they_are_not_known(run_cria):
     asked = ("plan", "smoke", "--rows-full", "--json")
-    assert "run" not in json.loads(run_cria(*asked, "--gpu", "rtx3060")[1])
+    assert json.loads(run_cria(*asked, "--gpu", "rtx3060")[1])["run"] is None
     assert json.loads(run_cria(*asked, "--gpu", "12GiB", "--rows", "20")[1])["run"] is None
     large = json.loads(run_cria(*asked, "--gpu", "rtx3060", "--rows", "20", "--model", "llama-3.1-70b")[1])
     assert (large["fits"], large["run"]) == (False, None)
@@ -328,7 +328,7 @@ def test_a_range_says_what_backs_it(run_cria):
         assert found["seconds_by"] == backed
         assert found["seconds_per_step_high"] / found["seconds_per_step_low"] == pytest.approx(spread)
         assert found["seconds_per_step_low"] < found["seconds_per_step"] < found["seconds_per_step_high"]
-        assert plan_screen.BACKED[backed] in run_cria(*arguments)[1]
+        assert answer.BACKED[backed] in run_cria(*arguments)[1]
 
 
 @pytest.mark.parametrize(("strategy", "model", "warned"), [

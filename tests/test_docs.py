@@ -182,11 +182,11 @@ def test_the_table_of_costs_is_what_the_estimate_gives(row):
         recipe = recipes.capstone(card.device)
     target = Target(find_shape(recipe.model), card.device)
     found, run = plan_data.bill(target, recipe), plan_data.prices(target, recipe, 107)[0]
-    a_step = between(found["seconds_per_step_low"], found["seconds_per_step_high"])
-    training = between(60 * run["minutes_low"], 60 * run["minutes_high"])
-    assert said[:3] == [human(found["needed_bytes"]), a_step, training]
-    cost = money_between(run["cost_low"], run["cost_high"])
-    assert said[3:] == [money(FLAVORS[run["flavor"]].price), f"{cost} |"]
+    a_step = between(*found.step_range)
+    training = between(60 * run.minutes_low, 60 * run.minutes_high)
+    assert said[:3] == [human(found.needed_bytes), a_step, training]
+    cost = money_between(run.cost_low, run.cost_high)
+    assert said[3:] == [money(FLAVORS[run.flavor].price), f"{cost} |"]
 
 
 def test_the_map_is_what_the_estimate_gives():

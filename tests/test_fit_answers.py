@@ -71,7 +71,7 @@ def test_a_mean_length_changes_time_and_not_memory():
     assert half["needed_bytes"] == full["needed_bytes"]
     recipe = recipes.capstone(T4)
     by_hand = plan_data.bill(Target(find_shape(recipe.model), T4), recipe, lengths=Lengths(2048, 1024))
-    assert half["seconds_per_step"] == pytest.approx(by_hand["seconds_per_step"])
+    assert half["seconds_per_step"] == pytest.approx(by_hand.seconds_per_step)
     assert half["seconds_per_step"] == pytest.approx(full["seconds_per_step"] / 2)
     assert "is more than the sequence length" in asked("answer", choice=OWN | {"mean": "2049"})["refused"]
 

@@ -38,5 +38,5 @@ def test_derived_rates_are_the_quotients_that_they_are_said_to_be():
 @pytest.mark.parametrize("run", EXPRESSIBLE, ids=lambda run: run.id)
 def test_each_expressible_run_is_planned(run):
     found = plan_data.bill(Target(run.shape, run.gpu.device), run.recipe)
-    assert found["seconds_per_step"] > 0
-    assert found["peak_bytes"] > 0
+    assert found.seconds_per_step > 0
+    assert found.peak_bytes > 0

@@ -74,7 +74,7 @@ def test_weights_of_bitsandbytes_are_planned_as_they_are_stored_and_not_otherwis
     recipe = with_settings(recipes.get("kwanzaa", device), [f"model={path}", "tricks.double_quantization=false"])
     bills = []
     for shape in (find_shape(path), find_shape("qwen3-8b")):
-        bills.append(plan_data.bill(Target(shape, device), with_settings(recipe, settings))["lines"])
+        bills.append(plan_data.bill(Target(shape, device), with_settings(recipe, settings)).lines)
     assert bills[0] == bills[1], "the bytes of the plain model with the same setting"
     with pytest.raises(BadInput) as caught:
         plan_data.bill(Target(find_shape(path), device), with_settings(recipe, ["tricks.quantization=none"]))

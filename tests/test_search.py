@@ -180,7 +180,7 @@ def test_a_card_whose_speed_is_not_known_is_searched_by_bytes_alone():
     needed = smallest.chosen.memory.needed_bytes
     assert needed < min(target.memory(recipe).needed_bytes, longest.chosen.memory.needed_bytes)
     assert longest.chosen.tokens > recipe.data.max_length
-    assert search.as_data(smallest)["chosen"]["seconds_per_step"] is None
+    assert smallest.answer.chosen.seconds_per_step is None
     assert search.in_words(smallest).endswith(f"(needs {human(needed)})")
 
 

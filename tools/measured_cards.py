@@ -31,7 +31,7 @@ from cria_tricks.hardware.gpus import GPUS, by_datasheet
 from cria_tricks.hardware.reached import Reached
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import plan_data
-from cria_tricks.predict.plan_screen import BACKED
+from cria_tricks.predict.answer import BACKED
 from cria_tricks.predict.toggles import Target
 from tools import notebooks
 
@@ -176,10 +176,9 @@ def _predicted(gpu: Gpu) -> tuple[str, str]:
     recipe = recipes.kwanzaa(gpu.device)
     found = plan_data.bill(Target(find_shape(recipe.model), gpu.device), recipe)
     seconds = "no rates known"
-    if found["seconds_per_step"] is not None:
-        range_ = between(found["seconds_per_step_low"], found["seconds_per_step_high"])
-        seconds = f"predicted: {range_}, {BACKED[found['seconds_by']]}"
-    return f"predicted: {human(found['needed_bytes'])}", seconds
+    if found.step_range:
+        seconds = f"predicted: {between(*found.step_range)}, {BACKED[found.seconds_by]}"
+    return f"predicted: {human(found.needed_bytes)}", seconds
 
 
 def _measured(cards: Sequence[MeasuredCard]) -> tuple[str, str]:

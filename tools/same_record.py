@@ -36,6 +36,8 @@ BILLS = {"first": 1600, "later": 800, "toggles": 1000}
 SIZES = {"tiny": (), "paged": ("lora.r=512",)}
 """Each recipe's runs. With ``lora.r=512`` a trained matrix of ``random:tiny`` has 131,072 numbers or more: states of
 fewer than 100,000 numbers are never paged."""
+UNASKED = ("front", "longest", "longest_on_host", "run", "prices", "host")
+"""What is null in a plan that was not asked for it."""
 SHORT = ("model=random:tiny", "data.max_length=512", "train.max_steps=2", "train.save_steps=1", "train.eval_steps=2")
 
 
@@ -118,8 +120,9 @@ def _kill_at(file: Path) -> None:
 
 
 def plan(case: dict[str, Any], _: Path) -> dict[str, Any]:
-    """Return the whole answer of ``cria plan --json``."""
-    return cria_tricks.plan(**case).to_dict()
+    """Return the whole answer of ``cria plan --json``, without what was not asked for."""
+    found = cria_tricks.plan(**case).to_dict()
+    return {key: value for key, value in found.items() if value is not None or key not in UNASKED}
 
 
 def _setting(case: dict[str, Any]) -> Setting:

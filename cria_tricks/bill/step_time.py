@@ -26,7 +26,7 @@ from typing import NamedTuple
 from cria_tricks.bill import launches, moved_bytes, products
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.step import Step
-from cria_tricks.hardware.cards import Card, Flavor
+from cria_tricks.hardware.cards import Card
 from cria_tricks.recipe import Recipe
 
 HEAD = ("head", "loss")
@@ -105,33 +105,6 @@ def ends(middle: float, spread: float) -> tuple[float, float]:
     """Return the low and the high end of a range around its geometric middle, for a given high over low [ratio]."""
     half = math.sqrt(spread)
     return middle / half, middle * half
-
-
-@dataclass(frozen=True)
-class RunPrice:
-    """Time and price of a whole run on a rented machine.
-
-    Attributes:
-        flavor: the machine.
-        minutes: training time, the middle of its range; loading, evaluations and checkpoints come on top.
-        spread: high over low of the range of the minutes, and so of the price [ratio].
-    """
-
-    flavor: Flavor
-    minutes: float
-    spread: float
-
-    @property
-    def cost(self) -> float:
-        """Price of these minutes [USD]."""
-        return self.minutes / 60 * self.flavor.price
-
-    @property
-    def range(self) -> dict[str, float]:
-        """The ends of both ranges: ``minutes_low``, ``minutes_high``, ``cost_low`` and ``cost_high`` [min, USD]."""
-        minutes = ends(self.minutes, self.spread)
-        cost = ends(self.cost, self.spread)
-        return {"minutes_low": minutes[0], "minutes_high": minutes[1], "cost_low": cost[0], "cost_high": cost[1]}
 
 
 class PartCounts(NamedTuple):

@@ -4,8 +4,7 @@ A notebook's machine may have less memory than its card, and Linux kills a proce
 word. So the host has a bill and a verdict of its own. It is an upper estimate, and none of it was tried with a GPU.
 """
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from cria_tricks.bill.lines import Line, Moment
 from cria_tricks.bill.waiting import block_input
@@ -13,6 +12,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
 from cria_tricks.hardware.cards import Host
 from cria_tricks.hardware.trust import verdict
+from cria_tricks.predict.answer import HostMemory
 from cria_tricks.predict.toggles import Target, most_tokens, with_toggles
 from cria_tricks.recipe import Recipe, with_settings
 
@@ -57,17 +57,18 @@ class HostBill:
         """``fits``, ``tight`` or ``does not fit``; empty if the machine is not known."""
         return verdict(self.peak.bytes, self.host.memory_bytes) if self.host else ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields of :class:`cria_tricks.predict.answer.HostMemory`."""
-        return {
-            "name": self.host.name if self.host else "",
-            "capacity_bytes": self.host.memory_bytes if self.host else 0,
-            "needed_bytes": self.peak.bytes,
-            "needed_at": self.peak.name,
-            "verdict": self.verdict,
-            "lines": [asdict(line) for line in self.peak.lines if line.bytes],
-            "merge_bytes": self.merge_bytes,
-        }
+    @property
+    def answer(self) -> HostMemory:
+        """The same for the answer of a plan."""
+        return HostMemory(
+            name=self.host.name if self.host else "",
+            capacity_bytes=self.host.memory_bytes if self.host else 0,
+            needed_bytes=self.peak.bytes,
+            needed_at=self.peak.name,
+            verdict=self.verdict,
+            lines=[line for line in self.peak.lines if line.bytes],
+            merge_bytes=self.merge_bytes,
+        )
 
 
 def host_bill(target: Target, recipe: Recipe) -> HostBill | None:

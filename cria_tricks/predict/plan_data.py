@@ -1,10 +1,10 @@
-"""Make the answer of ``cria plan`` as plain data: the memory bill of a recipe on a card, and what goes with it."""
+"""Make the answer of ``cria plan``: the memory bill of a recipe on a card, and what goes with it."""
 
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
-from cria_tricks.bill.step_time import RunPrice, ends, run_tokens
+from cria_tricks.bill.step_time import ends, run_tokens
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
 from cria_tricks.data.lengths import Lengths, full
@@ -15,6 +15,7 @@ from cria_tricks.load import answering_memory
 from cria_tricks.models.configs import beyond_context
 from cria_tricks.models.shape import Shape
 from cria_tricks.predict import evaluation, model_settings, toggles
+from cria_tricks.predict.answer import Comparison, LadderStep, PlanAnswer, Price, ResultMemory, RunTime, Suggestion
 from cria_tricks.predict.host import HostBill, host_bill, loading_doubts, longest_on_host
 from cria_tricks.predict.toggles import Change, Setting, Target
 from cria_tricks.recipe import Recipe, with_settings
@@ -30,7 +31,7 @@ def answer(
     advise: bool,
     longest: bool,
     rows: int | None,
-) -> dict[str, Any]:
+) -> PlanAnswer:
     """Put the bill, the comparisons and whatever else was asked for into one answer.
 
     Args:
@@ -46,16 +47,17 @@ def answer(
         BadInput: for what :func:`bill` refuses, and a number of rows below 1.
     """
     found = run_bill(target, recipe, lengths, dry=dry, rows=rows)
-    found |= comparisons(target, recipe)
-    if advise:
-        found["front"] = front(target, recipe)
-    if longest:
-        found["longest"] = toggles.longest(target, recipe)
-        if target.host:
-            found["longest_on_host"] = longest_on_host(target, recipe, found["longest"])
-    if rows is not None:
-        found["prices"] = prices(target, recipe, rows, lengths)
-    return found
+    most = toggles.longest(target, recipe) if longest else None
+    return replace(
+        found,
+        alone=[_comparison(change) for change in toggles.alone(target, recipe)],
+        removed=[_comparison(change) for change in toggles.removed(target, recipe)],
+        ladder=[_step(target, setting) for setting in toggles.ladder(target, recipe)],
+        front=[_step(target, setting) for setting in toggles.front(target, recipe)] if advise else None,
+        longest=most,
+        longest_on_host=longest_on_host(target, recipe, most) if most is not None and target.host else None,
+        prices=None if rows is None else prices(target, recipe, rows, lengths),
+    )
 
 
 def run_bill(
@@ -65,27 +67,31 @@ def run_bill(
     *,
     dry: bool = False,
     rows: int | None = None,
-) -> dict[str, Any]:
+) -> PlanAnswer:
     """Estimate the memory on the card and on the host, and the time of a step.
 
     The arguments are those of :func:`answer`, whose comparisons and prices are left out here.
     """
-    found: dict[str, Any] = bill(target, recipe, dry=dry, lengths=lengths)
+    found = bill(target, recipe, dry=dry, lengths=lengths)
+    warnings, fits = list(found.warnings), found.fits
     of_result = answering_memory.of_result(recipe, target.shape, target.device, lengths)
-    found["answering"] = [one.as_data() for one in of_result]
-    if found["verdict"] != "does not fit":  # else there will be no result
-        found["warnings"] += [sentence for one in of_result for sentence in one.in_words]
-    if rows is not None:
-        found["run"] = run_minutes(target, recipe, rows, lengths)
+    if found.verdict != "does not fit":  # else there will be no result
+        warnings += [sentence for one in of_result for sentence in one.in_words]
     on_host = host_bill(target, recipe)
     if on_host:
-        found["host"] = on_host.to_dict()
-        found["warnings"] += _host_doubts(on_host)
-        found["fits"] = found["fits"] and on_host.verdict != "does not fit"
-    return found
+        warnings += _host_doubts(on_host)
+        fits = fits and on_host.verdict != "does not fit"
+    return replace(
+        found,
+        fits=fits,
+        warnings=warnings,
+        answering=[ResultMemory(**one.as_data()) for one in of_result],
+        run=None if rows is None else run_time(target, recipe, rows, lengths),
+        host=on_host.answer if on_host else None,
+    )
 
 
-def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths | None = None) -> dict[str, Any]:
+def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths | None = None) -> PlanAnswer:
     """Estimate the memory and the time of a recipe on a card.
 
     Args:
@@ -96,11 +102,7 @@ def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths 
             are taken as that long.
 
     Returns:
-        The fields of :class:`cria_tricks.predict.answer.PlanAnswer` up to ``suggestions``. ``lines`` and ``around`` are
-        lines of the bill (``name``, ``bytes``, ``why``): ``lines`` sum to ``peak_bytes``, which is of the step's
-        tensors in the process that needs most, and both together sum to ``needed_bytes``. ``seconds_per_step`` and the
-        ends of its range are ``None`` for a card whose rates are not known. A suggestion has ``set``, ``peak_bytes``,
-        ``saved_bytes``, ``slowdown`` and ``fits``.
+        The answer up to ``suggestions``. Its bytes are those of the process that needs most.
 
     Raises:
         BadInput: for a switch that cannot work on the card or with the model, or a dry run of several processes.
@@ -120,31 +122,31 @@ def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths 
     capacity = target.device.memory_bytes
     verdict = trust.verdict(needed, capacity, needed - setting.memory.unused.bytes)
     lengths = lengths or full(recipe, "all that data.max_length allows")
-    return {
-        "model": target.shape.name,
-        "gpu": target.device.name,
-        "strategy": recipe.parallel.strategy,
-        "processes": target.processes,
-        "batch": recipe.train.batch_size,
-        "tokens": recipe.data.max_length,
-        "mean_tokens": lengths.mean,
-        "data_rows": lengths.rows,
-        "lengths": lengths.in_words,
-        "capacity_bytes": capacity,
-        "peak_bytes": peak,
-        "peak_at": moment,
-        "needed_bytes": needed,
-        "least_bytes": needed - setting.memory.unused.bytes,
-        "fits": verdict != "does not fit",
-        "verdict": verdict,
-        "context": target.shape.context,
-        "method": "dry_run" if dry else "closed_form",
-        "lines": [asdict(line) for line in lines],
-        "around": [asdict(line) for line in setting.memory.around],
+    return PlanAnswer(
+        model=target.shape.name,
+        gpu=target.device.name,
+        strategy=recipe.parallel.strategy,
+        processes=target.processes,
+        batch=recipe.train.batch_size,
+        tokens=recipe.data.max_length,
+        mean_tokens=lengths.mean,
+        data_rows=lengths.rows,
+        lengths=lengths.in_words,
+        capacity_bytes=capacity,
+        peak_bytes=peak,
+        peak_at=moment,
+        needed_bytes=needed,
+        least_bytes=needed - setting.memory.unused.bytes,
+        fits=verdict != "does not fit",
+        verdict=verdict,
+        context=target.shape.context,
+        method="dry_run" if dry else "closed_form",
+        lines=list(lines),
+        around=list(setting.memory.around),
         **_times(setting, plan, lengths),
-        "warnings": [*plan.warnings, *doubts(target, recipe, verdict)],
-        "suggestions": [_suggestion(target, change) for change in toggles.suggestions(target, recipe)],
-    }
+        warnings=[*plan.warnings, *doubts(target, recipe, verdict)],
+        suggestions=[_suggestion(target, change) for change in toggles.suggestions(target, recipe)],
+    )
 
 
 def _times(setting: Setting, plan: Plan, lengths: Lengths) -> dict[str, Any]:
@@ -163,40 +165,21 @@ def _times(setting: Setting, plan: Plan, lengths: Lengths) -> dict[str, Any]:
     }
 
 
-def suggestions(target: Target, recipe: Recipe, settings: Iterable[Setting]) -> list[dict[str, Any]]:
-    """Compare whole settings with a recipe, as the answer's ``suggestions``."""
+def suggestions(target: Target, recipe: Recipe, settings: Iterable[Setting]) -> list[Suggestion]:
+    """Compare whole settings with a recipe."""
     before = target.bill(recipe)
     return [_suggestion(target, Change("", (), before, after)) for after in settings]
 
 
-def _suggestion(target: Target, change: Change) -> dict[str, Any]:
-    return {
-        "set": list(change.after.set),
-        "peak_bytes": change.after.memory.peak_bytes,
-        "saved_bytes": change.saved_bytes,
-        "slowdown": change.slowdown,
-        "fits": _fits(target, change.after),
-    }
+def _suggestion(target: Target, change: Change) -> Suggestion:
+    peak = change.after.memory.peak_bytes
+    return Suggestion(list(change.after.set), peak, change.saved_bytes, change.slowdown, _fits(target, change.after))
 
 
 def _fits(target: Target, setting: Setting) -> bool:
     """Whether the card and the host have room for a setting."""
     on_host = host_bill(target, setting.recipe) if target.host else None
     return setting.memory.fits and not (on_host and on_host.verdict == "does not fit")
-
-
-def comparisons(target: Target, recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
-    """Compare the switches of a recipe: each ``alone``, each ``removed``, and one after the other (``ladder``)."""
-    return {
-        "alone": [_change(change) for change in toggles.alone(target, recipe)],
-        "removed": [_change(change) for change in toggles.removed(target, recipe)],
-        "ladder": [_setting(target, setting) for setting in toggles.ladder(target, recipe)],
-    }
-
-
-def front(target: Target, recipe: Recipe) -> list[dict[str, Any]]:
-    """Find the switch sets that no other set beats in both bytes and time, the fastest first."""
-    return [_setting(target, setting) for setting in toggles.front(target, recipe)]
 
 
 def doubts(target: Target, recipe: Recipe, verdict: str) -> list[str]:
@@ -228,7 +211,7 @@ def _host_doubts(memory: HostBill) -> list[str]:
     return [f"{memory.verdict} {memory.host.name}: the run needs {needs}, of {human(memory.host.memory_bytes)}"]
 
 
-def run_minutes(target: Target, recipe: Recipe, rows: int, lengths: Lengths | None = None) -> dict[str, float] | None:
+def run_time(target: Target, recipe: Recipe, rows: int, lengths: Lengths | None = None) -> RunTime | None:
     """Estimate the minutes of the whole run on the card that was asked for, whether or not it can be rented.
 
     The arguments are those of :func:`prices`. It is ``None`` if the card's rates are not known, or if the run does not
@@ -240,12 +223,10 @@ def run_minutes(target: Target, recipe: Recipe, rows: int, lengths: Lengths | No
     if rows < 1:
         raise BadInput(f"--rows {rows}: must be a whole number above 0")
     setting = target.bill(recipe)
-    card = target.card
-    if card is None or setting.seconds is None or not setting.memory.fits:
+    if setting.seconds is None or not setting.memory.fits:
         return None
-    seconds = _run_seconds(recipe, setting.seconds, rows, lengths)
-    low, high = ends(seconds / 60, setting.spread)
-    return {"minutes": seconds / 60, "minutes_low": low, "minutes_high": high}
+    minutes = _run_seconds(recipe, setting.seconds, rows, lengths) / 60
+    return RunTime(minutes, *ends(minutes, setting.spread))
 
 
 def _run_seconds(recipe: Recipe, of_token: float, rows: int, lengths: Lengths | None) -> float:
@@ -258,7 +239,7 @@ def _run_seconds(recipe: Recipe, of_token: float, rows: int, lengths: Lengths | 
     return of_token * run_tokens(recipe, rows, mean)
 
 
-def prices(target: Target, recipe: Recipe, rows: int, lengths: Lengths | None = None) -> list[dict[str, Any]]:
+def prices(target: Target, recipe: Recipe, rows: int, lengths: Lengths | None = None) -> list[Price]:
     """Estimate the minutes and the price of the run, on each rented machine that has this card and room for it.
 
     Evaluations and the answers of ``eval.samples`` are not in the minutes.
@@ -279,8 +260,10 @@ def prices(target: Target, recipe: Recipe, rows: int, lengths: Lengths | None = 
             continue
         if setting.memory.fits and setting.seconds is not None:
             seconds = _run_seconds(recipe, setting.seconds, rows, lengths)
-            run = RunPrice(flavor, seconds / 60, setting.spread)
-            found.append({"flavor": flavor.name, "minutes": run.minutes, "cost": run.cost, **run.range})
+            minutes = seconds / 60
+            cost = minutes / 60 * flavor.price
+            spread = (*ends(minutes, setting.spread), *ends(cost, setting.spread))
+            found.append(Price(flavor.name, minutes, cost, *spread))
     return found
 
 
@@ -300,22 +283,12 @@ def on_machine(recipe: Recipe, shape: Shape, flavor: Flavor) -> Setting:
     return target.bill(recipe)
 
 
-def _change(change: Change) -> dict[str, Any]:
-    return {
-        "set": change.set,
-        "beside": list(change.beside),
-        "before_bytes": change.before.memory.peak_bytes,
-        "after_bytes": change.after.memory.peak_bytes,
-        "saved_bytes": change.saved_bytes,
-        "slowdown": change.slowdown,
-    }
+def _comparison(change: Change) -> Comparison:
+    before, after = change.before.memory.peak_bytes, change.after.memory.peak_bytes
+    return Comparison(change.set, list(change.beside), before, after, change.saved_bytes, change.slowdown)
 
 
-def _setting(target: Target, setting: Setting) -> dict[str, Any]:
-    return {
-        "set": list(setting.set),
-        "peak_bytes": setting.memory.peak_bytes,
-        "needed_bytes": setting.memory.needed_bytes,
-        "fits": _fits(target, setting),
-        "seconds_per_token": setting.seconds,
-    }
+def _step(target: Target, setting: Setting) -> LadderStep:
+    memory = setting.memory
+    fits = _fits(target, setting)
+    return LadderStep(list(setting.set), memory.peak_bytes, memory.needed_bytes, fits, setting.seconds)

@@ -14,13 +14,13 @@ from cria_tricks.hardware import T4, Device, this_device
 from cria_tricks.hardware.cards import Host
 from cria_tricks.hardware.gpus import find_gpu, this_host
 from cria_tricks.models.shape import Shape, find_shape
-from cria_tricks.predict.answer import PlanAnswer
 from cria_tricks.recipe import Recipe, several, with_settings
 from cria_tricks.run.asked import Asked, Named, asked, named, workable
 
 if TYPE_CHECKING:
     from cria_tricks.bill.bill import Bill
     from cria_tricks.data.lengths import Lengths
+    from cria_tricks.predict.answer import PlanAnswer
     from cria_tricks.predict.toggles import Target
     from cria_tricks.report.film_answer import FilmAnswer
     from cria_tricks.run.search import Found
@@ -49,7 +49,7 @@ def plan(
     fit: str = "",
     may_change: Iterable[str] = (),
     as_is: bool = False,
-) -> PlanAnswer:
+) -> "PlanAnswer":
     """Estimate what a recipe needs on a card, and explain it, without loading any weights.
 
     The estimate takes the row lengths of the recipe's data, if the data and the tokenizer are files on this machine.
@@ -177,16 +177,17 @@ def searched(
 
 def _answered(
     target: "Target", wanted: Asked, lengths: "Lengths", asked: dict[str, Any], fitted: "Found | None"
-) -> PlanAnswer:
+) -> "PlanAnswer":
     from cria_tricks.predict import plan_data
     from cria_tricks.run import search
 
     found = plan_data.answer(target, wanted.recipe, lengths, **asked)
-    found["warnings"] = [*wanted.warnings, *found["warnings"]]
-    if found["verdict"] != "fits" and not any(one["fits"] for one in found["suggestions"]):
+    suggestions = found.suggestions
+    if found.verdict != "fits" and not any(one.fits for one in suggestions):
         more = search.more_suggestions(target, wanted.recipe, lengths, fitted)
-        found["suggestions"] += plan_data.suggestions(target, wanted.recipe, more)
-    return PlanAnswer.model_validate(found | {"fit": search.as_data(fitted) if fitted else None})
+        suggestions = [*suggestions, *plan_data.suggestions(target, wanted.recipe, more)]
+    warnings = [*wanted.warnings, *found.warnings]
+    return replace(found, warnings=warnings, suggestions=suggestions, fit=fitted.answer if fitted else None)
 
 
 def estimate(

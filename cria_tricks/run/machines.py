@@ -14,8 +14,8 @@ from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import FLAVORS, PRICES_DATE
 from cria_tricks.hardware.gpus import find_gpu
 from cria_tricks.predict import plan_data
+from cria_tricks.predict.answer import COLOURS
 from cria_tricks.predict.host import host_bill
-from cria_tricks.predict.plan_screen import COLOURS
 from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe, several
 from cria_tricks.run import api
@@ -99,10 +99,10 @@ def _billed(offer: Offer, target: Target, recipe: Recipe, lengths: Lengths, rows
     on_host = host_bill(target, recipe)
     if on_host and on_host.verdict == "does not fit":
         return replace(offer, verdict="does not fit", why=f"the host needs {human(on_host.peak.bytes)} of memory")
-    run = None if rows is None else plan_data.run_minutes(target, recipe, rows, lengths)
+    run = None if rows is None else plan_data.run_time(target, recipe, rows, lengths)
     if run is None:
         return offer
-    low, high = run["minutes_low"], run["minutes_high"]
+    low, high = run.minutes_low, run.minutes_high
     return replace(offer, minutes=(low, high), cost=(low / 60 * offer.price, high / 60 * offer.price))
 
 

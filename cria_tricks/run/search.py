@@ -21,6 +21,7 @@ from cria_tricks.common.names import hint, nearest
 from cria_tricks.common.units import between, human
 from cria_tricks.data.lengths import Lengths, as_long_as, full
 from cria_tricks.hardware.trust import MARGIN, verdict
+from cria_tricks.predict.answer import Fit, FitChoice
 from cria_tricks.predict.host import host_bill
 from cria_tricks.predict.toggles import LONGEST, Setting, Target, longest
 from cria_tricks.recipe import Recipe
@@ -72,6 +73,12 @@ class Choice:
         """The low and the high end of the time of a step [s]."""
         return ends(self.seconds, self.spread)
 
+    @property
+    def answer(self) -> FitChoice:
+        """The same for the answer of a plan."""
+        times = (self.seconds, *self.range) if self.seconds else (None, None, None)
+        return FitChoice(list(self.set), self.memory.needed_bytes, *times)
+
 
 @dataclass(frozen=True)
 class Found:
@@ -92,6 +99,12 @@ class Found:
     safer: Choice | None
     tried: int
     ways: tuple[Way, ...] = ()
+
+    @property
+    def answer(self) -> Fit:
+        """The same for the answer of a plan."""
+        runner_up, safer = (one.answer if one else None for one in (self.runner_up, self.safer))
+        return Fit(self.aim, self.tried, self.chosen.answer, runner_up, safer)
 
 
 def search(
@@ -329,21 +342,6 @@ def more_suggestions(target: Target, recipe: Recipe, lengths: Lengths, found: Fo
     except NothingFits as error:
         return [way.setting for way in error.ways]
     return [target.bill(chosen.recipe, *chosen.set)]
-
-
-def as_data(found: Found) -> dict[str, Any]:
-    """Return a result as the fields of :class:`cria_tricks.predict.answer.Fit`."""
-
-    def choice(one: Choice | None) -> dict[str, Any] | None:
-        if one is None:
-            return None
-        low, high = one.range
-        known = {"seconds_per_step": one.seconds, "seconds_per_step_low": low, "seconds_per_step_high": high}
-        times = known if one.seconds else dict.fromkeys(known)
-        return {"set": list(one.set), "needed_bytes": one.memory.needed_bytes, **times}
-
-    alternatives = {"runner_up": choice(found.runner_up), "safer": choice(found.safer)}
-    return {"aim": found.aim, "tried": found.tried, "chosen": choice(found.chosen), **alternatives}
 
 
 def in_words(found: Found) -> str:

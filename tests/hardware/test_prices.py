@@ -30,8 +30,8 @@ def by_plan(flavor):
     """``cria plan kwanzaa --gpu CARD --rows 107``, with the switches that save most."""
     card = CARDS[flavor.card]
     found = plan_data.prices(Target(LLAMA, card.device), recipes.capstone(card.device), ROWS)
-    price = next(price for price in found if price["flavor"] == flavor.name)
-    return price["minutes"], price["cost"]
+    price = next(price for price in found if price.flavor == flavor.name)
+    return price.minutes, price.cost
 
 
 def by_machines(flavor):

@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from cria_tricks import recipes
@@ -167,8 +167,8 @@ def answer(choice: Choice) -> dict[str, Any]:
         BadInput: for a choice that the package refuses.
     """
     of = asked(choice)
-    found = plan_data.run_bill(of.target, of.recipe, of.lengths, rows=of.rows)
-    found["prices"] = plan_data.prices(of.target, of.recipe, of.rows, of.lengths)
+    found = plan_data.run_bill(of.target, of.recipe, of.lengths, rows=of.rows).to_dict()
+    found["prices"] = [asdict(one) for one in plan_data.prices(of.target, of.recipe, of.rows, of.lengths)]
     return found | {"about": about(of)}
 
 
