@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from cria_tricks.bench import measured_card, parts
-from cria_tricks.bench.accept import predicted, work_of
+from cria_tricks.bench.accept import predicted, step_of
 from cria_tricks.bench.case import prepared, settings_of
 from cria_tricks.bench.measured_card import MeasuredCard, MeasuredDevice, PartRecord, Provenance
 from cria_tricks.bench.results import Case, Sensors
@@ -66,7 +66,7 @@ def _case(one: parts.Planned, card: Card, times: float) -> Case:
         kind=device.kind, versions=VERSIONS,
         sensors=Sensors(median_clock_mhz=900, highest_celsius=70, throttled=("power cap",)),
     )  # fmt: skip
-    step = step_time.time_of(work_of(case, device), card).seconds * times / statistics.median(PAUSES)
+    step = step_time.time_of(step_of(case, device), card).seconds * times / statistics.median(PAUSES)
     case = case.model_copy(update={"seconds": tuple(step * pause for pause in PAUSES)})
     return case.model_copy(update={"predicted": (predicted(case, card),)})
 

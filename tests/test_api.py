@@ -116,11 +116,11 @@ def test_what_is_wrong_is_one_line(call, said):
 
 
 def test_train_takes_every_form_of_a_recipe(tmp_path, monkeypatch):
-    """What it opens a job for; the run itself is tested from an installed wheel."""
+    """With which recipe a job is opened; the run itself is tested from an installed wheel."""
     opened = []
 
     def refuse(*words):
-        opened.append(words[:-1])  # the last is when it began
+        opened.append(words)
         raise BadInput("seen")
 
     monkeypatch.setattr("cria_tricks.run.job.opened", refuse)

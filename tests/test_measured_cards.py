@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cria_tricks.bench.accept import work_of
+from cria_tricks.bench.accept import step_of
 from cria_tricks.bill import step_time
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import reached
@@ -88,7 +88,7 @@ def test_the_range_holds_every_measured_step():
     assert (t4.basis("fp16"), t4.basis("fp32")) == ("measured cards", "no run")
     for measured in cards:
         for case in measured.cases:
-            step = step_time.time_of(work_of(case, t4.device), t4)
+            step = step_time.time_of(step_of(case, t4.device), t4)
             assert step.low <= case.median_seconds <= step.high
 
 

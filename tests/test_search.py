@@ -180,7 +180,7 @@ def test_a_card_whose_speed_is_not_known_is_searched_by_bytes_alone():
     needed = smallest.chosen.memory.needed_bytes
     assert needed < min(target.memory(recipe).needed_bytes, longest.chosen.memory.needed_bytes)
     assert longest.chosen.tokens > recipe.data.max_length
-    assert smallest.answer.chosen.seconds_per_step is None
+    assert smallest.for_plan.chosen.seconds_per_step is None
     assert search.in_words(smallest).endswith(f"(needs {human(needed)})")
 
 
@@ -219,3 +219,11 @@ def test_launch_hands_the_search_on(run_cria):
     _, stdout, _ = run_cria("launch", "kwanzaa", "--on", "torchrun", "--nproc", "2", "--fit", "smallest",
                             "--may-change", "packing", "--print")  # fmt: skip
     assert "--fit smallest --may-change packing" in stdout
+
+
+def test_micro_batches_that_several_processes_cannot_share_are_left_out():
+    recipe = with_settings(recipes.qlora(T4), ["model=smollm2", "parallel.strategy=ddp", "tricks.expand_kv=false"])
+    target = Target(find_shape("smollm2"), T4, 2)
+    chosen = search.search(target, recipe, "fastest", full(recipe, "a test")).chosen
+    assert target.works(chosen.recipe)
+    assert chosen.recipe.tricks.gradient_accumulation % 2 == 0

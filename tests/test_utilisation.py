@@ -22,8 +22,8 @@ T = 512
 
 def counted(*settings: str, card: str = "a100", tokens: int = T) -> tuple[float, float]:
     recipe = with_settings(Recipe(), [f"tricks.{one}" for one in settings])
-    work = folds.step_of(recipe, LLAMA, CARDS[card].device, tokens)
-    return model_flops(work), hardware_flops(work)
+    step = folds.step_of(recipe, LLAMA, CARDS[card].device, tokens)
+    return model_flops(step), hardware_flops(step)
 
 
 def test_without_recomputation_it_is_the_formula_of_palm():
@@ -41,9 +41,20 @@ def test_it_is_what_torch_counts_in_a_real_step():
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     ids = model.dummy_inputs["input_ids"][:1, :4].repeat(1, 8)
-    work = folds.step_of(Recipe(), shape_of(config.to_dict(), "tiny"), CPU, ids.shape[1])
+    step = folds.step_of(Recipe(), shape_of(config.to_dict(), "tiny"), CPU, ids.shape[1])
     measured = flops(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward())
-    assert model_flops(work) * ids.shape[1] == pytest.approx(measured, rel=1e-9)
+    assert model_flops(step) * ids.shape[1] == pytest.approx(measured, rel=1e-9)
+
+
+def test_vectors_of_a_prompt_are_paid_by_the_tokens_of_the_text():
+    """The tokens of a second are those of the text. 500 and 28 positions cost as much as 512 and 16."""
+
+    def of_a_row(vectors: int, tokens: int) -> float:
+        settings = ["tricks.peft=prompt_tuning", f"prompt.tokens={vectors}"]
+        step = folds.step_of(with_settings(Recipe(), settings), LLAMA, CARDS["a100"].device, tokens)
+        return tokens * hardware_flops(step)
+
+    assert of_a_row(28, 500) == pytest.approx(of_a_row(16, 512), rel=1e-12)
 
 
 def test_what_is_computed_again_counts_for_hfu_alone():

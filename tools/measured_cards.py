@@ -18,7 +18,7 @@ from typing import Any
 
 from cria_tricks import recipes
 from cria_tricks.bench import tables
-from cria_tricks.bench.accept import accept, device_of, work_of
+from cria_tricks.bench.accept import accept, device_of, step_of
 from cria_tricks.bench.measured_card import MeasuredCard
 from cria_tricks.bench.results import Case, Predicted
 from cria_tricks.bill import step_time
@@ -31,7 +31,7 @@ from cria_tricks.hardware.gpus import GPUS, by_datasheet
 from cria_tricks.hardware.reached import Reached
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import plan_data
-from cria_tricks.predict.answer import BACKED
+from cria_tricks.predict.answer import BACKED, NO_RUN
 from cria_tricks.predict.toggles import Target
 from tools import notebooks
 
@@ -123,7 +123,7 @@ def _counts(case: Case, card: Card) -> bool:
     """Return whether a case was timed, and has the 16-bit products whose share is fitted."""
     if case.status != "ok" or not case.median_seconds:
         return False
-    return card.flops(work_of(case, card.device).precision) == card.half_flops
+    return card.flops(step_of(case, card.device).precision) == card.half_flops
 
 
 def _reached(measured: Sequence[MeasuredCard], cases: Sequence[Case], card: Card) -> Reached:
@@ -145,11 +145,11 @@ def _reached(measured: Sequence[MeasuredCard], cases: Sequence[Case], card: Card
 
 
 def _seconds(case: Case, card: Card) -> float:
-    return step_time.time_of(work_of(case, card.device), card).seconds
+    return step_time.time_of(step_of(case, card.device), card).seconds
 
 
 def _waits(case: Case, card: Card) -> bool:
-    last = step_time.time_of(work_of(case, card.device), card).parts[-1]
+    last = step_time.time_of(step_of(case, card.device), card).parts[-1]
     return last.name == "launches" and last.seconds > 0
 
 
@@ -177,7 +177,7 @@ def _predicted(gpu: Gpu) -> tuple[str, str]:
     found = plan_data.bill(Target(find_shape(recipe.model), gpu.device), recipe)
     seconds = "no rates known"
     if found.step_range:
-        seconds = f"predicted: {between(*found.step_range)}, {BACKED[found.seconds_by]}"
+        seconds = f"predicted: {between(*found.step_range)}, {BACKED[found.seconds_by or NO_RUN]}"
     return f"predicted: {human(found.needed_bytes)}", seconds
 
 

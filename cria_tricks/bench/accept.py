@@ -58,8 +58,8 @@ def device_of(measured: MeasuredDevice) -> Device:
     return Device(measured.kind, measured.name, measured.capability, measured.real_bf16, measured.memory_bytes)
 
 
-def work_of(case: Case, device: Device) -> Step:
-    """Return what a case's optimizer step has to do.
+def step_of(case: Case, device: Device) -> Step:
+    """Describe a case's optimizer step.
 
     Raises:
         BadInput: if its settings are none of ours.
@@ -74,9 +74,9 @@ def work_of(case: Case, device: Device) -> Step:
 
 def predicted(case: Case, card: Card) -> Predicted:
     """Predict the time of a case's step by the rates of a card."""
-    work = work_of(case, card.device)
-    step = step_time.time_of(work, card)
-    return Predicted(by=card.basis(work.precision), seconds=step.seconds, low=step.low, high=step.high)
+    step = step_of(case, card.device)
+    time = step_time.time_of(step, card)
+    return Predicted(by=card.basis(step.precision), seconds=time.seconds, low=time.low, high=time.high)
 
 
 def accept(file: Path) -> MeasuredCard:
@@ -150,7 +150,7 @@ def _seconds(case: Case, card: MeasuredCard) -> Iterator[Problem]:
     if median > UNSTEADY * fastest:
         yield ".seconds", f"the median is {median / fastest:.1f} times the fastest: something else ran"
     try:
-        work = work_of(case, device_of(card.device))
+        work = step_of(case, device_of(card.device))
     except BadInput as wrong:
         yield ".settings", str(wrong)
         return

@@ -17,10 +17,10 @@ from cria_tricks.bill.step import Step
 
 
 def without_gradients(step: Step) -> Step:
-    """Return the facts of the same pass in eval mode: no gradient flows, and there is no dropout.
+    """Return the same pass in eval mode: no gradient flows, and there is no dropout.
 
     Args:
-        step: the facts of a step without checkpointing, offloading, accumulation and packing.
+        step: a step without checkpointing, offloading, accumulation and packing.
     """
     return replace(step, learning_blocks=0, dropout=False, waiting_gradient_bytes=0)
 
@@ -31,7 +31,7 @@ def loss_pass(step: Step) -> list[Moment]:
     The first is the deepest point of a block; the others are those of the loss.
 
     Args:
-        step: the facts of the pass, from :func:`without_gradients`.
+        step: the pass, from :func:`without_gradients`.
     """
     at_the_loss = _chunked if "log-softmax" not in step.loss_moments(step) else _full
     in_block = (batch_line(step, masked=True), *_in_block(step))
@@ -46,10 +46,10 @@ def fullest_answer(prompts: Step, token: Step, room: int, *, caches: bool = True
     It is in the first pass, through the prompts, or in a pass for one token.
 
     Args:
-        prompts: the facts of the pass through the prompts, from :func:`without_gradients`.
+        prompts: the pass through the prompts, from :func:`without_gradients`.
         token: the same for one token of each row.
         room: the longest prompt and answer together [tokens].
-        caches: whether the model can use a KV cache; the facts of the prompts then do not include the answers.
+        caches: whether the model can use a KV cache; ``prompts`` then has no tokens of the answers.
     """
     shape = prompts.shape
     rows = prompts.batch

@@ -203,7 +203,7 @@ def loaded_tensors(step: Step) -> dict[str, list[Tensors]]:
 def _added_tensors(step: Step) -> list[Tensors]:
     """List the tensors that were added to the loaded model."""
     if not step.adapted:
-        # The facts do not tell the shapes of these tensors, so they count as divisible element by element.
+        # The step does not tell the shapes of these tensors, so they count as divisible element by element.
         return [Tensors(count, elements, elements) for count, elements in step.added]
     added = []
     for name in step.adapted:
@@ -242,14 +242,13 @@ has no attention mask, so the moments that are made of these lines lack it.
 """
 
 
-def sharded_moments(step: Step, processes: int, reduce: str, micro_batches: int) -> list[Moment]:
+def sharded_moments(step: Step, processes: int, reduce: str) -> list[Moment]:
     """Return the moments of a step under FSDP2: weights, gradients and states as shards, plus what is whole.
 
     Args:
         step: the step that one process computes, with its own micro-batches.
         processes: the number of processes, N.
         reduce: when gradients are reduced, ``micro_batch`` or ``step``.
-        micro_batches: how many micro-batches of a step one process computes.
 
     Returns:
         The moments of ``bill/moments.py``, and those at which weights arrive or gradients are reduced; each as it is in
@@ -257,12 +256,12 @@ def sharded_moments(step: Step, processes: int, reduce: str, micro_batches: int)
     """
     found = sizes(step, processes)
     alone = replace(step, waiting_gradient_bytes=0)  # no whole gradients are there from before
-    if reduce == "micro_batch" or micro_batches == 1:
-        passes = [_Pass(alone, found, processes, shards_before=micro_batches > 1)]
+    if reduce == "micro_batch" or step.micro_batches == 1:
+        passes = [_Pass(alone, found, processes, shards_before=step.micro_batches > 1)]
     else:
         # The last micro-batch reduces what the others left whole. With two, none is between the first and the last.
         passes = [_Pass(alone, found, processes, reduces=False), _Pass(step, found, processes)]
-        if micro_batches > 2:
+        if step.micro_batches > 2:
             passes.append(_Pass(step, found, processes, reduces=False))
     largest = dict[str, Moment]()
     for one in passes:
@@ -277,7 +276,7 @@ class _Pass:
     """The forward and backward pass of one micro-batch.
 
     Attributes:
-        step: its step; whole gradients are there from before if they say so (``accumulates``).
+        step: its step; whole gradients are there from before if it says so (``accumulates``).
         sizes: of what is sharded and gathered.
         processes: the number of processes, N.
         reduces: whether gradients are reduced in this pass.
@@ -292,15 +291,15 @@ class _Pass:
 
     def moments(self) -> list[Moment]:
         """Return the moments of the pass."""
-        steps = {moment.name: moment for moment in moments(self.step)[:-1]}
-        found = [*self._arrivals(steps), *self._reductions(steps)]
+        by_name = {moment.name: moment for moment in moments(self.step)[:-1]}
+        found = [*self._arrivals(by_name), *self._reductions(by_name)]
         in_runs = set[str]()
-        for highest, lowest, above, blocks in self._runs(steps):
+        for highest, lowest, above, blocks in self._runs(by_name):
             in_runs |= {highest, lowest}
-            found += self._of_run(steps[highest], steps[lowest], above, blocks)
+            found += self._of_run(by_name[highest], by_name[lowest], above, blocks)
         block = self.sizes.block
-        chunked = "last norm" in steps  # then the loss makes its gradients in the forward pass
-        for name, moment in steps.items():
+        chunked = "last norm" in by_name  # then the loss makes its gradients in the forward pass
+        for name, moment in by_name.items():
             if name in in_runs:
                 continue
             if name == "forward":
@@ -338,12 +337,12 @@ class _Pass:
             return head
         return head + self.sizes.block.weights  # the last block is fetched ahead
 
-    def _runs(self, steps: dict[str, Moment]) -> list[tuple[str, str, int, int]]:
+    def _runs(self, by_name: dict[str, Moment]) -> list[tuple[str, str, int, int]]:
         """Return the runs of blocks that are alike, from the last: highest, lowest, blocks above it, its blocks."""
         blocks = self.step.learning_blocks
-        if "first block" not in steps:
+        if "first block" not in by_name:
             return []
-        if "first kept block" not in steps:
+        if "first kept block" not in by_name:
             return [("last block", "first block", 0, blocks)]
         kept = self.step.staying_blocks
         return [
@@ -409,15 +408,15 @@ class _Pass:
             shards -= self.sizes.of_ends // self.processes
         return self._with(moment, 0, shards, self.sizes.block.gradients + self.sizes.of_ends)
 
-    def _arrivals(self, steps: dict[str, Moment]) -> list[Moment]:
+    def _arrivals(self, by_name: dict[str, Moment]) -> list[Moment]:
         """Return the moments of the forward pass at which weights arrive, beside the buffer of the group before."""
         block = self.sizes.block.weights
         head = self.sizes.of(HEAD).weights
         # Below all blocks; an embedding of its own has no more weights than the head, which arrives later.
         first = self.sizes.of(EMBEDDING).weights or self.sizes.root
-        before = next(iter(steps.values()))
+        before = next(iter(by_name.values()))
         gradients = self._before(before)
-        others = _saved(steps["last block"]) if "last block" in steps else 0
+        others = _saved(by_name["last block"]) if "last block" in by_name else 0
         # Weights and buffer of the group that arrives, and the buffer of the group before: FSDP2 frees that only when
         # all weights have been copied out of the new one.
         found = [
@@ -428,11 +427,11 @@ class _Pass:
             found.append(self._beside("head arrives", before, _saved(before), block + 2 * head, gradients))
         return found
 
-    def _reductions(self, steps: dict[str, Moment]) -> list[Moment]:
+    def _reductions(self, by_name: dict[str, Moment]) -> list[Moment]:
         """Return the moments at which gradients outside the blocks are copied into the buffer that is reduced."""
         if not self.reduces:
             return []
-        before = next(iter(steps.values()))
+        before = next(iter(by_name.values()))
         head = self.sizes.of(HEAD).gradients
         block = self.sizes.block
         shards = self.sizes.shards["gradients"]

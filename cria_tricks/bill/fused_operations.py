@@ -179,7 +179,7 @@ def tiled(step: Step, rule: Rule = walk) -> list[Operation]:
     """List the operations of a block whose MLP takes a tile of tokens at a time, as one operation.
 
     Args:
-        step: the facts of the step; its ``mlp_tile`` may be 0, and then nothing changes.
+        step: the step; its ``mlp_tile`` may be 0, and then nothing changes.
         rule: the operations of the block without tiles.
     """
     found = rule(step)
@@ -215,7 +215,7 @@ def _through_a_tile(inside: Step, operations: list[Operation]) -> int:
     """Return the most bytes that are alive while one tile runs forward again and backward.
 
     Args:
-        inside: the facts of the tile.
+        inside: the step of a tile.
         operations: of the MLP, for the tokens of a tile.
     """
     result = inside.all_tokens * inside.shape.width * inside.product_itemsize

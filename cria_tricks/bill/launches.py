@@ -50,7 +50,7 @@ def of_blocks(step: Step, blocks: Blocks) -> int:
     matrices = len(step.shape.linears)
     adapted = len(step.adapted)
     learning = matrices if step.trains_all else adapted
-    unpack = UNPACK * matrices * (step.stored_itemsize < 2)
+    unpack = UNPACK * matrices * step.quantised
     of_adapter = FUSED_ADAPTER if step.fused_adapters else ADAPTER
     forward = BLOCK + of_adapter * adapted + UNFUSED * (step.kernel == "eager") + _casts(step, matrices, adapted)
     backward = forward + BACKWARD + 2 * learning
@@ -80,7 +80,7 @@ def _of_tiles(step: Step, blocks: Blocks, of_adapter: int) -> int:
         return 0
     adapted = len(set(step.adapted) & set(step.mlp))
     casts = 2 * adapted * (step.compute_itemsize < 4)  # of A and B
-    around = of_adapter * adapted + casts + UNPACK * len(step.mlp) * (step.stored_itemsize < 2)
+    around = of_adapter * adapted + casts + UNPACK * len(step.mlp) * step.quantised
     forward, backward = (each + around for each in TILE)
     backward += 4 * adapted  # the gradients of A and B, and their sums over the tiles
     if step.fused_adapters:
@@ -100,7 +100,7 @@ def _casts(step: Step, matrices: int, adapted: int) -> int:
     if step.fused_adapters:
         return NORM_CASTS + 2 * adapted
     # A and B are fp32. peft casts their inputs to fp32, and autocast casts them back.
-    return NORM_CASTS + 2 * adapted * (1 + (step.adapter_input_itemsize == 4))
+    return NORM_CASTS + 2 * adapted * (1 + step.casts_adapter_inputs)
 
 
 def of_loss(step: Step) -> float:

@@ -1,7 +1,7 @@
 r"""Estimate the memory of a training step by hand: its peak in bytes, from the widths of the model alone.
 
-The estimate begins with plain fp32 full fine-tuning. Each trick of the recipe then changes its part of the facts: how
-weights are stored, what trains, what a block saves. From the facts the bytes that are alive are added up, for each
+The estimate begins with plain fp32 full fine-tuning. Each trick of the recipe then changes its part of the step: how
+weights are stored, what trains, what a block saves. Then the bytes that are alive are added up, for each
 moment of the step that may be the peak:
 
 - the end of the forward pass, where all saved activations meet the logits, and the loss, where the gradients of the
@@ -109,8 +109,8 @@ def _overlapped_backward(step: Step, kept: Step, waiting: Waiting, over: tuple[L
     """Return moments of the backward pass if the inputs of the first blocks come back beside the computing.
 
     Args:
-        step: the facts of the first blocks.
-        kept: the facts of the others.
+        step: the step as the first blocks see it.
+        kept: as the others see it.
         waiting: what waits.
         over: the lines that are the same in the whole pass.
         pick: which points of a block become moments.
@@ -148,7 +148,7 @@ def _of_blocks(
     """Return moments of the backward pass of blocks that are alike: of the highest of them, and of the lowest.
 
     Args:
-        step: the facts of these blocks.
+        step: the step as these blocks see it.
         highest: the name of the moment, and what waits then.
         lowest: the same for the lowest block.
         over: the lines that are the same in the whole pass.

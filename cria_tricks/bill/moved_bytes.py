@@ -58,9 +58,9 @@ _FUSED_BLOCKS: dict[tuple[int, int], Each] = {
     FULL: ((8, 102), (0, -8), (20, 44)),
 }
 
-COMPILED: Each = ((16, 32), (6, 10), (4, 4))
-"""What a compiled block moves between its products. It is reasoned, not counted: a fused chain of operations reads its
-inputs once and writes its result once."""
+_COMPILED: Each = ((16, 32), (6, 10), (4, 4))
+"""What a compiled block moves between its products [bytes for one element, forward and backward]. It is reasoned, not
+counted: a fused chain of operations reads its inputs once and writes its result once."""
 
 SCORE = (32, 34)
 """Forward and backward [bytes for one attention score], where no fused kernel keeps the B H T^2 scores on the chip. The
@@ -80,7 +80,7 @@ def weights(step: Step, blocks: Blocks) -> tuple[int, int, int]:
     """Count what products read and write of the blocks' weights in one micro-batch, all in the compute dtype.
 
     Args:
-        step: what the step has to do.
+        step: the step.
         blocks: how many blocks run each pass.
 
     Returns:
@@ -126,9 +126,9 @@ def unpacking(step: Step, blocks: Blocks) -> tuple[int, int]:
     stored = _cast(step.stored_itemsize, wide) * unpacked
     casts = _cast(step.head_itemsize, wide) * step.shape.embedding_weights
     casts += step.trains_all * _cast(wide, 4) * runs["backward"] * in_a_block
-    if step.stored_itemsize >= 2:
-        return 0, round(casts + stored)
-    return round(stored), round(casts)
+    if step.quantised:
+        return round(stored), round(casts)
+    return 0, round(casts + stored)
 
 
 def head_weights(step: Step) -> float:
@@ -148,7 +148,7 @@ def between(step: Step) -> tuple[int, int]:
         Bytes for one position in one block, forward and backward.
     """
     if step.compiled:  # an adapter's casts are fused, too
-        parts = [over_widths(step.shape, COMPILED)]
+        parts = [_over_widths(step.shape, _COMPILED)]
     else:
         parts = [_with_fused_adapters(step) if step.fused_adapters else one_by_one(step)]
         if step.fused_blocks:
@@ -161,7 +161,7 @@ def between(step: Step) -> tuple[int, int]:
 
 
 def saved(step: Step) -> float:
-    """Count the bytes that autograd saves in one block for one position; the mean over all blocks."""
+    """Count the bytes that autograd saves in a block for one position, without ``torch.compile``; a mean of blocks."""
     each = _SAVED[step.hidden_itemsize, step.compute_itemsize]
     found: float = sum(width * one for width, one in zip(_widths(step.shape), each, strict=True))
     if step.fused_adapters:
@@ -179,13 +179,13 @@ def saved(step: Step) -> float:
 
 
 def one_by_one(step: Step) -> tuple[int, int]:
-    """Count it if each operation is a kernel of its own (no ``torch.compile``, nothing fused)."""
-    forward, backward = over_widths(step.shape, _BETWEEN[step.hidden_itemsize, step.compute_itemsize])
+    """Count the traffic between products if each operation is a kernel of its own; units as in :func:`between`."""
+    forward, backward = _over_widths(step.shape, _BETWEEN[step.hidden_itemsize, step.compute_itemsize])
     lora_forward, lora_backward = _around_lora(step)
     return forward + lora_forward, backward + lora_backward
 
 
-def over_widths(shape: Shape, each: Each) -> tuple[int, int]:
+def _over_widths(shape: Shape, each: Each) -> tuple[int, int]:
     """Turn bytes for one element into bytes for one position: multiply them by the three widths, and add up.
 
     Args:
@@ -214,7 +214,7 @@ def _around_lora(step: Step) -> tuple[int, int]:
         Bytes for one position in one block, forward and backward.
     """
     wide = step.compute_itemsize
-    cast = (step.adapter_input_itemsize == 4) * _ADAPTER_CAST[step.hidden_itemsize, wide]
+    cast = step.casts_adapter_inputs * _ADAPTER_CAST[step.hidden_itemsize, wide]
     forward = backward = 0
     for name in step.adapted:
         d_in, d_out = step.shape.linears[name]
@@ -231,11 +231,11 @@ def _with_fused_adapters(step: Step) -> tuple[int, int]:
     """Count the traffic between the products of a block whose adapters are fused (``tricks/fused_lora.py``).
 
     Adapters add in place, inside their products, so nothing of :func:`_around_lora` is left. What is left are casts,
-    where the hidden states are wider than what products multiply, and the sums into them.
+    where the hidden states are wider than what products multiply, and the sums into them. Units as in :func:`between`.
     """
     wide = step.compute_itemsize
-    between = _BETWEEN[step.hidden_itemsize, wide]
-    forward, backward = over_widths(step.shape, between)
+    each = _BETWEEN[step.hidden_itemsize, wide]
+    forward, backward = _over_widths(step.shape, each)
     for group in step.shape.input_groups:
         adapted = [name for name in group if name in step.adapted]
         if not adapted:
@@ -251,7 +251,7 @@ def _with_fused_adapters(step: Step) -> tuple[int, int]:
     if _fuses_mlp(step):
         # The activation and the product with up run again, but not where checkpointing would have repeated them.
         repeated = step.repeated_blocks / step.shape.layers
-        backward += round(between[1][0] * step.shape.inner * (1 - repeated))
+        backward += round(each[1][0] * step.shape.inner * (1 - repeated))
     return forward, backward
 
 
@@ -274,15 +274,16 @@ def _not_saved_with_fused_adapters(step: Step) -> int:
 
 
 def _of_fused_blocks(step: Step) -> tuple[int, int]:
-    """Count what is moved less if norms, rotary positions and activation are fused, as negative numbers."""
+    """Count what is moved less, as negative numbers, if norms, rotary positions and activation are fused."""
     of_hidden, of_inner, of_heads = _FUSED_BLOCKS[step.hidden_itemsize, step.compute_itemsize]
     if _fuses_mlp(step):
         of_inner = 0, 0
-    forward, backward = over_widths(step.shape, (of_hidden, of_inner, of_heads))
+    forward, backward = _over_widths(step.shape, (of_hidden, of_inner, of_heads))
     return -forward, -backward
 
 
 def _not_saved_with_fused_blocks(step: Step) -> int:
+    """Count what fused blocks do not save: a second copy of a norm's input, and the activated gate."""
     # Two operations of a norm save its input in fp32. A fused norm saves it once, as it is.
     found = step.shape.norms * step.shape.width * (2 * 4 - step.hidden_itemsize)
     if not _fuses_mlp(step):
@@ -329,10 +330,10 @@ def fetched(step: Step) -> float:
 
 
 def _of_pieces(step: Step) -> tuple[int, int]:
-    """Count what is moved less if N processes divide the tokens of the residual stream, as negative numbers.
+    """Count what is moved less, as negative numbers, if N processes divide the tokens of the residual stream.
 
     Sequence parallelism (``parallel/sequence.py``) divides norms and residual sums. The inputs of products are
-    gathered, so what is done to them is whole in each process. All of it is for one position of the whole rows.
+    gathered, so what is done to them is whole in each process. The bytes are for one position of the whole rows.
     """
     key = step.hidden_itemsize, step.compute_itemsize
     fused = _FUSED_BLOCKS[key][0] if step.fused_blocks else (0, 0)

@@ -211,7 +211,7 @@ def head(step: Step, learns: bool) -> Products:
     The chunked loss repeats no product, because it computes the gradients while the logits of a chunk still exist.
 
     Args:
-        step: it says what is trained.
+        step: the step, which says what is trained.
         learns: whether the head's input needs a gradient.
     """
     found = Products()
@@ -228,7 +228,7 @@ def attention(step: Step, blocks: Blocks, *, fused: bool) -> int:
     four at most. A fused kernel always takes all four, and a fifth for the scores, which it did not save.
 
     Args:
-        step: it gives the rows of a micro-batch and their length.
+        step: the step, which gives the rows of a micro-batch and their length.
         blocks: how many blocks run attention, forward and backward.
         fused: whether one kernel computes all of attention (flash, memory-efficient), or each operation has its own.
     """

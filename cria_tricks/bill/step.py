@@ -1,10 +1,11 @@
 """Describe a training step before its bytes and its seconds are counted: sizes, dtypes, what trains, what moves."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from cria_tricks.bill.constants import FP32
+from cria_tricks.bill.constants import FP32, TOKENS_PER_CHUNK
 from cria_tricks.bill.lines import Line
 from cria_tricks.bill.operation import BlockTensors, NormBytes, Operation, Product, ProductBytes, WaitingBytes
 from cria_tricks.hardware.device import Device
@@ -16,10 +17,10 @@ class Step:
     """A training step, as far as its bytes and its seconds depend on it.
 
     It begins as plain fp32 full fine-tuning, and each trick that is on returns a changed copy (``tricks/folds.py``). A
-    trick that changes only bytes of its own sets a number or a rule, which is a function. A flag is used if a trick
-    changes the order of events, because then many lines of a block change, or for the traffic of a block, whose counts
-    stand in one table. Two steps are compared without their rules, because two equal functions made at different times
-    are not equal; what the rules return is compared in the bills' moments.
+    trick that changes only bytes of its own sets a number or a rule, which is a function. A flag is used where a trick
+    changes many lines: the order of events in a block (``bill/block.py``), or its memory traffic
+    (``bill/moved_bytes.py``). Two steps are compared without their rules, because two equal functions made at different
+    times are not equal; what the rules return is compared in the bills' moments.
 
     An item size is in bytes for one element. "Bytes moved" are read from the device's memory and written to it.
 
@@ -28,7 +29,7 @@ class Step:
         device: the device that the step is meant for.
         batch: rows of a micro-batch.
         tokens: tokens of a row, the vectors of a learnt prompt included.
-        trained_tokens: trained tokens of a micro-batch, the most that there may be.
+        trained_tokens: trained tokens of a micro-batch, at most; the bytes are those of this case.
         block_weight_bytes: bytes of the matrices of all blocks as they are stored, without those of experts.
         blocks_on_device: how many blocks have their matrices on the device at a time; ``None`` if all have.
         learning_operations: rule: step -> operations of a block that learns, or of the trained copy beside a block.
@@ -80,7 +81,7 @@ class Step:
         stream_pieces: how many processes divide the tokens of the residual stream and of the norms among them.
         micro_batches: how many make an optimizer step.
         prompt_tokens: how many of a row's tokens are vectors of a learnt prompt.
-        trained_share: which share of the other tokens is trained in the mean, from 0 to 1.
+        trained_share: which share of the other tokens is trained in the mean, from 0 to 1; for the seconds.
         stored_itemsize: item size of a block's weights as they are stored, with their share of quantisation scales.
         reaches_embedding: whether the embedding's output needs a gradient.
         fused_adapters: whether adapters add in place, with a backward pass of their own (fused LoRA).
@@ -89,13 +90,11 @@ class Step:
         logit_positions: positions of a micro-batch for which logits are computed; ``None`` for all.
         logit_bytes: bytes moved for one logit, forward and backward together.
         logit_saved_bytes: bytes that autograd saves for one logit.
-        head_reads: how often a micro-batch reads the head's weights.
         optimizer_bytes: bytes that the optimizer's kernel moves for one trained weight.
         gradient_bytes: bytes moved for one trained weight by everything done to its gradient before that, such as
             accumulation, unscaling and clipping.
         link_trips: how often all that is saved crosses the link between device and host.
         travelling_blocks: how many blocks' inputs travel beside the computing, to the host and back.
-        fetched_blocks: how many blocks' weights a micro-batch fetches from the host.
     """
 
     shape: Shape
@@ -153,7 +152,7 @@ class Step:
     paged_from: int = 0
     expandable_segments: bool = False
     stream_pieces: int = 1
-    # What only the seconds depend on.
+    # These, and the four numbers above without a default value, are for the seconds alone.
     micro_batches: int = 1
     prompt_tokens: int = 0
     trained_share: float = 1.0
@@ -163,10 +162,8 @@ class Step:
     fused_blocks: bool = False
     compiled: bool = False
     logit_positions: float | None = None
-    head_reads: int = 2
     link_trips: int = 0
     travelling_blocks: int = 0
-    fetched_blocks: int = 0
 
     @cached_property  # several moments ask, and a search makes hundreds of bills
     def operations(self) -> tuple[Operation, ...]:
@@ -242,13 +239,41 @@ class Step:
 
     @property
     def head_itemsize(self) -> int:
-        """Item size of the head's weights as they are stored; a head that trains is an fp32 copy."""
+        """Item size of the head's weights as they are stored; a head that trains is in fp32."""
         return FP32 if self.trains_head else self.other_weight_itemsize
 
     @property
     def repeated_blocks(self) -> int:
         """How many of the first blocks checkpointing runs forward a second time."""
         return (self.shape.layers - self.kept_blocks) * self.checkpointed
+
+    @property
+    def casts_adapter_inputs(self) -> bool:
+        """Whether adapters cast their inputs to fp32 and back."""
+        return self.adapter_input_itemsize == FP32
+
+    @property
+    def head_reads(self) -> int:
+        """How often a micro-batch reads the head's weights; each chunk of a chunked loss reads them twice."""
+        if self.logit_positions is None:
+            return 2
+        chunks = math.ceil(int(self.logit_positions) / TOKENS_PER_CHUNK)  # it is a share of the tokens, so a float
+        return 2 * max(chunks, 1)
+
+    @property
+    def fetches_once(self) -> bool:
+        """Whether streamed blocks are fetched once for all micro-batches of a step."""
+        return self.window > 1
+
+    @property
+    def fetched_blocks(self) -> int:
+        """How many blocks' weights a micro-batch fetches from the host, or all micro-batches together."""
+        if self.blocks_on_device is None:
+            return 0
+        elsewhere = self.shape.layers - self.blocks_on_device
+        if self.learning_blocks:
+            return 2 * elsewhere
+        return self.shape.layers * (elsewhere > 0)  # no backward pass goes through the blocks
 
     @property
     def copied_blocks(self) -> int:

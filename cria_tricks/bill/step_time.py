@@ -1,4 +1,4 @@
-"""Estimate the time of a training step and the price of a run, from counted work and the rates that cards reach.
+"""Estimate the time of a training step, from counted operations and bytes and the rates that cards reach.
 
 This is a roofline model. A step is a sequence of parts. Compute and memory traffic of a part overlap, so the part
 takes the longer of the two times: operations / rate, or bytes / memory bandwidth. Traffic over PCIe is taken not to
@@ -240,13 +240,13 @@ def _micro_batch(step: Step) -> Iterator[PartCounts]:
     each = n * step.shape.width * step.hidden_itemsize
     why = "inputs of blocks go to the host and come back, beside the computing"
     yield PartCounts(TRAVEL, 0, 0, 2 * each * travelling, why, launches.TRAVEL * travelling)
-    fetched = moved_bytes.fetched(step) * (step.window == 1)
+    fetched = moved_bytes.fetched(step) * (not step.fetches_once)
     yield PartCounts(FETCHED, 0, 0, fetched, "blocks come from the host, beside the computing")
 
 
 def _once_a_step(step: Step, cards: int) -> Iterator[PartCounts]:
     """Count the parts that run once for all micro-batches of a step."""
-    fetched = moved_bytes.fetched(step) * (step.window > 1)
+    fetched = moved_bytes.fetched(step) * step.fetches_once
     yield PartCounts(FETCHED, 0, 0, fetched, "blocks come from the host once, beside the computing")
     trained = step.trained_weights
     each = step.optimizer_bytes + step.gradient_bytes

@@ -35,7 +35,7 @@ class Waiting(NamedTuple):
 
 
 def last_blocks(step: Step) -> Step:
-    """Return the facts of the last block: if only the first blocks are checkpointed, or offloaded, it is not."""
+    """Return the step as the last block sees it: if only the first blocks are checkpointed, or offloaded, it is not."""
     if not step.staying_blocks:
         return step
     checkpointed = step.checkpointed and not step.kept_blocks
@@ -112,7 +112,7 @@ def _of_window(alone: Waiting, step: Step, each: int, below: int, pinned: int) -
 
     Args:
         alone: what would wait for one micro-batch.
-        step: the facts of a micro-batch.
+        step: the step of a micro-batch.
         each: what waits in each block.
         below: what waits below the first block.
         pinned: the part of ``each`` that stays until the whole backward pass has run.
@@ -144,7 +144,7 @@ def _with_kept(uniform: Waiting, step: Step, waits: WaitingBytes, below: int) ->
 
     Args:
         uniform: what would wait if all blocks were alike.
-        step: the facts of the first blocks.
+        step: the step as the first blocks see it.
         waits: what waits in each of these.
         below: what waits below the first block.
     """

@@ -12,7 +12,7 @@ from pathlib import Path
 
 # On a CPU with bf16 instructions (AVX-512 BF16), bitsandbytes warns on import if the package `kernels` is missing. It
 # has a kernel of its own, so nothing here needs that package. The filter is set here, because the command and
-# run/api.py import this module before bitsandbytes.
+# run/train.py import this module before bitsandbytes.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
     lambda record: not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
 )

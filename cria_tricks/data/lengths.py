@@ -69,7 +69,7 @@ class _Unread(Exception):
 
 def full(recipe: Recipe, why: str) -> Lengths:
     """Return the lengths of rows that are all full, with the reason for this assumption."""
-    return Lengths(recipe.data.max_length, recipe.data.max_length, why=why)
+    return Lengths(recipe.data.max_length, float(recipe.data.max_length), why=why)
 
 
 def as_long_as(length: int, recipe: Recipe) -> Recipe:

@@ -285,8 +285,8 @@ def _launch(device: Device) -> float:
 
         taken[layers] = _median(run, device, SECONDS)
     shape = replace(find_shape("tiny"), layers=8)
-    work = folds.step_of(recipe, shape, device, 4)
-    return max(1e-7, (taken[10] - taken[2]) / launches.of_blocks(work, products.blocks(work)))
+    step = folds.step_of(recipe, shape, device, 4)
+    return max(1e-7, (taken[10] - taken[2]) / launches.of_blocks(step, products.blocks(step)))
 
 
 def _link_rate(device: Device) -> float:

@@ -6,7 +6,7 @@ bits, unless ``--packed`` leaves it as it is. So a model that fits a card in tra
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.evaluation import fullest_answer, loss_pass
@@ -62,18 +62,6 @@ class Answering:
             return [f"{said}, and none of its options would help; answer on a larger card, or on a CPU"]
         options = " ".join(self.fitting.options)
         return [f"{said}; with {options} it needs {human(self.fitting.memory.least_bytes)} (predicted)"]
-
-    def as_data(self) -> dict[str, Any]:
-        """Return the fields of :class:`cria_tricks.predict.answer.ResultMemory`."""
-        way = self.fitting
-        return {
-            "command": self.command,
-            "needed_bytes": self.plain.memory.needed_bytes,
-            "least_bytes": self.plain.memory.least_bytes,
-            "verdict": self.plain.memory.verdict,
-            "options": None if way is None else list(way.options),
-            "options_bytes": None if way is None else way.memory.least_bytes,
-        }
 
 
 def of_result(recipe: Recipe, shape: Shape, device: Device, lengths: Lengths) -> list[Answering]:
@@ -150,7 +138,7 @@ def needed(
 
 
 def _in_one_dtype(step: Step, *, packed: bool) -> Step:
-    """Return the facts of a model that computes in one dtype, without autocast; packed matrices are the exception."""
+    """Return the step of a model that computes in one dtype, without autocast; packed matrices are the exception."""
     wide = step.compute_itemsize
     shape = step.shape
     blocks = step.block_weight_bytes

@@ -56,24 +56,25 @@ def of_run(plan: Plan, recipe: Recipe, shape: Shape, processes: int, tokens: int
         tokens: the mean length of a row [tokens].
         trained_share: which share of the tokens is trained, from 0 to 1.
     """
-    work = folds.step_of(recipe, shape, plan.device, tokens, trained_share=trained_share)
+    step = folds.step_of(recipe, shape, plan.device, tokens, trained_share=trained_share)
     card = by_datasheet(plan.device)
     peak = None
     # strategy=model spreads one model over all cards of the machine from one process, and only one of them computes.
     if card and plan.parallel["strategy"] != "model":
-        peak = processes * card.flops(work.precision)
-    return Utilisation(model_flops(work), hardware_flops(work), peak)
+        peak = processes * card.flops(step.precision)
+    return Utilisation(model_flops(step), hardware_flops(step), peak)
 
 
 def hardware_flops(step: Step) -> float:
     """Count the floating-point operations that a step does in its matrix products, for each of its tokens."""
-    return sum(part.flops for part in counts(step)) / _tokens(step)
+    return sum(part.flops for part in counts(step)) / step.step_tokens
 
 
 def model_flops(step: Step) -> float:
     """Count the same without what is computed again: the operations that a token needs."""
+    # `reaches_embedding` stays: checkpointing asks for that gradient, and it is not computed twice.
     once = replace(step, checkpointed=False, mlp_tile=0, fused_adapters=False)
-    return sum(part.flops * _needed(part.name, once) for part in counts(once)) / _tokens(step)
+    return sum(part.flops * _needed(part.name, once) for part in counts(once)) / step.step_tokens
 
 
 def _needed(name: str, step: Step) -> float:
@@ -86,7 +87,3 @@ def _needed(name: str, step: Step) -> float:
         return 1.0
     blocks = products.blocks(step)
     return 1 - blocks.attended_back / (2 * blocks.attended + 5 * blocks.attended_back)
-
-
-def _tokens(step: Step) -> int:
-    return step.micro_batches * step.batch * step.tokens

@@ -40,7 +40,6 @@ from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import folds
-from cria_tricks.tricks.gradient_checkpointing import kept_blocks
 from cria_tricks.tricks.packing import documents
 
 SWITCHES = ("strategy=context",)
@@ -160,13 +159,13 @@ def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     steps = tricks.gradient_accumulation
     step = folds.step_of(recipe, shape, T4)  # these numbers are the same on any card
     numbers = 2 * recipe.train.batch_size * own_tokens(recipe.data.max_length, processes) * shape.kv_width
-    repeated = shape.layers - kept_blocks(recipe, shape) if tricks.gradient_checkpointing else 0
+    repeated = step.repeated_blocks
     back = shape.layers
     below = {"q_proj", "k_proj", "v_proj"} & set(step.adapted)
     if step.adapted and not below and not tricks.gradient_checkpointing:
         back -= 1  # nothing that trains is below the first block's attention
     if tricks.peft == "head":
-        repeated = back = 0
+        back = 0
     turns = (shape.layers + repeated + back) * steps * (processes - 1)
     calls = (
         Call("send", numbers * step.compute_itemsize, turns, 2, "keys and values, on to the next process"),

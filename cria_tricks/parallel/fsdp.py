@@ -219,13 +219,13 @@ def window(total: torch.nn.Module, world: World, last: bool) -> contextlib.Abstr
 
 def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     """Return what an optimizer step sends: weights for both passes of each micro-batch, and trained gradients."""
-    memory = step_of(recipe, shape, T4)  # any card would do: these bytes are the same on all
-    found = sizes(memory, processes)
+    step = step_of(recipe, shape, T4)  # any card would do: these bytes are the same on all
+    found = sizes(step, processes)
     mine = recipe.tricks.gradient_accumulation // processes
     layers = shape.layers
     # The backward pass gathers the blocks that it reaches, and one more, which FSDP prefetches whether or not it is
     # needed.
-    reached = min(memory.learning_blocks + 1, layers)
+    reached = min(step.learning_blocks + 1, layers)
     reductions = mine if recipe.parallel.reduce == "micro_batch" else 1
     calls = [
         Call("all_gather", found.blocks.weights // layers, mine * layers, processes, "the blocks' weights, forward"),

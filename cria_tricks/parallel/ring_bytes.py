@@ -19,7 +19,7 @@ def through_the_ring(step: Step) -> Step:
     """Bill ring attention in place of a single process's.
 
     Args:
-        step: the facts of a step with as many tokens of a row as a process has.
+        step: a step with as many tokens of a row as a process has.
     """
     # Keys and values are saved as they come, for the few key heads. There is no mask, except for one pair at a time.
     kernel = "memory-efficient" if step.device.kind == "cuda" else "flash"

@@ -19,11 +19,12 @@ from cria_tricks.hardware.cards import PRICES_DATE
 COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 """The verdicts, each with the colour in which it is printed."""
 
-BACKED: dict[str | None, str] = {
+NO_RUN = "no run"
+BACKED = {
     "measured here": "as measured here",
     "measured cards": "by measured cards",
     "public runs": "by public runs",
-    "no run": "by its datasheet, no run backs it",
+    NO_RUN: "by its datasheet, no run backs it",
 }
 """What is printed behind a range of times, by what backs it."""
 
@@ -131,7 +132,7 @@ class HostMemory:
 
 
 class _Timed:
-    """What has a time of a step, as a range."""
+    """The range of a step's time, which an answer and its choices have."""
 
     seconds_per_step_low: float | None
     seconds_per_step_high: float | None
@@ -395,7 +396,7 @@ def _time(found: PlanAnswer) -> str:
     run = _cheapest(found.prices) if found.prices else found.run
     if run:
         a_step = f"{_minutes(run)} to train, {a_step}"
-    return f"{a_step}, {BACKED[found.seconds_by]}"
+    return f"{a_step}, {BACKED[found.seconds_by or NO_RUN]}"
 
 
 def _minutes(price: Price | RunTime) -> str:
@@ -444,7 +445,7 @@ def _show_bill(found: PlanAnswer, screen: Screen) -> None:
     screen.wrapped(bill)
 
 
-def _titled(title: str, shown: Table, screen: Screen) -> None:
+def _show_table(title: str, shown: Table, screen: Screen) -> None:
     screen.wrapped("", f"[bold]{title}[/]", "", shown)
 
 
@@ -463,7 +464,7 @@ def _show_suggestions(entries: list[Suggestion], screen: Screen) -> None:
     for entry in entries:
         saved = human(entry.saved_bytes)
         shown.add_row("\n".join(entry.set), saved, speed(entry.slowdown), _yes_or_no(entry))
-    _titled("What would lower the peak, the smallest slowdown first", shown, screen)
+    _show_table("What would lower the peak, the smallest slowdown first", shown, screen)
 
 
 def _show_toggles(found: PlanAnswer, screen: Screen) -> None:
@@ -473,14 +474,14 @@ def _show_toggles(found: PlanAnswer, screen: Screen) -> None:
         named = _with_others(entry, "over")
         changed = _more_or_less(-entry.saved_bytes)
         alone.add_row(named, human(entry.after_bytes), changed, speed(entry.slowdown))
-    _titled("Each switch alone, over those that it needs", alone, screen)
+    _show_table("Each switch alone, over those that it needs", alone, screen)
     removed = table("switched off", "peak", "memory", "time", numbers=["peak", "memory"])
     for entry in found.removed:
         named = _with_others(entry, "and")
         changed = _more_or_less(entry.saved_bytes)
         without = None if entry.slowdown is None else 1 / entry.slowdown
         removed.add_row(named, human(entry.before_bytes), changed, speed(without))
-    _titled("What you would lose by switching one off", removed, screen)
+    _show_table("What you would lose by switching one off", removed, screen)
 
 
 def _with_others(entry: Comparison, word: str) -> str:
@@ -499,7 +500,7 @@ def _show_ladder(ladder_steps: list[LadderStep], screen: Screen) -> None:
     for number, entry in enumerate(ladder_steps):
         compared = speed(entry.seconds_per_token / first) if number and first and entry.seconds_per_token else ""
         shown.add_row(", ".join(entry.set), human(entry.peak_bytes), _yes_or_no(entry), compared)
-    _titled("The ladder: switches added one after the other, times compared with the first", shown, screen)
+    _show_table("The ladder: switches added one after the other, times compared with the first", shown, screen)
 
 
 def _show_front(entries: list[LadderStep], screen: Screen) -> None:
@@ -510,4 +511,4 @@ def _show_front(entries: list[LadderStep], screen: Screen) -> None:
             milliseconds = f"{1000 * entry.seconds_per_token:.3f}"
         named = " ".join(entry.set) or "as it is"
         shown.add_row(human(entry.needed_bytes), _yes_or_no(entry), milliseconds, named)
-    _titled("The front: sets of switches that no other set beats in both memory and time", shown, screen)
+    _show_table("The front: sets of switches that no other set beats in both memory and time", shown, screen)

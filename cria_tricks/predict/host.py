@@ -58,8 +58,8 @@ class HostBill:
         return verdict(self.peak.bytes, self.host.memory_bytes) if self.host else ""
 
     @property
-    def answer(self) -> HostMemory:
-        """The same for the answer of a plan."""
+    def for_plan(self) -> HostMemory:
+        """This bill, as the answer of a plan shows it."""
         return HostMemory(
             name=self.host.name if self.host else "",
             capacity_bytes=self.host.memory_bytes if self.host else 0,

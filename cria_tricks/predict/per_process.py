@@ -107,15 +107,15 @@ def _alike(
         # DDP's buckets exist from the beginning of the step, and new gradients are added to them. So they count as
         # gradients of earlier micro-batches.
         step = replace(step, waiting_gradient_bytes=FP32 * step.trained_weights)
-    steps = moments(step)
+    found = moments(step)
     if strategy == "fsdp":
-        steps = sharded_moments(step, processes, recipe.parallel.reduce, own.tricks.gradient_accumulation)
+        found = sharded_moments(step, processes, recipe.parallel.reduce)
     elif strategy in ("tensor", "ddp_tensor"):
         # Groups put all gradients into one tensor; before that, a group's processes those of whole weights among parts.
         summed = step.trained_weights if strategy == "ddp_tensor" else partial_weights(recipe, shape)
         if summed:
-            steps.insert(-1, _averaging(summed, steps[-1]))
-    return Bill(step, tuple(steps), strategy, processes)
+            found.insert(-1, _averaging(summed, found[-1]))
+    return Bill(step, tuple(found), strategy, processes)
 
 
 def local(recipe: Recipe, shape: Shape, strategy: str, processes: int) -> tuple[Recipe, Shape]:
@@ -162,10 +162,10 @@ def _of_own_tokens(
     mine = own_tokens(whole, processes)
     trained = rows * (whole - 1) if trained_tokens is None else trained_tokens
     step = through_the_ring(step_of(own, part, device, mine, min(trained, rows * mine)))
-    steps = moments(step)
-    steps.insert(-1, _averaging(step.trained_weights, steps[-1]))
+    found = moments(step)
+    found.insert(-1, _averaging(step.trained_weights, found[-1]))
     beside = whole_rows(step, whole)
-    return Bill(step, tuple(replace(one, lines=(*one.lines, beside)) for one in steps), "context", processes)
+    return Bill(step, tuple(replace(one, lines=(*one.lines, beside)) for one in found), "context", processes)
 
 
 def _averaging(weights: int, optimizer_step: Moment) -> Moment:
@@ -263,13 +263,13 @@ def _stage(
 
 def _moments_of(part: StagePart, step: Step, under_way: int) -> tuple[Moment, ...]:
     """Return the moments of a stage while so many micro-batches are under way; 0 without a pipeline."""
-    steps = moments(step)
+    alone = moments(step)
     at_the_end = () if part.has_head else ("loss", "log-softmax", "head", "last norm")
-    beside = _other_micro_batches(part, step, steps, under_way) if under_way else ()
+    beside = _other_micro_batches(part, step, alone, under_way) if under_way else ()
     # The formulas give every model a last norm, of D weights; only the last stage has it.
     no_norm = 0 if part.is_last else part.shape.width * step.other_weight_itemsize
     found = []
-    for moment in steps:
+    for moment in alone:
         if moment.name in at_the_end:
             continue
         lines = (_less(line, "weights: all others", no_norm) for line in moment.lines)
@@ -280,20 +280,20 @@ def _moments_of(part: StagePart, step: Step, under_way: int) -> tuple[Moment, ..
     return tuple(found)
 
 
-def _other_micro_batches(part: StagePart, step: Step, steps: list[Moment], under_way: int) -> tuple[Line, ...]:
+def _other_micro_batches(part: StagePart, step: Step, alone: list[Moment], under_way: int) -> tuple[Line, ...]:
     """Return the lines of what a pipeline's stage holds, besides the micro-batch on which it works.
 
     Args:
         part: the stage.
         step: its step.
-        steps: the moments of its step, for one micro-batch.
+        alone: the moments of its step, for one micro-batch.
         under_way: how many micro-batches are under way, with that one.
 
     Returns:
         The saved activations of other micro-batches, what was put out and is kept, and the receive buffers.
     """
     k = part.recipe.tricks.gradient_accumulation
-    kept = next(line.bytes for line in steps[0].lines if line.name == "saved activations")
+    kept = next(line.bytes for line in alone[0].lines if line.name == "saved activations")
     logits = 0
     if part.has_head and "log-softmax" in step.loss_moments(step):  # the full loss, of all tokens at once
         logits = step.all_tokens * part.shape.vocabulary

@@ -12,6 +12,7 @@ from cria_tricks.hardware import calibration, this_device, trust
 from cria_tricks.hardware.cards import CARDS, FLAVORS, Flavor
 from cria_tricks.hardware.gpus import other_versions
 from cria_tricks.load import answering_memory
+from cria_tricks.load.answering_memory import Answering
 from cria_tricks.models.configs import beyond_context
 from cria_tricks.models.shape import Shape
 from cria_tricks.predict import evaluation, model_settings, toggles
@@ -47,17 +48,22 @@ def answer(
         BadInput: for what :func:`bill` refuses, and a number of rows below 1.
     """
     found = run_bill(target, recipe, lengths, dry=dry, rows=rows)
-    most = toggles.longest(target, recipe) if longest else None
-    return replace(
+    found = replace(
         found,
         alone=[_comparison(change) for change in toggles.alone(target, recipe)],
         removed=[_comparison(change) for change in toggles.removed(target, recipe)],
         ladder=[_step(target, setting) for setting in toggles.ladder(target, recipe)],
-        front=[_step(target, setting) for setting in toggles.front(target, recipe)] if advise else None,
-        longest=most,
-        longest_on_host=longest_on_host(target, recipe, most) if most is not None and target.host else None,
-        prices=None if rows is None else prices(target, recipe, rows, lengths),
     )
+    if advise:
+        found = replace(found, front=[_step(target, setting) for setting in toggles.front(target, recipe)])
+    if longest:
+        most = toggles.longest(target, recipe)
+        found = replace(found, longest=most)
+        if target.host:
+            found = replace(found, longest_on_host=longest_on_host(target, recipe, most))
+    if rows is not None:
+        found = replace(found, prices=prices(target, recipe, rows, lengths))
+    return found
 
 
 def run_bill(
@@ -73,22 +79,19 @@ def run_bill(
     The arguments are those of :func:`answer`, whose comparisons and prices are left out here.
     """
     found = bill(target, recipe, dry=dry, lengths=lengths)
-    warnings, fits = list(found.warnings), found.fits
     of_result = answering_memory.of_result(recipe, target.shape, target.device, lengths)
+    found = replace(found, answering=[_result_memory(one) for one in of_result])
+    warnings = list(found.warnings)
     if found.verdict != "does not fit":  # else there will be no result
         warnings += [sentence for one in of_result for sentence in one.in_words]
+    if rows is not None:
+        found = replace(found, run=run_time(target, recipe, rows, lengths))
     on_host = host_bill(target, recipe)
     if on_host:
         warnings += _host_doubts(on_host)
-        fits = fits and on_host.verdict != "does not fit"
-    return replace(
-        found,
-        fits=fits,
-        warnings=warnings,
-        answering=[ResultMemory(**one.as_data()) for one in of_result],
-        run=None if rows is None else run_time(target, recipe, rows, lengths),
-        host=on_host.answer if on_host else None,
-    )
+        fits = found.fits and on_host.verdict != "does not fit"
+        found = replace(found, fits=fits, host=on_host.for_plan)
+    return replace(found, warnings=warnings)
 
 
 def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths | None = None) -> PlanAnswer:
@@ -281,6 +284,14 @@ def on_machine(recipe: Recipe, shape: Shape, flavor: Flavor) -> Setting:
     target = Target(shape, device, flavor.cards)
     target.resolve(recipe)
     return target.bill(recipe)
+
+
+def _result_memory(one: Answering) -> ResultMemory:
+    plain, way = one.plain.memory, one.fitting
+    found = ResultMemory(one.command, plain.needed_bytes, plain.least_bytes, plain.verdict, None, None)
+    if way:
+        found = replace(found, options=list(way.options), options_bytes=way.memory.least_bytes)
+    return found
 
 
 def _comparison(change: Change) -> Comparison:

@@ -133,8 +133,8 @@ class Target:
             trained_tokens: the trained tokens of a micro-batch; when left out, all but the first token of each row.
         """
         if self.processes == 1:
-            step = estimate(recipe, self.shape, self.device, tokens, trained_tokens)
-            return with_evaluation(step, recipe, self.evaluated, tokens)
+            bill = estimate(recipe, self.shape, self.device, tokens, trained_tokens)
+            return with_evaluation(bill, recipe, self.evaluated, tokens)
         return per_process(
             recipe,
             self.shape,
@@ -147,7 +147,7 @@ class Target:
         )
 
     def _seconds_per_token(self, recipe: Recipe, step: Step, card: Card) -> float:
-        """Estimate the time of a step, divided by all its tokens [s]."""
+        """Estimate the time of a step, divided by all its tokens [s]; ``step`` is the one of a single process."""
         if self.processes == 1:
             return time_of(step, card).seconds / step.step_tokens
         tokens = recipe.rows_per_step * recipe.data.max_length
@@ -257,11 +257,14 @@ def suggestions(target: Target, recipe: Recipe) -> list[Change]:
         BadInput: if the recipe itself is refused.
     """
     before = target.bill(recipe)
-    warned = target.resolve(recipe).warnings
+    fields = choices(recipe, target.device, target.shape.width)
+    single = ({field: value} for field, values in fields.items() for value in values)
     helpful = []
-    for field, changed in _single_changes(target, recipe):
-        if len(target.resolve(changed).warnings) > len(warned):
-            continue  # the new warning says that the switch would have no effect
+    for changed, _ in with_effect(target, recipe, single):
+        differing = _differing(recipe, changed)
+        if not differing:
+            continue
+        (field,) = differing
         after = target.bill(changed, f"tricks.{named(changed, field)}")
         change = Change(after.set[0], (), before, after)
         if change.saved_bytes > 0:
@@ -270,13 +273,28 @@ def suggestions(target: Target, recipe: Recipe) -> list[Change]:
     return sorted(helpful, key=lambda change: (round(change.slowdown or 1, 2), -change.saved_bytes))
 
 
-def _single_changes(target: Target, recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """Change one switch at a time, and yield its field and the changed recipe if that is not refused."""
-    for field, values in choices(recipe, target.device, target.shape.width).items():
-        for value in values:
-            changed = with_toggles(recipe, {field: value})
-            if named(changed, field) != named(recipe, field) and target.works(changed):
-                yield field, changed
+def with_effect(target: Target, recipe: Recipe, sets: Iterable[dict[str, Any]]) -> Iterator[tuple[Recipe, Plan]]:
+    """Yield each changed recipe, with its plan, that works here and has no more warnings than the recipe itself.
+
+    A new warning says that a switch would have no effect, or less than it should.
+
+    Args:
+        target: the model and the hardware.
+        recipe: the recipe.
+        sets: for each set, the fields of ``tricks`` with their values.
+
+    Raises:
+        BadInput: if the recipe itself is refused.
+    """
+    warned = len(target.resolve(recipe).warnings)
+    for tricks in sets:
+        changed = with_toggles(recipe, tricks)
+        try:
+            plan = target.resolve(changed)
+        except BadInput:
+            continue
+        if len(plan.warnings) <= warned:
+            yield changed, plan
 
 
 def in_words(target: Target, recipe: Recipe) -> str:

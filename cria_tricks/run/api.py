@@ -187,7 +187,8 @@ def _answered(
         more = search.more_suggestions(target, wanted.recipe, lengths, fitted)
         suggestions = [*suggestions, *plan_data.suggestions(target, wanted.recipe, more)]
     warnings = [*wanted.warnings, *found.warnings]
-    return replace(found, warnings=warnings, suggestions=suggestions, fit=fitted.answer if fitted else None)
+    found = replace(found, warnings=warnings, suggestions=suggestions)
+    return replace(found, fit=fitted.for_plan) if fitted else found
 
 
 def estimate(

@@ -5,9 +5,8 @@ import math
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from cria_tricks.common.errors import BadInput
 from cria_tricks.predict.toggle_values import choices
-from cria_tricks.predict.toggles import Target
+from cria_tricks.predict.toggles import Target, with_effect
 from cria_tricks.recipe import Recipe
 
 EXACT = (
@@ -52,18 +51,13 @@ def candidates(
     batches = [rows for rows in _divisors(recipe.rows_per_step) if rows <= MOST_SPLITS]
     if {"train.batch_size", "tricks.gradient_accumulation"} & set(keep):
         batches = [recipe.train.batch_size]
-    warned = len(target.resolve(recipe).warnings)
-    for combination in itertools.product(*fields.values()):
-        tricks = dict(zip(fields, combination, strict=True)) | checkpointing
-        one = changed(recipe, tricks, recipe.train.batch_size)
-        try:
-            plan = target.resolve(one)
-        except BadInput:
-            continue
-        if len(plan.warnings) > warned:
-            continue  # one of the switches would have no effect
-        whole = [recipe.train.batch_size]  # with steps in the backward pass a step is one micro-batch
-        for rows in whole if plan.optimizer.get("in_backward") else batches:
+    combinations = itertools.product(*fields.values())
+    sets = (dict(zip(fields, one, strict=True)) | checkpointing for one in combinations)
+    for one, plan in with_effect(target, recipe, sets):
+        batch_sizes = batches
+        if plan.optimizer.get("in_backward"):  # then a step is one micro-batch
+            batch_sizes = [recipe.train.batch_size]
+        for rows in batch_sizes:
             split = changed(one, {"gradient_accumulation": recipe.rows_per_step // rows}, rows)
             yield split
             # Offloaded activations of long rows need less of the card than the recomputation of a block, but more of
@@ -76,11 +70,12 @@ def candidates(
 
 def with_free(target: Target, recipe: Recipe, keep: Collection[str] = ()) -> Recipe:
     """Set the switches of :data:`FREE` that work here and have an effect, but for those in ``keep``."""
+    if not target.works(recipe):  # such as a micro-batch that several processes cannot share
+        return recipe
     for name in FREE:
         if f"tricks.{name}" in keep:
             continue
-        more = changed(recipe, {name: True}, recipe.train.batch_size)
-        if target.works(more) and len(target.resolve(more).warnings) == len(target.resolve(recipe).warnings):
+        for more, _ in with_effect(target, recipe, [{name: True}]):
             recipe = more
     return recipe
 

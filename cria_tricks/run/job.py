@@ -1,6 +1,7 @@
-"""What is known about a run, and what is made for it: a ``Job``; its rows are read and its folders looked at here."""
+"""What is known about a run, and what is made for it: a ``Job``, with its plan, processes, rows and folders."""
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,8 +51,8 @@ class Job:
         weights: where the base model is.
         tokenizer: its tokenizer, which is saved with the adapter.
         rows: the ``train`` and ``eval`` token rows.
-        doubts_about_ends: what was said about the ends of answers.
-        trainable: the numbers that will train, counted before the model is loaded.
+        doubts_about_ends: the warnings about how answers end, so that they are not printed twice.
+        trainable: the number of parameters that will train, counted before the model is loaded.
         began_over: the identity of the base that a resumed run began with, if it is another one; else empty.
         estimated: the estimated memory bill; ``None`` for a kind of model that cannot be estimated.
         meter: the seconds, and the peak bytes by phase.
@@ -100,15 +101,15 @@ def opened(
     resume: bool,
     other_base: bool,
     console: Console | None,
-    began: float,
 ) -> Iterator[Job]:
-    """Make the plan, let the processes join, read the rows, and look at the folders; inside the job is carried out.
+    """Make the plan, let the processes join, read the rows, look at the folders; the job is carried out in the block.
 
     The arguments are those of :func:`cria_tricks.run.train.train` and the attributes of :class:`Job`.
 
     Raises:
         BadInput: if something is wrong with the plan, the rows or the folders.
     """
+    began = time.perf_counter()
     recipe = recipe.model_copy(update={"model": models.anchored(recipe.model)})
     numbers.see_one_card()
     ask_for_expandable_segments(recipe)

@@ -40,7 +40,8 @@ def recipe(
         console: where it is printed, in the main process only; standard error when left out.
 
     Raises:
-        BadInput: for an aim that is not known, or a model that cannot be estimated.
+        BadInput: for a name or a setting that is wrong; for a search also, if its aim is not known or the model cannot
+            be estimated.
         NothingFits: if no set of switches fits.
     """
     try:
@@ -50,7 +51,7 @@ def recipe(
             raise
         shape = None  # a type that cannot be estimated may train all the same
     wanted = asked(named, changes, this_device(), shape)
-    if fit and shape:
+    if fit and shape:  # without a shape it was refused
         wanted = _fitted(wanted, shape, fit, may_change)
     if not numbers.rank():
         for line in wanted.warnings:

@@ -52,7 +52,11 @@ from cria_tricks.tricks.folds import for_shape
 
 
 def prepare(job: Job) -> None:
-    """Find the base model, turn the rows into tokens, and refuse what does not fit together."""
+    """Find the base model, turn the rows into tokens, and refuse what does not fit together.
+
+    Raises:
+        BadInput: if model, adapter, rows and plan do not fit together.
+    """
     quiet_libraries()
     recipe = job.recipe
     plan = job.plan
@@ -87,7 +91,11 @@ def prepare(job: Job) -> None:
 
 @contextlib.contextmanager
 def claimed(job: Job) -> Iterator[None]:
-    """Be the only run that writes into the job's folder, until the block's end."""
+    """Be the only run that writes into the job's folder, until the block's end.
+
+    Raises:
+        BadInput: if there is no room on the disk, or another process writes there.
+    """
     with job.world.entered_on_rank_zero(job.folders.claimed(job.trainable, job.plan.optimizer["bits"])):
         job.console.print(f"loading {job.weights.name} on {job.plan.device.name}, writing to {job.folders.folder}")
         if job.weights.note:
@@ -116,11 +124,14 @@ def _rows(job: Job) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def loaded(job: Job) -> Iterator[Training]:
+def in_training(job: Job) -> Iterator[Training]:
     """Load the model; inside the block it is trained, while a monitor, a meter and a progress bar watch.
 
     Raises:
-        OutOfMemory: in one line, with the switches that would save how many bytes; and what :func:`guarded` raises.
+        BadInput: if the host has no room for what waits there, or the model cannot be loaded.
+        OutOfMemory: in one line, with the switches that would save how many bytes.
+
+    Inside the block also what :func:`~cria_tricks.trainer.fit.guarded` raises.
     """
     recipe = job.recipe
     rows = job.rows

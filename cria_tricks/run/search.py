@@ -74,8 +74,8 @@ class Choice:
         return ends(self.seconds, self.spread)
 
     @property
-    def answer(self) -> FitChoice:
-        """The same for the answer of a plan."""
+    def for_plan(self) -> FitChoice:
+        """This choice, as the answer of a plan shows it."""
         times = (self.seconds, *self.range) if self.seconds else (None, None, None)
         return FitChoice(list(self.set), self.memory.needed_bytes, *times)
 
@@ -101,10 +101,10 @@ class Found:
     ways: tuple[Way, ...] = ()
 
     @property
-    def answer(self) -> Fit:
-        """The same for the answer of a plan."""
-        runner_up, safer = (one.answer if one else None for one in (self.runner_up, self.safer))
-        return Fit(self.aim, self.tried, self.chosen.answer, runner_up, safer)
+    def for_plan(self) -> Fit:
+        """This result, as the answer of a plan shows it."""
+        runner_up, safer = (one.for_plan if one else None for one in (self.runner_up, self.safer))
+        return Fit(self.aim, self.tried, self.chosen.for_plan, runner_up, safer)
 
 
 def search(

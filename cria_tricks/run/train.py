@@ -1,10 +1,9 @@
 """Train a recipe, in one function: from its name to the adapter and the report.
 
-What can be refused is refused in two stages, because torch takes seconds to import, and the libraries of Hugging Face
-take more. So each stage imports what it needs when the stage before has found nothing wrong.
+Checks run in stages, because torch takes seconds to import, and the libraries of Hugging Face take more. Each stage
+imports its libraries only after the checks before it have passed.
 """
 
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +41,7 @@ def train(
         console: where progress is shown; standard error when left out.
 
     Returns:
-        The report, as written to ``report.json``.
+        The report, as written to ``report.json``; every process returns that of rank 0.
 
     Raises:
         BadInput: if something is wrong with the input. The message says what, and what would be right.
@@ -59,17 +58,16 @@ def train(
     # It imports numpy, and importing this package should stay quick.
     from cria_tricks.run import given
 
-    began = time.perf_counter()
     changes = several(settings)
-    named = given.recipe(recipe, changes)
-    given.training(named, out, resume, other_base)
+    checked = given.recipe(recipe, changes)
+    given.training(checked, out, resume, other_base)
 
     # These import torch.
-    from cria_tricks.run import job as jobs
     from cria_tricks.run import on_this_machine
+    from cria_tricks.run.job import opened
 
-    wanted = on_this_machine.recipe(recipe, changes, named.model, fit, several(may_change), console)
-    with jobs.opened(wanted, out, resume, other_base, console, began) as job:
+    wanted = on_this_machine.recipe(recipe, changes, checked.model, fit, several(may_change), console)
+    with opened(wanted, out, resume, other_base, console) as job:
         # These import transformers, peft and bitsandbytes.
         from cria_tricks.run import ready, results
         from cria_tricks.trainer import loop
@@ -77,7 +75,9 @@ def train(
 
         ready.prepare(job)
         with ready.claimed(job):
-            with ready.loaded(job) as run:
+            with ready.in_training(job) as run:
                 loop.train(run)
-            summary = results.write(job, summed_up(run))
-        return job.world.on_rank_zero(lambda: summary)
+            happened = summed_up(run)
+            del run  # with the states of its optimizer, before the weights are gathered
+            report = results.write(job, happened)
+        return job.world.on_rank_zero(lambda: report)  # to each of several processes

@@ -91,7 +91,9 @@ def training(
     keep: Callable[[Run], None] | None = None,
     known: float = math.inf,
 ) -> Training:
-    """Make the training of a loaded model: it is trained in place, and evaluated before, during and after training.
+    """Make the training of a loaded model, for :func:`guarded` and the loop to carry out.
+
+    The model is trained in place, and evaluated before, during and after that.
 
     Args:
         loaded: from :func:`cria_tricks.load.model.load`.
@@ -144,7 +146,10 @@ def training(
 
 @contextlib.contextmanager
 def guarded(run: Training) -> Iterator[None]:
-    """Guard a training that runs inside; evaluate at the end of one that has ended early.
+    """Let a training run inside the block, and turn what may happen to it into one clear end.
+
+    A signal ends it after a whole step, a lack of memory is put into words, and a base with NaN is named. If it ends
+    early, it is evaluated once more.
 
     Raises:
         BadInput: if the checkpoint cannot be loaded into this model, the model's activations overflow fp16, or its
@@ -176,7 +181,10 @@ def guarded(run: Training) -> Iterator[None]:
 
 
 def fit(run: Training) -> Run:
-    """Carry out a training, and return what happened; the errors are those of :func:`guarded`."""
+    """Carry out a training, and return what happened; the errors are those of :func:`guarded`.
+
+    It is for those who have a model: benchmarks, checks and tests. ``run/train.py`` does the same around it.
+    """
     with guarded(run):
         loop.train(run)
     return summed_up(run)
@@ -220,6 +228,6 @@ def summed_up(run: Training, *, goes_on: bool = False) -> Run:
         attention_kernel=run.attention_kernel,
         warnings=tuple(run.warnings),
         lengthened=tuple(entry for entry in state.log_history if "lengthened_from" in entry),
-        stopped_early=run.patience.stopped,
+        stopped_early={} if goes_on else run.patience.stopped,
         goes_on=goes_on,
     )

@@ -42,7 +42,7 @@ class Training:
 
     Attributes:
         model: from :func:`cria_tricks.load.model.load`.
-        weights: where its weights are from.
+        weights: where the weights of its base are.
         plan: the plan by which it was loaded.
         settings: the recipe's ``train`` fields.
         rows: the training rows, packed if the plan says so; or a stream of rows.
@@ -52,7 +52,7 @@ class Training:
         meter: counts bytes and seconds.
         world: the processes of the run.
         stop: whether a signal has asked for the end.
-        patience: whether the evaluation loss has.
+        patience: ends the run when the evaluation loss no longer falls.
         callbacks: are told of each event, in their order, by the methods of transformers' ``TrainerCallback``; the
             ``args`` are here ``settings``, and ``model`` and ``optimizer`` are given by name. The events: train_begin,
             step_begin, substep_end, pre_optimizer_step, optimizer_step, step_end, log, prediction_step, evaluate, save

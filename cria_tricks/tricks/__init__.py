@@ -1,9 +1,9 @@
 """The techniques, one per file, and the order in which they are switched on.
 
 Each module opens with a card of eight lines, names its ``SWITCHES`` (the settings of ``recipe.tricks`` that it answers
-to), states its ``CLAIM`` (how exact it is), and holds ``switch_on(plan, recipe) -> Plan``. Its ``estimate`` and its
-``seconds`` say what the trick does to the bytes and the time of a step (``folds.py`` calls them). Techniques in
-:data:`INFERENCE` have no switch: their ``COMMAND`` always uses them.
+to), states its ``CLAIM`` (how exact it is), and holds ``switch_on(plan, recipe) -> Plan``. Its
+``bill(step, recipe) -> Step`` says what the trick does to the bytes and the time of a step (``folds.py`` calls it).
+Techniques in :data:`INFERENCE` have no switch: their ``COMMAND`` always uses them.
 """
 
 import re

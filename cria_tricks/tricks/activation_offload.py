@@ -178,10 +178,10 @@ def travelling_blocks(recipe: Recipe, shape: Shape) -> int:
 
 
 def bill(step: Step, recipe: Recipe) -> Step:
-    """Bill no saved tensors but those of the open block, which come back: all of them cross the link twice.
+    """Bill only the saved tensors of the open block: the others wait on the host, and all cross the link twice.
 
-    If copies overlap, bill also what stays, and the input that comes back ahead of its use. On a CPU the bytes stay as
-    they are.
+    If copies overlap, only inputs of blocks travel, beside the computing. Then bill also what stays, and the input that
+    comes back ahead of its use. On a CPU the bytes stay as they are.
     """
     wanted = recipe.tricks.activation_offload
     if not wanted:

@@ -15,7 +15,6 @@ Ours     one autograd.Function in plain operations, with the loss in fp32: the r
 Shapes: N trained tokens, D hidden width, V vocabulary, C = 256 tokens per chunk.
 """
 
-import math
 from dataclasses import replace
 
 import torch
@@ -167,7 +166,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def bill(step: Step, recipe: Recipe) -> Step:
-    """Bill the logits of one chunk at a time, of trained tokens only; each chunk reads the whole head twice."""
+    """Bill the logits of one chunk at a time, of trained tokens only; autograd saves none of them."""
     if not recipe.tricks.chunked_loss:
         return step
     trained = step.batch * (step.tokens - step.prompt_tokens) * step.trained_share
@@ -177,7 +176,6 @@ def bill(step: Step, recipe: Recipe) -> Step:
         logit_positions=trained,
         logit_bytes=LOGIT_BYTES,
         logit_saved_bytes=0,
-        head_reads=2 * max(math.ceil(int(trained) / TOKENS_PER_CHUNK), 1),
     )
 
 

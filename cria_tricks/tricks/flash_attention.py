@@ -183,7 +183,10 @@ def _refuse_flash_attention_2(plan: Plan, recipe: Recipe) -> None:
 
 
 def bill(step: Step, recipe: Recipe) -> Step:
-    """Bill what the attention's kernel saves and moves; the card decides which kernel runs."""
+    """Bill what the attention's kernel saves and moves; the card decides which kernel runs.
+
+    A fused one keeps scores on the chip, and skips hidden keys if there is no mask.
+    """
     attention = recipe.tricks.attention
     if attention == "eager":
         return step
@@ -197,7 +200,7 @@ def bill(step: Step, recipe: Recipe) -> Step:
 
 
 def with_kernel(step: Step, *, masked: bool, repeats: bool) -> Step:
-    """Set the kernel that torch's attention runs in on this device.
+    """Set the kernel that torch's attention runs in on this device; for emulated bf16 there is no fused one.
 
     Args:
         step: the step.

@@ -43,17 +43,27 @@ def step_of(
         shape: of the model.
         device: the machine it is meant for.
         tokens: tokens of a row; ``data.max_length`` when left out.
-        trained_tokens: the most trained tokens of a micro-batch; all but the first of each row when left out.
-        trained_share: which share of the tokens is trained in the mean, from 0 to 1.
+        trained_tokens: the most trained tokens of a micro-batch, for the bytes; all but the first of each row when left
+            out.
+        trained_share: which share of the tokens is trained in the mean, from 0 to 1; for the seconds.
+
+    Raises:
+        BadInput: for an adapter that has no estimate.
     """
     tokens = tokens or recipe.data.max_length
     recipe = as_long_rows_run(recipe, shape, device, tokens)
-    return _step_of(recipe, shape, device, tokens, trained_tokens, trained_share)
+    return _as_asked(recipe, shape, device, tokens, trained_tokens, trained_share)
 
 
-def _step_of(
-    recipe: Recipe, shape: Shape, device: Device, tokens: int, trained_tokens: int | None, trained_share: float
+def _as_asked(
+    recipe: Recipe,
+    shape: Shape,
+    device: Device,
+    tokens: int,
+    trained_tokens: int | None = None,
+    trained_share: float = 1.0,
 ) -> Step:
+    """Describe the step as the recipe asks for it, also if its rows are too short to travel."""
     batch = recipe.train.batch_size
     if trained_tokens is None:
         trained_tokens = batch * (tokens - 1)  # a row's first token has no token before it that predicts it
@@ -111,7 +121,7 @@ def travels_from(recipe: Recipe, shape: Shape, device: Device) -> int:
 
 @functools.lru_cache(maxsize=256)  # a search for the longest row asks many times
 def _travels_from(recipe: Recipe, shape: Shape, card: Card) -> int:
-    return least_tokens(_step_of(recipe, shape, card.device, recipe.data.max_length, None, 1.0), card)
+    return least_tokens(_as_asked(recipe, shape, card.device, recipe.data.max_length), card)
 
 
 def least_tokens(step: Step, card: Card) -> int:

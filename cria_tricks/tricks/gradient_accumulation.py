@@ -84,15 +84,18 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 def bill(step: Step, recipe: Recipe) -> Step:
     """Bill the gradients of earlier micro-batches, which stay in memory: 4 bytes for each trained weight.
 
-    All is done k times but the optimizer's step, and a gradient is added to the earlier ones k - 1 times.
+    Everything except the optimizer's step runs k times, and a gradient is added to the earlier ones k - 1 times.
     """
     k = recipe.tricks.gradient_accumulation
+    waiting = 0
+    if k > 1:
+        waiting = FP32 * step.trained_weights
     # A new gradient is then added to an old one, and for a moment both are alive. The bill counts this at each product
     # and at the embedding (`Step.accumulates`), because it is another tensor every time.
     return replace(
         step,
         micro_batches=k,
-        waiting_gradient_bytes=FP32 * step.trained_weights * (k > 1),
+        waiting_gradient_bytes=waiting,
         gradient_bytes=step.gradient_bytes + ACCUMULATE * (k - 1),
     )
 

@@ -107,7 +107,10 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def bill(step: Step, recipe: Recipe) -> Step:
-    """Bill a byte a weight, and a scale an output feature; the usual preparation casts all else to fp32."""
+    """Bill a byte a weight, and a scale an output feature; the usual preparation casts all else to fp32.
+
+    Weights are unpacked for their product, and again in the backward pass.
+    """
     if recipe.tricks.quantization != "int8":
         return step
     shape = step.shape
@@ -150,7 +153,7 @@ def cpu_product_bytes(product: Product) -> ProductBytes:
 
 
 def in_eval_mode(step: Step) -> Step:
-    """Return the facts of a pass in eval mode, in which a CPU multiplies int8 codes as a GPU does."""
+    """Return a pass in eval mode, in which a CPU multiplies int8 codes as a GPU does."""
     if step.product_bytes is not cpu_product_bytes:
         return step
     return replace(step, product_bytes=cuda_product_bytes, product_itemsize=step.hidden_itemsize)

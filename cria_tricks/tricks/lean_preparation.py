@@ -61,7 +61,7 @@ def bill(step: Step, recipe: Recipe) -> Step:
     """Bill 16 bits for what is usually fp32.
 
     That is the weights beside the matrices, hidden states, adapters' inputs, and products of quantised matrices, which
-    come back in the dtype of their input.
+    come back in the dtype of their input. Less is moved between products, and adapters cast no input.
     """
     if not recipe.tricks.lean_preparation or recipe.tricks.precision == "fp32" or recipe.tricks.peft != "lora":
         return step

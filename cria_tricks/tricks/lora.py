@@ -194,7 +194,7 @@ def refuse_unestimated(recipe: Recipe, shape: Shape) -> None:
 def bill(step: Step, recipe: Recipe) -> Step:
     """Bill two thin fp32 matrices, and two thin products, for each adapted one; nothing else has a gradient.
 
-    None goes below the first one.
+    Without gradient checkpointing no gradient goes below the first adapter.
     """
     if recipe.tricks.peft != "lora":
         return step

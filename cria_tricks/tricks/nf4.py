@@ -179,7 +179,10 @@ def stored_bytes(elements: int, double_quantization: bool) -> int:
 
 
 def bill(step: Step, recipe: Recipe) -> Step:
-    """Store half a byte for each weight, and scales; all other weights are fp32 after the usual preparation."""
+    """Store half a byte for each weight, and scales; all other weights are fp32 after the usual preparation.
+
+    Weights are unpacked for their product, and again in the backward pass.
+    """
     tricks = recipe.tricks
     if tricks.quantization not in ("nf4", "fp4"):
         return step

@@ -187,12 +187,15 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 def bill(step: Step, recipe: Recipe) -> Step:
     """Let no gradient wait: each is alive only while its own product runs backward and its weight takes its step.
 
-    Without clipping its traffic is left out. Norms are computed all the same.
+    If nothing is clipped, the memory traffic of clipping is left out. Gradient norms are computed all the same.
     """
     switch = recipe.tricks.optimizer_in_backward
     if not switch:
         return step
-    return replace(step, steps_in_backward=True, gradient_bytes=step.gradient_bytes - CLIP * (switch is True))
+    step = replace(step, steps_in_backward=True)
+    if switch == "clip":
+        return step
+    return replace(step, gradient_bytes=step.gradient_bytes - CLIP)
 
 
 CLIP = 8

@@ -204,8 +204,9 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 def bill(step: Step, recipe: Recipe) -> Step:
     """Bill attention without a mask, document by document (for sdpa), and positions for each row.
 
-    If the model has a sliding window, its mask remains. The time is that of a row with one document, the most expensive
-    case.
+    If the model has a sliding window, its mask remains.
+
+    The time is that of a row with one document, the most expensive case.
     """
     if not recipe.tricks.packing:
         return step

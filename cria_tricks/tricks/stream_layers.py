@@ -212,14 +212,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def bill(step: Step, recipe: Recipe) -> Step:
-    """Bill the weights of two blocks and not of all; all others are fetched forward and backward.
-
-    Without a backward pass through the blocks all are fetched, forward.
-    """
+    """Bill the weights of two blocks and not of all; all others are fetched, in each pass."""
     if not recipe.tricks.stream_layers:
         return step
-    layers = step.shape.layers
-    fetches = max(0, layers - SLOTS) * 2
-    if recipe.tricks.peft == "head":
-        fetches = layers if layers > SLOTS else 0
-    return replace(step, blocks_on_device=min(SLOTS, layers), fetched_blocks=fetches)
+    return replace(step, blocks_on_device=min(SLOTS, step.shape.layers))

@@ -69,8 +69,8 @@ def moved(way: str):
 def test_what_lies_between_products_moves_so_many_bytes(settings, way, monkeypatch):
     monkeypatch.setattr(fused_lora, "_of_adapter", lambda left, right, dtype: left.mT @ right)  # as a GPU does it
     recipe = with_settings(Recipe(), settings)
-    work = folds.step_of(recipe, models.shape(**WIDE), T4)
-    forward, backward = moved_bytes.between(work)
+    step = folds.step_of(recipe, models.shape(**WIDE), T4)
+    forward, backward = moved_bytes.between(step)
     counted = in_one_block(recipe, moved(way), 64)
     # Frozen fp32 norms have no gradient of their own; the constants are those of trained ones.
     near = 0.07 if settings in (MODES["fp32"], MODES["fp32, fused"]) else 0.01
@@ -91,8 +91,8 @@ def test_activation_offload_carries_so_many_bytes(settings, checkpointed):
         loss.backward()
         return offloaded.bytes_to_host
 
-    work = folds.step_of(recipe, models.shape(**WIDE), T4)
-    assert moved_bytes.saved(work) == pytest.approx(in_one_block(recipe, count, 64), rel=0 if checkpointed else 0.15)
+    step = folds.step_of(recipe, models.shape(**WIDE), T4)
+    assert moved_bytes.saved(step) == pytest.approx(in_one_block(recipe, count, 64), rel=0 if checkpointed else 0.15)
 
 
 @pytest.mark.parametrize("kind", ["full", "chunked"])
@@ -247,13 +247,13 @@ def test_short_rows_are_not_offloaded_because_their_copies_would_take_time():
         least = folds.travels_from(recipe, shape, card.device)
         assert least % 2 == 0, "two rows, equally long"
         for row, enough in ((least // 2 - 1, False), (least // 2, True), (2 * least, True)):
-            work = replace(folds.step_of(recipe, shape, card.device, 2 * least), tokens=row)
-            assert work.travelling_blocks == shape.layers - 1
-            assert folds.hidden(work, card) is enough
+            step = replace(folds.step_of(recipe, shape, card.device, 2 * least), tokens=row)
+            assert step.travelling_blocks == shape.layers - 1
+            assert folds.hidden(step, card) is enough
     card = CARDS["a100"]
-    slow = folds.least_tokens(work, replace(card, link_rate=card.link_rate / 50))
-    assert slow > folds.least_tokens(work, card), "a slower link needs rows with more attention"
-    assert folds.least_tokens(work, replace(card, link_rate=1e3)) == 2 * 2**20
+    slow = folds.least_tokens(step, replace(card, link_rate=card.link_rate / 50))
+    assert slow > folds.least_tokens(step, card), "a slower link needs rows with more attention"
+    assert folds.least_tokens(step, replace(card, link_rate=1e3)) == 2 * 2**20
 
 
 def test_on_a_t4_grouped_rows_without_a_mask_pay_for_the_math_kernel():

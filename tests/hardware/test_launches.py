@@ -65,10 +65,10 @@ def counted(recipe: Recipe, attention: str) -> tuple[int, int]:
 def test_a_block_starts_so_many_kernels(settings, attention, monkeypatch):
     monkeypatch.setattr(fused_lora, "_of_adapter", lambda left, right, dtype: left.mT @ right)  # one kernel on a GPU
     recipe = with_settings(Recipe(), [*settings, f"tricks.attention={attention}"])
-    work = folds.step_of(recipe, models.shape(), T4, 16)
+    step = folds.step_of(recipe, models.shape(), T4, 16)
     block, _ = counted(recipe, attention)
     # A model of it: the backward passes of casts and sums are not counted one by one.
-    assert launches.of_blocks(work, products.blocks(work)) / 3 == pytest.approx(block, rel=0.06)
+    assert launches.of_blocks(step, products.blocks(step)) / 3 == pytest.approx(block, rel=0.06)
 
 
 def test_the_rest_of_a_micro_batch_starts_some_fifty():
@@ -81,8 +81,8 @@ def test_the_rest_of_a_micro_batch_starts_some_fifty():
 def test_each_chunk_of_the_loss_and_each_unpacked_matrix_adds_its_own():
     def started(*settings: str, tokens: int = 2048) -> float:
         recipe = with_settings(Recipe(), [LORA, "tricks.attention=sdpa", *settings])
-        work = folds.step_of(recipe, models.shape(), T4, tokens)
-        return launches.of_blocks(work, products.blocks(work)) + launches.of_loss(work)
+        step = folds.step_of(recipe, models.shape(), T4, tokens)
+        return launches.of_blocks(step, products.blocks(step)) + launches.of_loss(step)
 
     assert started("tricks.chunked_loss=true") - started() == 8 * launches.CHUNK
     assert started("tricks.quantization=nf4") - started() == 3 * 2 * 7 * launches.UNPACK, "forward, and backward again"

@@ -355,8 +355,8 @@ def test_mechanism_bill():
     of_blocks = [next(one.bytes for one in bill.lines if one.name == "weights: blocks") for bill in (whole, ours)]
     assert of_blocks[0] == 16 * of_blocks[1]
     assert whole.peak_bytes - ours.peak_bytes == of_blocks[0] - of_blocks[1]
-    work = folds.step_of(recipes[1], shape, t4.device)
-    assert work.fetched_blocks == 60
+    step = folds.step_of(recipes[1], shape, t4.device)
+    assert step.fetched_blocks == 60
     half = folds.step_of(with_settings(recipes[1], ["tricks.quantization=none"]), shape, t4.device)
     a_block = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
     assert moved_bytes.fetched(half) == 60 * a_block, "q and o, k and v, the three of the MLP, in 16 bits"

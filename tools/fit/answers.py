@@ -161,7 +161,7 @@ def _whole(choice: Choice, name: str) -> int:
 
 
 def answer(choice: Choice) -> dict[str, Any]:
-    """Return the fields of ``cria plan --json``, but for its comparisons of toggles.
+    """Return the fields of ``cria plan --json``, of which the comparisons and searches are empty.
 
     Raises:
         BadInput: for a choice that the package refuses.
