@@ -287,7 +287,8 @@ def on_machine(recipe: Recipe, shape: Shape, flavor: Flavor) -> Setting:
 
 
 def _result_memory(one: Answering) -> ResultMemory:
-    plain, way = one.plain.memory, one.fitting
+    plain = one.plain.memory
+    way = one.fitting
     found = ResultMemory(one.command, plain.needed_bytes, plain.least_bytes, plain.verdict, None, None)
     if way:
         found = replace(found, options=list(way.options), options_bytes=way.memory.least_bytes)
@@ -295,7 +296,8 @@ def _result_memory(one: Answering) -> ResultMemory:
 
 
 def _comparison(change: Change) -> Comparison:
-    before, after = change.before.memory.peak_bytes, change.after.memory.peak_bytes
+    before = change.before.memory.peak_bytes
+    after = change.after.memory.peak_bytes
     return Comparison(change.set, list(change.beside), before, after, change.saved_bytes, change.slowdown)
 
 
