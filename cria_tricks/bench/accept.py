@@ -150,12 +150,12 @@ def _seconds(case: Case, card: MeasuredCard) -> Iterator[Problem]:
     if median > UNSTEADY * fastest:
         yield ".seconds", f"the median is {median / fastest:.1f} times the fastest: something else ran"
     try:
-        work = step_of(case, device_of(card.device))
+        step = step_of(case, device_of(card.device))
     except BadInput as wrong:
         yield ".settings", str(wrong)
         return
     known = by_datasheet(device_of(card.device))
-    rate = sum(part.flops for part in step_time.counts(work)) / median
-    if known and rate > BOOST * known.flops(work.precision):
-        says = f"{known.flops(work.precision) / 1e12:.3g}"
+    rate = sum(part.flops for part in step_time.counts(step)) / median
+    if known and rate > BOOST * known.flops(step.precision):
+        says = f"{known.flops(step.precision) / 1e12:.3g}"
         yield ".seconds", f"{rate / 1e12:.3g} TFLOP/s is impossible: the card's datasheet says {says}"

@@ -63,8 +63,7 @@ def of_blocks(step: Step, blocks: Blocks) -> int:
         forward = matrices + 2 * adapted + COMPILED
         backward = matrices + 4 * learning + COMPILED
     runs = blocks.passes
-    again = unpack * step.quantised
-    whole = (runs["forward"] + runs["again"]) * (forward + unpack) + runs["backward"] * (backward + again)
+    whole = (runs["forward"] + runs["again"]) * (forward + unpack) + runs["backward"] * (backward + unpack)
     return whole + _of_tiles(step, blocks, of_adapter)
 
 

@@ -152,8 +152,8 @@ class Step:
     paged_from: int = 0
     expandable_segments: bool = False
     stream_pieces: int = 1
-    # These, and the four numbers above without a default value, are for the seconds alone.
     micro_batches: int = 1
+    # These, and the four numbers above without a default value, are for the seconds alone.
     prompt_tokens: int = 0
     trained_share: float = 1.0
     stored_itemsize: float = FP32

@@ -20,6 +20,7 @@ COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 """The verdicts, each with the colour in which it is printed."""
 
 NO_RUN = "no run"
+"""What backs a range that no run on this card does."""
 BACKED = {
     "measured here": "as measured here",
     "measured cards": "by measured cards",
