@@ -13,10 +13,10 @@ from cria_tricks import models
 from cria_tricks.bench.case import WARM_UP, Setup, free_memory, stamp
 from cria_tricks.bench.results import Case
 from cria_tricks.hardware import this_device
-from cria_tricks.hardware.attention_kernels import attention_kernel
 from cria_tricks.load.cache import for_answers
+from cria_tricks.measure.attention import attention_kernel
 from cria_tricks.measure.memory import Meter, every_tensor
-from cria_tricks.tricks.flash_decoding import for_chat
+from cria_tricks.techniques.flash_decoding import for_chat
 
 TOKENS_PER_ROUND = 8
 ROWS = 4

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.common import real_lengths
 from cria_tricks.bench.case import Setup
-from cria_tricks.tricks.packing import best_fit
+from cria_tricks.techniques.packing import best_fit
 
 DOCUMENTS = 16
 """Of an optimizer step with packing; fewer of the real lengths would not fill rows together."""

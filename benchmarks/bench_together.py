@@ -6,7 +6,7 @@ import torch
 from benchmarks.common import GROWTH, real_lengths
 from cria_tricks.bench import cases
 from cria_tricks.hardware import T4, this_device
-from cria_tricks.tricks.packing import best_fit
+from cria_tricks.techniques.packing import best_fit
 
 LORA = "peft=lora attention=best precision=best"
 PAIRS = {

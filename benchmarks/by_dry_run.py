@@ -28,7 +28,7 @@ from cria_tricks.predict import toggles
 from cria_tricks.predict.dry_run import dry_run
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks.folds import estimate
+from cria_tricks.switches.folds import estimate
 
 MODEL = "llama-3.2-1b"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)

@@ -42,7 +42,7 @@ from cria_tricks.predict.dry_run import DryRun, dry_run
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.settings import Tricks
-from cria_tricks.tricks.folds import estimate
+from cria_tricks.switches.folds import estimate
 
 RESULTS = HERE / "results" / "dry-run"
 BOUNDS = -0.005, 0.02

@@ -26,8 +26,8 @@ from cria_tricks.measure.memory import LiveBytes, every_tensor
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
+from cria_tricks.switches.folds import estimate
 from cria_tricks.trainer import forward
-from cria_tricks.tricks.folds import estimate
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 

@@ -29,8 +29,8 @@ from cria_tricks.measure.memory import Meter
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.store.checkpoints import Checkpoints
+from cria_tricks.techniques.packing import best_fit
 from cria_tricks.trainer.fit import fit, training
-from cria_tricks.tricks.packing import best_fit
 
 BATCH = 4
 VOCABULARY = 4_096

@@ -31,7 +31,7 @@ from cria_tricks.hardware.reached import Reached
 from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.models.shape import Shape, shape_of
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import folds
+from cria_tricks.switches import folds
 from tools import tables
 
 FILE = HERE / "published_runs.toml"

@@ -32,7 +32,7 @@ from cria_tricks.hardware import this_device
 from cria_tricks.load import loftq
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run.train import train
-from cria_tricks.tricks.lora import start_of
+from cria_tricks.techniques.lora import start_of
 
 BASE = (
     "name=quality",

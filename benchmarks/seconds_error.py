@@ -25,7 +25,7 @@ from cria_tricks.hardware import calibration, this_device
 from cria_tricks.hardware.cards import Card
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import folds
+from cria_tricks.switches import folds
 from tools import tables
 
 SHAPE = "smollm2"

@@ -10,7 +10,7 @@ from cria_tricks.parallel import strategies
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.settings import Tricks
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import TRICKS, gradient_accumulation, keep_attention, trick_name
+from cria_tricks.switches import TECHNIQUES, gradient_accumulation, keep_attention, technique_name
 
 
 def resolve(recipe: Recipe, device: Device | None = None, processes: int = 1) -> Plan:
@@ -30,9 +30,9 @@ def resolve(recipe: Recipe, device: Device | None = None, processes: int = 1) ->
     """
     rules.refuse(recipe)
     plan = Plan(device or this_device())
-    for trick in TRICKS:
+    for trick in TECHNIQUES:
         # An error message names the trick that set a field, so the plan knows which trick is writing now.
-        plan = trick.switch_on(replace(plan, _trick=trick_name(trick)), recipe)
+        plan = trick.switch_on(replace(plan, _trick=technique_name(trick)), recipe)
     return strategies.switch_on(plan, recipe, processes)
 
 
@@ -56,7 +56,7 @@ def still_off(recipe: Recipe, device: Device, processes: int = 1) -> list[str]:
     defaults = Tricks()
     usable: dict[str, list[str]] = {}  # field -> values that work
     warnings_before = resolve(recipe, device, processes).warnings
-    for trick in TRICKS:
+    for trick in TECHNIQUES:
         for switch in trick.SWITCHES:
             field, _, value = switch.partition("=")
             already_on = getattr(recipe.tricks, field) != getattr(defaults, field)

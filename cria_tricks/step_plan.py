@@ -34,7 +34,7 @@ NAMES: Mapping[str, tuple[Any, ...]] = {
     ),
     # Where frozen blocks wait: load/streaming.py
     "streaming.source": ("memory", "file"),
-    # How micro-batches go through them: tricks/layer_by_layer.py, in trainer/one_pass.py
+    # How micro-batches go through them: techniques/layer_by_layer.py, in trainer/one_pass.py
     "streaming.layer_by_layer": (True,),
     # Contexts around a forward pass: trainer/forward.py
     "step_context": ("activation_offload", "overlapped_offload"),
@@ -47,7 +47,7 @@ NAMES: Mapping[str, tuple[Any, ...]] = {
     # Optimizers: trainer/optimizer.py
     "optimizer.bits": (32, 8),
     "optimizer.paged": (False, True),
-    # Its steps as gradients arrive: tricks/optimizer_in_backward.py, made in trainer/optimizer.py
+    # Its steps as gradients arrive: techniques/optimizer_in_backward.py, made in trainer/optimizer.py
     "optimizer.in_backward": (True, "clip"),
     # When gradients are reduced: parallel/fsdp.py, in trainer/strategy.py
     "parallel.reduce": ("micro_batch", "step"),

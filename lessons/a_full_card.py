@@ -54,8 +54,8 @@ from cria_tricks.course import (
 )
 from cria_tricks.course import AllocatorFull as OutOfMemory
 from cria_tricks.course import AllocatorSettings as Settings
-from cria_tricks.tricks import compile as compile_switch
-from cria_tricks.tricks.compile import fused
+from cria_tricks.techniques import compile as compile_switch
+from cria_tricks.techniques.compile import fused
 
 quiet_libraries()
 torch.manual_seed(0)
@@ -1262,5 +1262,5 @@ course.check(
 #   switch alone.
 # - Lengths of rows: `data/kwanzaa_lengths.json`, in SmolLM2's tokens.
 # - Ours: `cria_tricks/bill/moments.py`, `cria_tricks/predict/allocator.py`, `cria_tricks/predict/memory_trace.py`,
-#   `cria_tricks/tricks/compile.py`, `benchmarks/bench_together.py`, `tests/memory/test_allocator.py`,
-#   `tests/tricks/test_compile.py`.
+#   `cria_tricks/techniques/compile.py`, `benchmarks/bench_together.py`, `tests/memory/test_allocator.py`,
+#   `tests/techniques/test_compile.py`.

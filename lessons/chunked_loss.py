@@ -44,7 +44,8 @@ from cria_tricks.course import (
     with_settings,
 )
 from cria_tricks.course import time_bill as step
-from cria_tricks.tricks import chunked_loss
+from cria_tricks.switches import chunked_loss as chunked_loss_switch
+from cria_tricks.techniques import chunked_loss
 
 quiet_libraries()
 torch.manual_seed(0)
@@ -500,7 +501,7 @@ course.on_a_gpu("chunked_loss", off=step_of, on=f"{step_of} chunked_loss=true")
 
 # %% tags=["deep"]
 touched = (2 + 4) + (4 + 8 + 8 + 4) + 8 + 8 + (4 + 2)  # in 16 bits
-assert touched == chunked_loss.LOGIT_BYTES
+assert touched == chunked_loss_switch.LOGIT_BYTES
 for rate, name in ((touched, "plain torch"), (6, "a fused kernel")):
     passes = 1000 * rate * N * V / t4.memory_rate
     print(f"{name:14} {rate:2} bytes a logit, {passes:3.0f} ms for a row on a T4")
@@ -919,4 +920,4 @@ course.check(
 #   `add_fused_lm_head` in `trl/trainer/utils.py` of TRL 1.16.
 # - torch 2.13: `linear_cross_entropy` in `torch/nn/functional.py`, `nn/modules/linear_cross_entropy_options.py`.
 # - transformers 5.23: `loss/loss_utils.py`. NVIDIA's data sheets of T4 and A100, for the rates.
-# - Ours: `cria_tricks/tricks/chunked_loss.py`, `tests/tricks/test_chunked_loss.py`.
+# - Ours: `cria_tricks/techniques/chunked_loss.py`, `tests/techniques/test_chunked_loss.py`.

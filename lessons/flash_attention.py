@@ -58,7 +58,7 @@ from cria_tricks.course import (
     with_settings,
 )
 from cria_tricks.course import time_bill as step
-from cria_tricks.tricks import expand_kv, flash_attention
+from cria_tricks.techniques import expand_kv, flash_attention
 
 # transformers knows sdpa_expanded from here on
 course.register_attention()
@@ -458,12 +458,12 @@ course.on_a_gpu("flash_attention", off=rest, on=f"{rest} attention=best")
 # %%
 print("card  dtype            grouped heads       equal heads")
 for name in ("t4", "a100"):
-    for dtype in (torch.float32, torch.float16):
+    for dtype in ("float32", "float16"):
         picked = [
             kernel_for(CARDS[name].device, dtype, masked=False, grouped=grouped)
             for grouped in (True, False)
         ]
-        print(f"{name:5} {dtype!s:13} {picked[0]:>16} {picked[1]:>17}")
+        print(f"{name:5} {dtype:13} {picked[0]:>16} {picked[1]:>17}")
 
 
 def kernels(call):
@@ -622,14 +622,14 @@ for function in ("sdpa", "sdpa_expanded"):
         with patch.object(F, "scaled_dot_product_attention", listen):
             llama(input_ids=torch.zeros_like(real), attention_mask=real)
         masked, grouped = heard[-1]
-        kernel = kernel_for(T4, torch.float16, masked=masked, grouped=grouped)
+        kernel = kernel_for(T4, "float16", masked=masked, grouped=grouped)
         print(
             f"{function:14} padding {padding}: "
             f"{masked = !s:5} {grouped = !s:5} -> on a T4 {kernel}"
         )
 assert heard == [(False, True), (True, False), (False, False), (True, False)]
 a100 = CARDS["a100"].device
-assert kernel_for(a100, torch.float16, masked=True, grouped=False) == "memory-efficient"
+assert kernel_for(a100, "float16", masked=True, grouped=False) == "memory-efficient"
 for dropout in (0.0, 0.1):
     kernel = attention_kernel(
         lambda p=dropout: F.scaled_dot_product_attention(
@@ -831,6 +831,6 @@ course.check(
 #   issue 48633 and pull request 45776 have math on a T4 (answering became 1.62 to 1.84 times as fast with repeats).
 # - flash-attn: `csrc/flash_attn/flash_api.cpp` (the message), `flash_attn/cute/softmax.py` (`rescale_threshold`, the
 #   rule of exercise 3, in FlashAttention-4).
-# - Ours: `flash_attention.py` and `expand_kv.py` in `cria_tricks/tricks/`, `attention.py` and `model.py` (Gemma 2) in
-#   `cria_tricks/load/`, `cria_tricks/hardware/attention_kernels.py`, `cria_tricks/bill/step_time.py` (the estimate of
-#   section 4), and their tests.
+# - Ours: `flash_attention.py` and `expand_kv.py` in `cria_tricks/techniques/`, `attention.py` and `model.py` (Gemma 2)
+#   in `cria_tricks/load/`, `cria_tricks/hardware/attention_kernels.py`, `cria_tricks/bill/step_time.py` (the estimate
+#   of section 4), and their tests.

@@ -63,9 +63,9 @@ from cria_tricks.course import (
     tables,
     this_device,
 )
-from cria_tricks.tricks import flash_decoding, kv_cache
-from cria_tricks.tricks.expand_kv import expand_kv
-from cria_tricks.tricks.flash_decoding import for_chat
+from cria_tricks.techniques import flash_decoding, kv_cache
+from cria_tricks.techniques.expand_kv import expand_kv
+from cria_tricks.techniques.flash_decoding import for_chat
 
 # transformers knows sdpa_expanded from here on
 course.register_attention()
@@ -957,5 +957,5 @@ course.check(
 #   (`_valid_auto_compile_criteria`). Its issue 48633 and pull request 45776 have the math kernel on a T4.
 # - vLLM: `csrc/attention/paged_attention_v2.cu`. FlashInfer's documentation, `flashinfer.cascade`, and its README
 #   (Turing). NVIDIA: T4 data sheet (2,560 cores, 320 GB/s), Turing whitepaper (64 cores a multiprocessor).
-# - Ours: `cria_tricks/tricks/flash_decoding.py` and `kv_cache.py`, their tests in `tests/tricks/`,
+# - Ours: `cria_tricks/techniques/flash_decoding.py` and `kv_cache.py`, their tests in `tests/techniques/`,
 #   `benchmarks/bench_inference.py`.

@@ -50,8 +50,8 @@ from cria_tricks.course import (
 )
 from cria_tricks.course import refuse_plan as refuse
 from cria_tricks.course import saved_by_block as kept
-from cria_tricks.tricks.fused_blocks import rms_norm
-from cria_tricks.tricks.fused_lora import Matrix, gated_mlp
+from cria_tricks.techniques.fused_blocks import rms_norm
+from cria_tricks.techniques.fused_lora import Matrix, gated_mlp
 
 torch.manual_seed(0)
 MIB, KIB = 2**20, 2**10
@@ -350,7 +350,8 @@ assert far["ours"] < 1.05 * far["peft's"]
 
 # %% [markdown] tags=["deep"]
 # Both ways are equally near to the exact numbers. The mean hides one difference: autocast rounds the gradients of $A$
-# and $B$ to 16 bits before it stores them as fp32, and the fused functions do not (`tests/tricks/test_fused_lora.py`).
+# and $B$ to 16 bits before it stores them as fp32, and the fused functions do not
+# (`tests/techniques/test_fused_lora.py`).
 
 # %% [markdown]
 # ## 4. What it costs
@@ -427,7 +428,7 @@ if triton:
     print("the kernel's norm is the package's")
 
 # %% [markdown] tags=["deep"]
-# In 16 bits this kernel moves 4 bytes for each number, and the eight kernels move 36. `tricks/triton_blocks.py` has
+# In 16 bits this kernel moves 4 bytes for each number, and the eight kernels move 36. `techniques/triton_blocks.py` has
 # this kernel with its backward pass, and kernels for the activation function and for rotary positions. You switch them
 # on with `tricks.fused_blocks=triton`. On an H200 they are within rounding of the plain formulas. No T4 has run them
 # yet, so `fused_blocks=true` is plain PyTorch.
@@ -456,7 +457,7 @@ if triton:
 # package. For both, write `model = fuse_blocks(fuse(model))`. (`base` is the model's name.)
 
 # %%
-from cria_tricks.tricks import fused_blocks, fused_lora
+from cria_tricks.techniques import fused_blocks, fused_lora
 
 print(fused_lora.PLAIN)
 print(fused_blocks.PLAIN)
@@ -807,4 +808,4 @@ course.check(
 # - *LoRA*, arXiv 2106.09685, section 4.1 (Hu and others, 2021); *GLU Variants*, arXiv 2002.05202, equation 6 (Shazeer,
 #   2020); *RMSNorm*, arXiv 1910.07467, equation 4 (Zhang and Sennrich, 2019).
 # - *Triton*, MAPL 2019 (Tillet and others); its interpreter: triton-lang.org, "Debugging Triton".
-# - Ours: `cria_tricks/tricks/fused_lora.py`, `fused_blocks.py` and `triton_blocks.py`, and their tests.
+# - Ours: `cria_tricks/techniques/fused_lora.py`, `fused_blocks.py` and `triton_blocks.py`, and their tests.

@@ -49,7 +49,7 @@ from cria_tricks.course import (
     with_settings,
 )
 from cria_tricks.course import time_bill as step
-from cria_tricks.tricks import gradient_accumulation
+from cria_tricks.techniques import gradient_accumulation
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -759,4 +759,4 @@ course.check(
 # - transformers pull requests 34191 and 34198 (October 2024), issue 37766 (the first symptom); `trainer.py` of
 #   transformers 5.23: `get_batch_samples`, `training_step`.
 # - `torch/optim/lr_scheduler.py` of torch 2.13: `LRScheduler.step`.
-# - Ours: `cria_tricks/tricks/gradient_accumulation.py`, `tests/tricks/test_gradient_accumulation.py`.
+# - Ours: `cria_tricks/techniques/gradient_accumulation.py`, `tests/techniques/test_gradient_accumulation.py`.

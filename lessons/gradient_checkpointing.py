@@ -40,8 +40,8 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from cria_tricks import course
 from cria_tricks.course import CARDS, T4, Theme, find_shape, flops, folds, with_settings
-from cria_tricks.tricks import gradient_checkpointing
-from cria_tricks.tricks.activation_offload import Offloaded
+from cria_tricks.techniques import gradient_checkpointing
+from cria_tricks.techniques.activation_offload import Offloaded
 
 KIB, MIB = 2**10, 2**20
 
@@ -719,4 +719,4 @@ course.check(3, best_g, of_g, "a whole number of blocks")
 # - Korthikanti et al. 2022, arXiv 2205.05198, section 5 (there *selective* means the opposite: attention alone is
 #   recomputed); torchtune's README, "Optimization flags".
 # - `torch/utils/checkpoint.py` of torch 2.13: `_CheckpointFrame`, early stop.
-# - Ours: `gradient_checkpointing.py` and `keep_attention.py` in `cria_tricks/tricks/`, and their tests.
+# - Ours: `gradient_checkpointing.py` and `keep_attention.py` in `cria_tricks/techniques/`, and their tests.

@@ -48,8 +48,8 @@ from cria_tricks.course import (
     with_settings,
 )
 from cria_tricks.course import time_bill as step
-from cria_tricks.tricks import int8
-from cria_tricks.tricks.gradient_checkpointing import checkpointed
+from cria_tricks.techniques import int8
+from cria_tricks.techniques.gradient_checkpointing import checkpointed
 
 KIB, MIB = 2**10, 2**20
 
@@ -821,4 +821,5 @@ course.check(3, tokens_that_use_it_up, of_tokens, "a number of tokens")
 #   multiplication. Its `CHANGELOG.md`, 0.45.0 (pull request 1401 rebuilt int8), and `benchmarking/README.md`: Qwen 2.5
 #   3B on a T4, 0.45.0 against 0.44.1, the lines FP16 and INT8+Decomp.
 # - peft 0.21.2, `utils/other.py`: `prepare_model_for_kbit_training`; its issue 2424 for the warning.
-# - Ours: `cria_tricks/tricks/int8.py`, `tests/tricks/test_int8.py`, `cria_tricks/bill/block.py` for the kept inputs.
+# - Ours: `cria_tricks/techniques/int8.py`, `tests/techniques/test_int8.py`, `cria_tricks/bill/block.py` for the kept
+#   inputs.

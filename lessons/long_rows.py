@@ -37,7 +37,7 @@ from cria_tricks.course import (
     with_settings,
 )
 from cria_tricks.course import verdict_of as verdict
-from cria_tricks.tricks import activation_offload, tiled_mlp
+from cria_tricks.techniques import activation_offload, tiled_mlp
 
 torch.manual_seed(0)
 GIB, MIB, KIB = 2**30, 2**20, 2**10
@@ -792,5 +792,5 @@ course.check(
 #   request 3867 (January 2026: offload and short rows on a B200).
 # - `torch/utils/checkpoint.py` of torch 2.13: early stop. torch's `CachingHostAllocator`: powers of two, up to
 #   `pinned_max_round_threshold_mb`. transformers 5.23: `modeling_utils.py` (`offload`).
-# - Ours: `tiled_mlp.py` and `activation_offload.py` in `cria_tricks/tricks/`, `cria_tricks/predict/host.py`, and their
-#   tests.
+# - Ours: `tiled_mlp.py` and `activation_offload.py` in `cria_tricks/techniques/`, `cria_tricks/predict/host.py`, and
+#   their tests.

@@ -36,9 +36,9 @@ from cria_tricks.course import (
     toggles,
     with_settings,
 )
-from cria_tricks.tricks import lora
-from cria_tricks.tricks.lora import LoraLinear
-from cria_tricks.tricks.side_network import SideBlock
+from cria_tricks.techniques import lora
+from cria_tricks.techniques.lora import LoraLinear
+from cria_tricks.techniques.side_network import SideBlock
 
 MIB, GIB = 2**20, 2**30
 
@@ -838,5 +838,5 @@ course.check(3, highest_rank, of_rank, "a rank, a whole number")
 # - Yosinski et al. 2014, arXiv 1411.1792, section 2 (head). Lester et al. 2021, arXiv 2104.08691, section 2 (prompt).
 #   Zhang et al. 2023, arXiv 2302.05543, section 3.1 (ControlNet).
 # - `peft/tuners/lora/layer.py` of peft 0.21, `Linear.forward`; `torch/optim/adam.py` of torch 2.13, `_fused_adam`.
-# - Ours: `cria_tricks/tricks/lora.py`, `head_only.py`, `prompt_tuning.py`, `side_network.py`, and
-#   `tests/tricks/test_lora.py` and its neighbours.
+# - Ours: `cria_tricks/techniques/lora.py`, `head_only.py`, `prompt_tuning.py`, `side_network.py`, and
+#   `tests/techniques/test_lora.py` and its neighbours.

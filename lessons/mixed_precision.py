@@ -59,7 +59,7 @@ from cria_tricks.course import (
     with_settings,
 )
 from cria_tricks.course import memory_bill as estimate
-from cria_tricks.tricks import lean_preparation, mixed_precision
+from cria_tricks.techniques import lean_preparation, mixed_precision
 
 quiet_libraries()
 KIB, MIB = 2**10, 2**20
@@ -1453,5 +1453,5 @@ course.check(
 #   $2^{-25}$.
 # - transformers 5.23: `eager_attention_forward` and `LlamaRMSNorm` in `modeling_llama.py`, `logging_nan_inf_filter` in
 #   `trainer.py`. NVIDIA's data sheets of T4 and L4, for the rates.
-# - Ours: `cria_tricks/tricks/mixed_precision.py`, `cria_tricks/tricks/lean_preparation.py`, and their tests in
+# - Ours: `cria_tricks/techniques/mixed_precision.py`, `cria_tricks/techniques/lean_preparation.py`, and their tests in
 #   `tests/tricks`.

@@ -34,9 +34,10 @@ from cria_tricks.course import (
     with_settings,
 )
 from cria_tricks.course import time_bill as step
-from cria_tricks.tricks import nf4
-from cria_tricks.tricks.gradient_checkpointing import checkpointed
-from cria_tricks.tricks.lora import start_of
+from cria_tricks.switches import nf4 as nf4_switch
+from cria_tricks.techniques import nf4
+from cria_tricks.techniques.gradient_checkpointing import checkpointed
+from cria_tricks.techniques.lora import start_of
 
 torch.manual_seed(0)
 MIB = 2**20
@@ -195,7 +196,7 @@ course.show(
 # both signs. We import these levels; you will build them in [the lesson on optimizers](optimizers.py).
 
 # %%
-from cria_tricks.tricks.adamw_8bit import dynamic_levels
+from cria_tricks.techniques.adamw_8bit import dynamic_levels
 
 packed = (codes[::2] << 4 | codes[1::2]).to(torch.uint8)
 both_halves = torch.stack([packed >> 4, packed & 15], dim=1)
@@ -365,7 +366,7 @@ assert differ < 0.01
 
 n = w.numel()
 assert packages.bytes == n // 2 + n // 64 + 4 * n // (64 * 256) + 4
-assert counted == sum(nf4.stored_bytes(n, True) for n in matrices)
+assert counted == sum(nf4_switch.stored_bytes(n, True) for n in matrices)
 
 exact_output = x.detach() @ w.T
 off = (z.detach() - exact_output).abs()
@@ -834,5 +835,5 @@ course.check(3, better_levels, of_better, "a tensor of 16 levels that rise")
 #   that start as the repair). Hugging Face's blog 2023, *Overview of natively supported quantization schemes* (GPTQ).
 # - bitsandbytes 0.50: `functional.py` (`quantize_4bit`), `autograd/_functions.py` (`MatMul4Bit`). peft 0.21:
 #   `utils/other.py` (`prepare_model_for_kbit_training`), `tuners/lora/bnb.py` (the warning).
-# - Ours: `cria_tricks/tricks/nf4.py`, `tests/tricks/test_nf4.py`; the merge: `cria_tricks/adapter/merge.py`; the rates
-#   that cards reach: `cria_tricks/hardware/reached.py`.
+# - Ours: `cria_tricks/techniques/nf4.py`, `tests/techniques/test_nf4.py`; the merge: `cria_tricks/adapter/merge.py`;
+#   the rates that cards reach: `cria_tricks/hardware/reached.py`.

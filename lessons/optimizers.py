@@ -44,7 +44,7 @@ from cria_tricks.course import (
 from cria_tricks.course import longest_row as longest
 from cria_tricks.course import memory_bill as estimate
 from cria_tricks.course import time_bill as step
-from cria_tricks.tricks import adamw_8bit, paged_optimizer
+from cria_tricks.techniques import adamw_8bit, paged_optimizer
 
 torch.manual_seed(0)
 MIB = 2**20
@@ -1200,5 +1200,5 @@ course.check(
 #   `functional.py` (`get_paged`), `backends/cpu/ops.py`; its repository's `csrc/cpu_ops.cpp` (the table) and
 #   `csrc/kernels.cu` (the kernel: `kOptimizerStatic8bit2StateBlockwise`, read at version 0.50.1). transformers 5.23:
 #   `trainer.py` (`create_optimizer`, embeddings), `trainer_optimizer.py`.
-# - Ours: `cria_tricks/tricks/adamw_8bit.py`, `cria_tricks/tricks/paged_optimizer.py`, their tests in `tests/tricks/`,
-#   `cria_tricks/trainer/checkpoint.py`; rates in `cria_tricks/hardware/cards.py`.
+# - Ours: `cria_tricks/techniques/adamw_8bit.py`, `cria_tricks/techniques/paged_optimizer.py`, their tests in
+#   `tests/techniques/`, `cria_tricks/trainer/checkpoint.py`; rates in `cria_tricks/hardware/cards.py`.

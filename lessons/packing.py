@@ -38,7 +38,7 @@ from cria_tricks.course import (
     toggles,
     with_settings,
 )
-from cria_tricks.tricks import packing
+from cria_tricks.techniques import packing
 
 # transformers knows sdpa_by_document from here on, section 3
 course.register_attention()
@@ -559,7 +559,7 @@ for name, many in squares.items():
     print(f"{name:18} under a mask: {many / own:.2f} times the documents' own squares")
 assert squares["packed"] < squares["padded by four"] < squares["flattened by four"]
 for masked, grouped in ((True, False), (False, False), (False, True)):
-    kernel = kernel_for(T4, torch.float16, masked=masked, grouped=grouped)
+    kernel = kernel_for(T4, "float16", masked=masked, grouped=grouped)
     print(f"on a T4, mask {masked}, grouped heads {grouped}: {kernel}")
 
 # %% [markdown]
@@ -947,5 +947,5 @@ course.check(
 # - transformers 5.23: `masking_utils.py` (`_preprocess_mask_arguments`, `find_packed_sequence_indices`),
 #   `data/data_collator.py` (`DataCollatorWithFlattening`), `modeling_flash_attention_utils.py` (one row only). TRL
 #   1.16: `trainer/sft_trainer.py` (`DataCollatorForLanguageModeling`), `data_utils.py` (`pack_dataset`).
-# - Ours: `cria_tricks/tricks/packing.py`, `cria_tricks/load/attention.py`, `tests/tricks/test_packing.py`,
+# - Ours: `cria_tricks/techniques/packing.py`, `cria_tricks/load/attention.py`, `tests/techniques/test_packing.py`,
 #   `benchmarks/packing.py`.

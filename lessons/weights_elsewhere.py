@@ -41,7 +41,7 @@ from cria_tricks.course import (
     resolve,
     with_settings,
 )
-from cria_tricks.tricks import optimizer_in_backward, stream_layers
+from cria_tricks.techniques import optimizer_in_backward, stream_layers
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -821,4 +821,4 @@ course.check(
 #   arXiv 2104.07857, section 5.1.
 # - The table: the abstracts of these papers; READMEs of BAdam (github.com/Ledzy/BAdam) and, for LISA, of LMFlow
 #   (github.com/OptimalScale/LMFlow).
-# - Ours: `cria_tricks/tricks/optimizer_in_backward.py`, `stream_layers.py`, `load/streaming.py`, and their tests.
+# - Ours: `cria_tricks/techniques/optimizer_in_backward.py`, `stream_layers.py`, `load/streaming.py`, and their tests.

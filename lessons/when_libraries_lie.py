@@ -63,7 +63,7 @@ from cria_tricks.course import (
     row_lengths,
     tokens,
 )
-from cria_tricks.tricks.packing import PackedRows
+from cria_tricks.techniques.packing import PackedRows
 
 quiet_libraries()
 folder = tempfile.TemporaryDirectory()  # goes with this process
@@ -1035,4 +1035,4 @@ course.check(
 # - Repacking: `nn/modules.py` (`Linear4bit.forward`) and `autograd/_functions.py` (`matmul_4bit`) of bitsandbytes
 #   0.50.2. Its CUDA libraries lack the function `has_avx512bf16_cpu`.
 # - Ours: the files of the folded list; `tests/test_pretrained.py`, `tests/data/test_tokens.py`,
-#   `tests/tricks/test_packing.py`, `tests/test_trainer.py`, `tests/test_load.py`.
+#   `tests/techniques/test_packing.py`, `tests/test_trainer.py`, `tests/test_load.py`.

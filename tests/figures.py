@@ -24,7 +24,7 @@ from cria_tricks.parallel import STRATEGIES
 from cria_tricks.predict.links import LINKS, compute_seconds, step_seconds
 from cria_tricks.predict.per_process import per_process
 from cria_tricks.recipe import Recipe
-from cria_tricks.tricks import folds
+from cria_tricks.switches import folds
 from tests.memory import cases
 
 FOLDER = Path(__file__).parent / "golden"

@@ -14,7 +14,7 @@ from cria_tricks.hardware.calibration import Calibration
 from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.device import Device, pretend
 from cria_tricks.hardware.gpus import GPUS
-from cria_tricks.tricks.folds import estimate
+from cria_tricks.switches.folds import estimate
 
 DAY = "2026-11-20T12:00:00+00:00"
 VERSIONS = {"torch": "2.11.0", "transformers": "5.16.1", "peft": "0.20.0", "bitsandbytes": "0.50.2",

@@ -17,7 +17,7 @@ from cria_tricks.bench import results
 from cria_tricks.bench.case import Setup, free_memory, measure
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.device import pretend
-from cria_tricks.tricks.packing import best_fit
+from cria_tricks.techniques.packing import best_fit
 
 ROOT = Path(__file__).parents[1]
 TINY = Setup("tiny", 32, 2)

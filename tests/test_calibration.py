@@ -12,7 +12,7 @@ from cria_tricks.hardware.gpus import rates_of
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import folds
+from cria_tricks.switches import folds
 
 TINY = find_shape("tiny")
 SHORT = calibrate.Rows(16, 16, 2, 16, 16, 16, 16, 1)

@@ -3,7 +3,8 @@
 import pytest
 
 from cria_tricks.predict.toggles import off_the_capstone
-from cria_tricks.tricks import INFERENCE, TRICKS, trick_name
+from cria_tricks.switches import TECHNIQUES, technique_name
+from cria_tricks.techniques import INFERENCE
 from tools import techniques
 
 cards = pytest.importorskip("tools.cards", reason="griffe, which renders the reference, is not installed")
@@ -28,11 +29,11 @@ def test_marks_of_sphinx_are_left_out():
 def test_every_technique_page_says_how_to_switch_it_on_and_what_it_saves():
     pages = techniques.pages()
     saved = off_the_capstone()
-    for trick in TRICKS:
-        text = pages[f"reference/techniques/{trick_name(trick)}.md"]
+    for trick in TECHNIQUES:
+        text = pages[f"reference/techniques/{technique_name(trick)}.md"]
         for switch in trick.SWITCHES:
             assert f"`--set tricks.{switch}`" in text
             if amount := round(saved.get(switch, 0) / 2**20):
                 assert f"`{switch}` {'saves' if amount > 0 else 'adds'} {abs(amount):,} MiB" in text
     for trick in INFERENCE:
-        assert f"`{trick.COMMAND}` always uses it." in pages[f"reference/techniques/{trick_name(trick)}.md"]
+        assert f"`{trick.COMMAND}` always uses it." in pages[f"reference/techniques/{technique_name(trick)}.md"]

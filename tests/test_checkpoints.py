@@ -20,10 +20,10 @@ from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, Interrupted, OutOfMemory, Unwritten
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.store.checkpoints import Checkpoints, describe, refuse_another_run
+from cria_tricks.techniques.optimizer_in_backward import StepInBackward
 from cria_tricks.trainer import checkpoint
 from cria_tricks.trainer.fit import fit, training
 from cria_tricks.trainer.training import Training
-from cria_tricks.tricks.optimizer_in_backward import StepInBackward
 from tests.helpers import At, Killed, kill, prepare, send, train, trained_weights
 
 SETS = ("tricks.peft=lora", "lora.dropout=0.1", "train.max_steps=7", "train.save_steps=2", "train.eval_steps=3")

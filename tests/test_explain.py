@@ -16,11 +16,12 @@ from cria_tricks.hardware import T4
 from cria_tricks.parallel import BESIDE, STRATEGIES
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks import INFERENCE, TRICKS, lora, nf4, paged_optimizer, side_network, trick_name
+from cria_tricks.switches import TECHNIQUES, technique_name
+from cria_tricks.techniques import INFERENCE, code_of, lora, nf4, side_network
 from tools import switches
 
 ROOT = Path(__file__).parents[1]
-SPREAD = (*STRATEGIES.values(), *BESIDE)
+SPREAD = (*STRATEGIES.values(), *BESIDE.values())
 
 
 def test_the_page_has_the_tables_as_they_are_made(tmp_path):
@@ -32,32 +33,32 @@ def test_the_page_has_the_tables_as_they_are_made(tmp_path):
     assert all(all(switches.row(trick)) for tricks in switches.GROUPS.values() for trick in tricks)
 
 
-@pytest.mark.parametrize("strategy", SPREAD, ids=trick_name)
+@pytest.mark.parametrize("strategy", SPREAD, ids=technique_name)
 def test_the_plain_code_of_a_strategy_names_what_there_is(strategy):
     """It needs several processes, so it is read, and what it imports is imported. What it lacks is the reader's."""
     code = strategy.PLAIN
     tree = ast.parse(code)
     ours = {"base", "device", "input_ids", "labels", "model", "my_blocks", "rank", "stages", "summed_loss"}
-    names = symtable.symtable(code, trick_name(strategy), "exec").get_symbols()
+    names = symtable.symtable(code, technique_name(strategy), "exec").get_symbols()
     lacks = {one.get_name() for one in names if not (one.is_assigned() or one.is_imported())}
     assert lacks - set(dir(builtins)) <= ours
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert imports
-    exec(compile(ast.Module(imports, []), trick_name(strategy), "exec"), {})
+    exec(compile(ast.Module(imports, []), technique_name(strategy), "exec"), {})
 
 
-@pytest.mark.parametrize("trick", [*TRICKS, *INFERENCE, *SPREAD], ids=trick_name)
+@pytest.mark.parametrize("trick", [*TECHNIQUES, *INFERENCE, *SPREAD], ids=technique_name)
 def test_the_whole_card_is_shown(trick):
     """No word of the docstring is lost on the way."""
-    about = described(technique(trick_name(trick)))
+    about = described(technique(technique_name(trick)))
     shown = [about["title"], *itertools.chain(*about["card"].items())]
-    assert " ".join(shown).split() == trick.__doc__.replace("\nShapes: ", "\nShapes ").split()
+    assert " ".join(shown).split() == code_of(trick).__doc__.replace("\nShapes: ", "\nShapes ").split()
 
 
 def test_a_reference_is_shown_as_it_is_written():
-    found = described(nf4)["reference"]
+    found = described(technique("nf4"))["reference"]
     assert all(inspect.getsource(getattr(nf4, name)).rstrip() in found for name in nf4.REFERENCE)
-    assert described(paged_optimizer)["reference"].startswith("def page(self")
+    assert described(technique("paged_optimizer"))["reference"].startswith("def page(self")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_a_reference_is_shown_as_it_is_written():
     ],
 )
 def test_a_technique_is_found_by_its_settings_too_in_any_letter_case(typed, name):
-    assert trick_name(technique(typed)) == name
+    assert technique_name(technique(typed)) == name
 
 
 def test_the_plain_code_of_lora_adapts_the_matrices_that_the_toggle_adapts(tiny_model):

@@ -21,7 +21,8 @@ from cria_tricks.models.shape import shape_of
 from cria_tricks.predict.model_settings import needed
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks import TRICKS, compile, fused_blocks
+from cria_tricks.switches import TECHNIQUES, fused_blocks
+from cria_tricks.techniques import compile
 from tests.helpers import train
 from tests.sweeps import toggle
 
@@ -37,7 +38,7 @@ OF_THE_KIND = {
     "qwen2": {"head_dim": None},
     "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": None},
 }
-SWITCHES = [switch.replace("=8", "=2") for trick in TRICKS for switch in trick.SWITCHES]
+SWITCHES = [switch.replace("=8", "=2") for trick in TECHNIQUES for switch in trick.SWITCHES]
 SWITCHES[SWITCHES.index("tiled_mlp=true")] = "tiled_mlp=8"  # its rows are short
 PAIRS = [pair for pair in itertools.combinations(SWITCHES, 2) if pair[0].split("=")[0] != pair[1].split("=")[0]]
 

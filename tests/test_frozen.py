@@ -15,7 +15,7 @@ CHANGED = {
     "load/model.py: Loaded",
     "run/job.py: Job",
     "trainer/training.py: Training",
-    "tricks/nf4.py: Quantized",
+    "techniques/nf4.py: Quantized",
 }
 """Those that are filled bit by bit, or whose tensors move."""
 

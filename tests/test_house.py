@@ -15,29 +15,27 @@ from typing import get_args
 
 import pytest
 
-import cria_tricks.tricks as tricks_package
+import cria_tricks
 from cria_tricks.common.lessons import LESSONS
 from cria_tricks.parallel import BESIDE, STRATEGIES
 from cria_tricks.settings import Parallel, Tricks
-from cria_tricks.tricks import CARD, INFERENCE, TRICKS, card, trick_name
+from cria_tricks.switches import TECHNIQUES, technique_name
+from cria_tricks.techniques import CARD, INFERENCE, card, code_of
 from tools import tree
 
-PACKAGE = Path(tricks_package.__file__).parents[1]
-SPREAD = (*STRATEGIES.values(), *BESIDE)
-by_name = pytest.mark.parametrize("trick", TRICKS + INFERENCE, ids=trick_name)
-all_by_name = pytest.mark.parametrize("trick", [*TRICKS, *INFERENCE, *SPREAD], ids=trick_name)
+PACKAGE = Path(cria_tricks.__file__).parent
+SPREAD = (*STRATEGIES.values(), *BESIDE.values())
+by_name = pytest.mark.parametrize("trick", TECHNIQUES + INFERENCE, ids=technique_name)
+all_by_name = pytest.mark.parametrize("trick", [*TECHNIQUES, *INFERENCE, *SPREAD], ids=technique_name)
 
 
-def test_every_module_in_tricks_is_listed_once():
-    files = {path.stem for path in (PACKAGE / "tricks").glob("*.py")} - {
-        "__init__",
-        "folds",
-        "overlapped_offload",
-        "triton_blocks",
-    }
-    names = [trick_name(trick) for trick in TRICKS + INFERENCE]
-    assert files == set(names)
-    assert len(names) == len(set(names))
+def test_every_technique_is_listed_once():
+    switches = [technique_name(trick) for trick in TECHNIQUES]
+    every = [*switches, *map(technique_name, INFERENCE)]
+    assert len(every) == len(set(every))
+    for folder, names, beside in (("switches", switches, {"folds"}), ("techniques", every, {"triton_blocks"})):
+        files = {path.stem for path in (PACKAGE / folder).glob("*.py")}
+        assert files == {"__init__", *beside, *names}
 
 
 @all_by_name
@@ -50,26 +48,27 @@ def test_the_card_has_its_eight_lines_in_order(trick: ModuleType):
 
 @all_by_name
 def test_a_module_is_read_in_five_minutes(trick: ModuleType):
-    assert len(Path(trick.__file__).read_text().splitlines()) <= 250
+    assert len(Path(code_of(trick).__file__).read_text().splitlines()) <= 250
 
 
 @all_by_name
 def test_tricks_import_torch_and_nothing_heavier(trick: ModuleType):
     allowed = {"torch", "cria_tricks", *sys.stdlib_module_names}
-    assert {name.partition(".")[0] for name in _imports(Path(trick.__file__))} <= allowed
+    assert {name.partition(".")[0] for name in _imports(Path(code_of(trick).__file__))} <= allowed
+    if trick in TECHNIQUES:
+        assert {name.partition(".")[0] for name in _imports(Path(trick.__file__))} <= allowed - {"torch"}
 
 
 @all_by_name
 def test_a_trick_has_a_proof_a_lesson_and_plain_code_under_its_own_name(trick: ModuleType):
-    folder = trick.__name__.split(".")[-2]
-    assert (Path(__file__).parent / folder / f"test_{trick_name(trick)}.py").is_file()
+    assert (Path(__file__).parent / "techniques" / f"test_{technique_name(trick)}.py").is_file()
     assert trick.LESSON in LESSONS
-    assert trick.REFERENCE
-    assert trick.PLAIN.strip()
+    assert code_of(trick).REFERENCE
+    assert code_of(trick).PLAIN.strip()
 
 
 def test_a_trick_has_toggles_and_a_technique_for_answering_has_none():
-    for trick in TRICKS:
+    for trick in TECHNIQUES:
         assert trick.SWITCHES
         assert callable(trick.switch_on)
     for technique in INFERENCE:
@@ -81,8 +80,8 @@ def test_a_trick_has_toggles_and_a_technique_for_answering_has_none():
 @pytest.mark.parametrize(
     "proof",
     [
-        *sorted((Path(__file__).parent / "tricks").glob("test_*.py")),
-        *(Path(__file__).parent / "parallel" / f"test_{trick_name(strategy)}.py" for strategy in SPREAD),
+        *sorted((Path(__file__).parent / "techniques").glob("test_*.py")),
+        *(Path(__file__).parent / "parallel" / f"test_{technique_name(strategy)}.py" for strategy in SPREAD),
     ],
     ids=lambda path: path.stem,
 )
@@ -97,14 +96,14 @@ def test_a_strategy_is_one_setting_or_one_command():
         *(switch for strategy in STRATEGIES.values() for switch in strategy.SWITCHES),
     }
     for name, strategy in STRATEGIES.items():
-        assert trick_name(strategy) == name
+        assert technique_name(strategy) == name
         assert all(callable(getattr(strategy, part)) for part in ("switch_on", "spread", "window", "traffic"))
-    for strategy in BESIDE:
+    for strategy in BESIDE.values():
         assert bool(getattr(strategy, "SWITCHES", ())) != bool(getattr(strategy, "COMMAND", ""))
         assert callable(strategy.traffic)
 
 
-@pytest.mark.parametrize("strategy", SPREAD, ids=trick_name)
+@pytest.mark.parametrize("strategy", SPREAD, ids=technique_name)
 def test_a_reference_of_a_strategy_is_short(strategy: ModuleType):
     lines = sum(len(inspect.getsource(getattr(strategy, name)).splitlines()) for name in strategy.REFERENCE)
     assert lines <= 80
@@ -117,7 +116,7 @@ def test_every_value_of_every_toggle_is_some_tricks_business():
         values = (False, True) if on_off else get_args(info.annotation) or (info.default, 8)
         values += tuple(word for part in get_args(info.annotation) for word in get_args(part))  # bool | Literal[word]
         offered |= {f"{field}={str(value).lower()}" for value in values if value != info.default}
-    assert offered == {switch for trick in TRICKS for switch in trick.SWITCHES}
+    assert offered == {switch for trick in TECHNIQUES for switch in trick.SWITCHES}
 
 
 @pytest.mark.parametrize("name", ["contract", "prompt", "statements", "scores", "augment"])
@@ -157,7 +156,7 @@ TOGGLES_ARE_READ = {
     "run/api.py": (1, "several processes without a strategy are ddp"),
     "run/ready.py": (1, "it estimates one of several processes"),
 }
-"""How many lines of a file outside tricks/ and parallel/ may read a toggle, and why."""
+"""How many lines of a file outside techniques/ and parallel/ may read a toggle, and why."""
 
 
 def test_toggles_are_read_by_the_tricks_and_hardly_anywhere_else():
@@ -166,7 +165,7 @@ def test_toggles_are_read_by_the_tricks_and_hardly_anywhere_else():
         name = path.relative_to(PACKAGE).as_posix()
         if lines := _lines_that_read_a_toggle(path):
             found[name] = len(lines)
-    outside = {name: lines for name, lines in found.items() if not name.startswith(("tricks/", "parallel/"))}
+    outside = {name: lines for name, lines in found.items() if not name.startswith(("techniques/", "parallel/"))}
     print(f"{sum(outside.values())} lines outside read a toggle, {sum(found.values())} in all")
     more = {name: lines for name, lines in outside.items() if lines > TOGGLES_ARE_READ.get(name, (0, ""))[0]}
     assert not more, "let the trick do it, or read the plan"

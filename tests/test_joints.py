@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from cria_tricks import resolve, tricks
+from cria_tricks import resolve, switches
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import Device
 from cria_tricks.load import adapters, attention, losses, model
@@ -38,14 +38,14 @@ CHANGES = pytest.mark.parametrize(("change", "asked", "where"), WRONG, ids=[aske
 
 def toy(change) -> types.ModuleType:
     """A trick that is switched on in every recipe, and asks for something."""
-    made = types.ModuleType("cria_tricks.tricks.toy")
+    made = types.ModuleType("cria_tricks.techniques.toy")
     made.switch_on = lambda plan, recipe: change(plan)
     return made
 
 
 @CHANGES
 def test_a_wrong_name_is_refused_when_the_plan_is_made(change, asked, where, monkeypatch):
-    monkeypatch.setattr(resolve, "TRICKS", (*tricks.TRICKS, toy(change)))
+    monkeypatch.setattr(resolve, "TECHNIQUES", (*switches.TECHNIQUES, toy(change)))
     with pytest.raises(BadInput) as caught:
         resolve.resolve(Recipe(), CPU)
     assert str(caught.value) == f"trick toy asks for {asked}, which is none of {', '.join(map(str, NAMES[where]))}"
@@ -61,7 +61,7 @@ def test_no_weight_is_loaded_for_a_wrong_name(tiny_model, tmp_path, monkeypatch)
         pytest.fail("weights were loaded")
 
     monkeypatch.setattr(pretrained, "causal_lm", load)
-    monkeypatch.setattr(resolve, "TRICKS", (*tricks.TRICKS, toy(WRONG[0][0])))
+    monkeypatch.setattr(resolve, "TECHNIQUES", (*switches.TECHNIQUES, toy(WRONG[0][0])))
     recipe = with_settings(Recipe(model=str(tiny_model)), ["tricks.peft=lora", "train.max_steps=1"])
     with pytest.raises(BadInput, match=r"^trick toy asks for after_load=prepare_for_kbit_trainin, which is none of"):
         train(recipe, tmp_path / "run")

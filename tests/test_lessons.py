@@ -24,7 +24,7 @@ from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.predict import toggles
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks import TRICKS
+from cria_tricks.switches import TECHNIQUES
 from tools import executed, lesson_figures, notebooks
 from tools.exercises import try_answers
 
@@ -247,7 +247,7 @@ def test_the_from_scratch_part_runs_alone_in_an_empty_notebook(lesson, monkeypat
 def test_a_lesson_shows_its_switch_as_plain_code_and_what_it_is_worth_twice(lesson):
     """The plain code is that of the technique's module, which a test runs."""
     whole = lesson.read_text(encoding="utf-8")
-    taught = [trick for trick in TRICKS if lesson.stem == trick.LESSON]
+    taught = [trick for trick in TECHNIQUES if lesson.stem == trick.LESSON]
     on = {toggle.partition("=")[0] for trick in taught for toggle in trick.SWITCHES} & set(
         toggles.switched_on(course.CAPSTONE)
     )

@@ -24,8 +24,8 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.recipes import kwanzaa
 from cria_tricks.resolve import resolve
 from cria_tricks.run.train import train
-from cria_tricks.tricks.folds import estimate
-from cria_tricks.tricks.lora import start_of
+from cria_tricks.switches.folds import estimate
+from cria_tricks.techniques.lora import start_of
 from tests.helpers import prepare, trained_weights
 from tests.tolerances import LOFTQ, LORA
 

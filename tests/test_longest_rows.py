@@ -8,7 +8,7 @@ from cria_tricks.hardware.gpus import find_gpu
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import with_settings
-from cria_tricks.tricks import folds
+from cria_tricks.switches import folds
 from tests.sweeps import sample
 from tools import longest
 

@@ -25,7 +25,8 @@ from cria_tricks.models.shape import find_shape
 from cria_tricks.predict.toggles import Target, suggestions
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks import activation_offload, folds
+from cria_tricks.switches import folds
+from cria_tricks.techniques import activation_offload
 from tests.helpers import prepare, train, trained_weights
 from tests.tricks.test_gradient_checkpointing import KINDS, L, kept, stack
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
 
-from cria_tricks.tricks import INFERENCE, TRICKS, trick_name
+from cria_tricks.switches import TECHNIQUES, technique_name
+from cria_tricks.techniques import INFERENCE, code_of
 from tests import tolerances
 from tests.helpers import difference
 from tests.plain_scripts import (
@@ -225,7 +226,7 @@ def base(tmp_path_factory) -> str:
     return str(folder)
 
 
-BY_NAME = {trick_name(trick): trick for trick in (*TRICKS, *INFERENCE)}
+BY_NAME = {technique_name(trick): code_of(trick) for trick in (*TECHNIQUES, *INFERENCE)}
 # Arguments are a Trainer's, so in a loop of one's own they do nothing.
 SCRIPTS = [
     (name, condition)
@@ -306,7 +307,7 @@ def test_two_micro_batches_layer_by_layer_are_two_passes(condition, base):
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)
-@pytest.mark.parametrize("name", [trick_name(technique) for technique in INFERENCE])
+@pytest.mark.parametrize("name", [technique_name(technique) for technique in INFERENCE])
 def test_an_answer_is_the_one_that_plain_attention_finds_likeliest(name, condition, base):
     """Plain attention without a cache reads prompt and answer at once; padded prompts bring their mask."""
     prompts = [row["input_ids"] for row in rows_of(condition)]
@@ -328,7 +329,7 @@ def test_an_answer_is_the_one_that_plain_attention_finds_likeliest(name, conditi
 
 
 def test_every_technique_is_here():
-    assert {*CASES, "layer_by_layer", *map(trick_name, INFERENCE)} == BY_NAME.keys()
+    assert {*CASES, "layer_by_layer", *map(technique_name, INFERENCE)} == BY_NAME.keys()
 
 
 def test_the_chunked_trainer_takes_adapters_and_evaluates(base, tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ from cria_tricks.models.shape import GENERATES, shape_of
 from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks.lora import ALL_LINEAR
+from cria_tricks.switches.lora import ALL_LINEAR
 from tests.memory.cases import A100
 
 CASES = 4000 if os.environ.get("CRIA_ALL") else 40

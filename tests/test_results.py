@@ -9,7 +9,8 @@ from benchmarks.bench_techniques import BENCHES
 from cria_tricks.bench import results, tables
 from cria_tricks.bench.results import Case
 from cria_tricks.common.errors import BadInput
-from cria_tricks.tricks import INFERENCE, TRICKS, trick_name
+from cria_tricks.switches import TECHNIQUES, technique_name
+from cria_tricks.techniques import INFERENCE
 
 ROOT = Path(__file__).parents[1]
 COMMITTED = results.read(results.COMMITTED)
@@ -99,7 +100,12 @@ def test_what_was_refused_or_ran_out_has_its_row():
 
 
 def test_every_trick_has_its_benchmark():
-    assert {trick_name(trick) for trick in TRICKS + INFERENCE} <= {*BENCHES, "packing", "flash_decoding", "kv_cache"}
+    assert {technique_name(trick) for trick in TECHNIQUES + INFERENCE} <= {
+        *BENCHES,
+        "packing",
+        "flash_decoding",
+        "kv_cache",
+    }
 
 
 @pytest.mark.skipif(not COMMITTED, reason="no case is committed")

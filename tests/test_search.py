@@ -16,7 +16,7 @@ from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run import candidates, search
 from cria_tricks.run.ways import NothingFits
-from cria_tricks.tricks import TRICKS
+from cria_tricks.switches import TECHNIQUES
 
 
 def kwanzaa(*settings: str) -> Recipe:
@@ -84,7 +84,7 @@ def test_what_is_learnt_stays_and_so_do_the_rows_of_a_step():
 
 def test_only_toggles_that_claim_to_be_exact_are_free():
     claims = {}
-    for trick in TRICKS:
+    for trick in TECHNIQUES:
         claims |= {switch.partition("=")[0]: trick.CLAIM for switch in getattr(trick, "SWITCHES", ())}
     for name in (*candidates.LONG, *candidates.FREE, "gradient_checkpointing", "gradient_accumulation", "attention"):
         assert claims[name] in ("exact", "exact within rounding", "exact without clipping"), name

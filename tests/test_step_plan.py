@@ -12,12 +12,14 @@ from cria_tricks.hardware import T4, Device
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve, still_off
 from cria_tricks.step_plan import NAMES, Plan, diff
-from cria_tricks.tricks import (
+from cria_tricks.switches import TECHNIQUES, technique_name
+from cria_tricks.switches import lora as lora_switch
+from cria_tricks.techniques import (
     CARD,
     INFERENCE,
-    TRICKS,
     adamw_8bit,
     chunked_loss,
+    code_of,
     compile,
     flash_attention,
     int8,
@@ -25,9 +27,8 @@ from cria_tricks.tricks import (
     mixed_precision,
     nf4,
     paged_optimizer,
-    trick_name,
 )
-from cria_tricks.tricks import card as card_of
+from cria_tricks.techniques import card as card_of
 
 A100 = Device("cuda", "NVIDIA A100", (8, 0), real_bf16=True, memory_bytes=40 * 2**30)
 CPU = Device("cpu", "some CPU", (0, 0), real_bf16=False, memory_bytes=16 * 2**30)
@@ -437,7 +438,7 @@ def test_two_tricks_that_disagree_are_both_named():
         (int8.linear_8bit, {"threshold": 6.0}),
         (nf4.quantize, {"double_quantization": False}),
         (lora.LoraLinear, {"rslora": False, "dora": False}),
-        (lora.trained_weights, {"dora": False}),
+        (lora_switch.trained_weights, {"dora": False}),
         (mixed_precision.LossScale, {"scale": 65536.0, "growth_interval": 2000}),
         (adamw_8bit.quantize_blocks, {"block": 256}),
         (adamw_8bit.dequantize_blocks, {"block": 256}),
@@ -453,10 +454,10 @@ def test_what_is_left_out_has_the_papers_value_or_the_librarys(function, default
 
 
 def test_each_card_is_read_whole():
-    for trick in (*TRICKS, *INFERENCE):
+    for trick in (*TECHNIQUES, *INFERENCE):
         found = card_of(trick)
         assert tuple(found) == ("title", "Saves", "Costs", "Claim", "Needs", "Breaks", "Sources", "Ours", "Shapes")
-        assert found["title"] == trick.__doc__.splitlines()[0]
-        said = " ".join(trick.__doc__.partition("\n\n")[2].split()).replace("Shapes: ", "Shapes ")
+        assert found["title"] == code_of(trick).__doc__.splitlines()[0]
+        said = " ".join(code_of(trick).__doc__.partition("\n\n")[2].split()).replace("Shapes: ", "Shapes ")
         assert " ".join(f"{name} {found[name]}" for name in CARD) == said
-        assert trick_name(trick) == trick.__file__.rpartition("/")[2].removesuffix(".py")
+        assert technique_name(trick) == trick.__file__.rpartition("/")[2].removesuffix(".py")

@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_iter
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cria_tricks.load.streaming import ALIGNED, places_of
-from cria_tricks.tricks import stream_layers
-from cria_tricks.tricks.stream_layers import SLOTS, Copies, CopiesOnCpu, Streamed
+from cria_tricks.switches.stream_layers import SLOTS
+from cria_tricks.techniques import stream_layers
+from cria_tricks.techniques.stream_layers import Copies, CopiesOnCpu, Streamed
 from tests.gpu.test_streaming_large_layers import KINDS, LARGE, TARGETS, Size, resident_and_streamed_are_equal
 from tests.helpers import prepare
 from tests.sweeps import sample

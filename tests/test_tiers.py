@@ -34,12 +34,12 @@ def test_a_case_counts_before_its_function_its_file_and_its_folder():
     assert keeps(training, twenty, f"{twenty}[ddp-2]") == math.inf
     assert keeps(training, twenty, f"{twenty}[tensor-2]") == keeps(training) == 0
     assert keeps("tests/parallel/test_fsdp.py", "test_mechanism", "test_mechanism[lora]") == 2
-    assert keeps("tests/parallel/test_golden.py") == keeps("tests/tricks/test_lora.py") == math.inf
+    assert keeps("tests/parallel/test_golden.py") == keeps("tests/techniques/test_lora.py") == math.inf
 
 
 def test_each_test_is_in_one_of_them():
     functions = {
-        "tests/tricks/test_lora.py::test_math": 3, "tests/test_lessons.py::test_a_lesson": 5,
+        "tests/techniques/test_lora.py::test_math": 3, "tests/test_lessons.py::test_a_lesson": 5,
         "tests/parallel/test_fsdp.py::test_mechanism": 5, "tests/test_families.py::test_one": 4,
     }  # fmt: skip
     items = [
@@ -64,7 +64,7 @@ def test_each_test_is_in_one_of_them():
 @pytest.mark.parametrize(
     ("path", "core", "rest"),
     [
-        ("tests/tricks/test_lora.py", True, False),
+        ("tests/techniques/test_lora.py", True, False),
         ("tests/test_lessons.py", False, True),
         ("tests/parallel/test_training.py", True, True),
         ("tests/parallel/test_golden.py", True, False),

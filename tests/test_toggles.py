@@ -18,11 +18,12 @@ from cria_tricks.load import overlapped_offload
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import TRICKS, compile
+from cria_tricks.switches import TECHNIQUES
+from cria_tricks.techniques import compile
 from tests.helpers import train
 from tests.sweeps import toggle
 
-SWITCHES = [switch.replace("=8", "=2") for trick in TRICKS for switch in trick.SWITCHES]
+SWITCHES = [switch.replace("=8", "=2") for trick in TECHNIQUES for switch in trick.SWITCHES]
 SWITCHES[SWITCHES.index("tiled_mlp=true")] = "tiled_mlp=8"  # tiles as long as the model is wide would never be full
 SWITCHES.append("gradient_checkpointing=1")  # the first of two blocks
 STEPS = 4

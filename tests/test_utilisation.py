@@ -12,7 +12,7 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.report.page import markdown
 from cria_tricks.report.summary import utilisation
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks import folds
+from cria_tricks.switches import folds
 from tests.test_report_page import made, run, summary
 
 CPU = Device("cpu", "a processor", (0, 0), real_bf16=False, memory_bytes=T4.memory_bytes)

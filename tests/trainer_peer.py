@@ -10,8 +10,8 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from benchmarks.peers.trl_sft import OPTIMIZERS
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.load.model import Loaded
+from cria_tricks.techniques.packing import PackedRows
 from cria_tricks.trainer.optimizer import SCHEDULES
-from cria_tricks.tricks.packing import PackedRows
 from tests.helpers import prepare
 
 

@@ -17,7 +17,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.load import overlapped_offload
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks import TRICKS
+from cria_tricks.switches import TECHNIQUES
 from tests.helpers import tiny_llama, train
 from tests.sweeps import toggle
 
@@ -30,7 +30,7 @@ ALL_AT_ONCE, IN_WINDOWS, ONE_BY_ONE = "train.batch_size=8", "train.batch_size=3"
 def exact_toggles() -> dict[str, list[str]]:
     """Every switch of a trick that claims to be exact, but for those that this machine refuses."""
     found = {}
-    for trick in TRICKS:
+    for trick in TECHNIQUES:
         for switch in trick.SWITCHES if trick.CLAIM.startswith("exact") else ():
             settings = toggle(switch)
             if switch == "expand_kv=true":
@@ -95,7 +95,7 @@ def measure(model: Path, folder: Path, runs: dict[str, list[str]]) -> dict[str, 
     """
     overlapped_offload.SMALL = 0  # so that inputs as small as these travel
     plain = losses([ALL_AT_ONCE], model, folder / "plain")
-    claims = {switch: trick.CLAIM for trick in TRICKS for switch in trick.SWITCHES}
+    claims = {switch: trick.CLAIM for trick in TECHNIQUES for switch in trick.SWITCHES}
     cases = {}
     for name, settings in runs.items():
         difference = (losses(settings, model, folder / name) - plain).abs()

@@ -8,11 +8,11 @@ from typing import Any
 
 import griffe
 
-from cria_tricks.tricks import CARD
+from cria_tricks.techniques import CARD
 
 LABELS = {"Claim": "Changes results?", "Breaks": "Fails when, or not with", "Ours": "Our code"}
 """What the reference calls a line of a card, where the card's own word says too little without its context."""
-FOLDERS = ("cria_tricks.tricks.", "cria_tricks.parallel.")
+FOLDERS = ("cria_tricks.techniques.", "cria_tricks.parallel.")
 
 
 def as_list(docstring: str) -> str:

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from cria_tricks.common.markdown_table import markdown_table
 from cria_tricks.load import twin
 from cria_tricks.models.configs import KINDS
-from cria_tricks.tricks import fused_blocks
+from cria_tricks.switches import fused_blocks
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "families.md"
 BEGIN, END = "<!-- families: python -m tools.families -->\n", "<!-- end of the families -->\n"

@@ -28,7 +28,7 @@ from cria_tricks.hardware.gpus import GPUS
 from cria_tricks.models.catalogue import CATALOGUE
 from cria_tricks.models.shape import shape_of
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import folds
+from cria_tricks.switches import folds
 
 SEED = "same"
 BILLS = {"first": 1600, "later": 800, "toggles": 1000}

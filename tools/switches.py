@@ -9,7 +9,8 @@ from types import ModuleType
 
 from cria_tricks.common.markdown_table import cell, markdown_table
 from cria_tricks.parallel import BESIDE, STRATEGIES
-from cria_tricks.tricks import INFERENCE, TRICKS, card
+from cria_tricks.switches import TECHNIQUES
+from cria_tricks.techniques import INFERENCE, card
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "switches.md"
 MARKS = {
@@ -18,8 +19,8 @@ MARKS = {
 }
 """The HTML comments before and after each table in the page."""
 GROUPS: dict[str, tuple[ModuleType, ...]] = {
-    "tricks": (*TRICKS, *INFERENCE),
-    "parallel": (*STRATEGIES.values(), *BESIDE),
+    "tricks": (*TECHNIQUES, *INFERENCE),
+    "parallel": (*STRATEGIES.values(), *BESIDE.values()),
 }
 COLUMNS = ("set", "saves", "costs", "claim", "bound", "lesson")
 

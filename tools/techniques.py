@@ -6,7 +6,8 @@ from types import ModuleType
 
 from cria_tricks.common.markdown_table import table
 from cria_tricks.predict.toggles import off_the_capstone
-from cria_tricks.tricks import INFERENCE, TRICKS, card, trick_name
+from cria_tricks.switches import TECHNIQUES, technique_name
+from cria_tricks.techniques import INFERENCE, card, code_of
 
 INDEX = "reference/techniques.md"
 BLOCK = "<!-- techniques -->"
@@ -33,7 +34,7 @@ def with_index(markdown: str) -> str:
         raise ValueError(f"docs/{INDEX} has no {BLOCK}")
     rows = [
         (
-            f"[{_title(trick)}](techniques/{trick_name(trick)}.md)",
+            f"[{_title(trick)}](techniques/{technique_name(trick)}.md)",
             card(trick)["title"].partition(": ")[2],
             _claim(trick),
         )
@@ -44,24 +45,24 @@ def with_index(markdown: str) -> str:
 
 def preset(lesson: str) -> str:
     """The switch of the first technique that a lesson teaches, such as ``chunked_loss=true``; empty without one."""
-    found = [trick.SWITCHES[0] for trick in TRICKS if lesson == trick.LESSON]
+    found = [trick.SWITCHES[0] for trick in TECHNIQUES if lesson == trick.LESSON]
     return found[0] if found else ""
 
 
 def of_switch(switch: str) -> str:
     """The name of the technique that answers to a switch."""
     field = switch.partition("=")[0]
-    same = [trick for trick in TRICKS if switch in trick.SWITCHES]
-    alike = [trick for trick in TRICKS if any(one.startswith(f"{field}=") for one in trick.SWITCHES)]
-    return trick_name((same or alike)[0])
+    same = [trick for trick in TECHNIQUES if switch in trick.SWITCHES]
+    alike = [trick for trick in TECHNIQUES if any(one.startswith(f"{field}=") for one in trick.SWITCHES)]
+    return technique_name((same or alike)[0])
 
 
 def _sorted() -> list[ModuleType]:
-    return sorted((*TRICKS, *INFERENCE), key=lambda trick: _title(trick).lower())
+    return sorted((*TECHNIQUES, *INFERENCE), key=lambda trick: _title(trick).lower())
 
 
 def _path(trick: ModuleType) -> str:
-    return f"reference/techniques/{trick_name(trick)}.md"
+    return f"reference/techniques/{technique_name(trick)}.md"
 
 
 def _title(trick: ModuleType) -> str:
@@ -78,7 +79,7 @@ def _page(trick: ModuleType) -> str:
         f"---\ndescription: >-\n  {card(trick)['title']}\n---\n\n# {_title(trick)}\n\n"
         f'<p class="bar"><a href="../techniques.html">All techniques</a> '
         f'<a href="../../lessons/{trick.LESSON}.html">Lesson</a>{_fit(trick)}</p>\n\n{_use(trick)}\n\n'
-        f"::: {trick.__name__}\n"
+        f"::: {code_of(trick).__name__}\n"
     )
 
 

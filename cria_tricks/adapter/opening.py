@@ -29,7 +29,7 @@ from cria_tricks.models import identity, pretrained
 from cria_tricks.recipe import Recipe, from_toml
 from cria_tricks.resolve import resolve
 from cria_tricks.settings import Tricks
-from cria_tricks.tricks import flash_decoding
+from cria_tricks.techniques import flash_decoding
 
 
 def open_folder(

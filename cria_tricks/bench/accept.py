@@ -24,7 +24,7 @@ from cria_tricks.hardware.gpus import by_datasheet
 from cria_tricks.hardware.reached import SPREAD
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import folds
+from cria_tricks.switches import folds
 
 FILE = re.compile(r"measured_card(-[a-z0-9]+)*\.json")
 """The name of a file; a second file of the same card has a word more."""

@@ -41,9 +41,9 @@ from cria_tricks.resolve import resolve
 from cria_tricks.run.allocator import keep_freed_memory
 from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoints
+from cria_tricks.switches.folds import estimate
+from cria_tricks.techniques import packing
 from cria_tricks.trainer.fit import Run, fit, training
-from cria_tricks.tricks import packing
-from cria_tricks.tricks.folds import estimate
 
 WARM_UP = 2
 """Steps before the timing begins."""

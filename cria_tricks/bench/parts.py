@@ -10,7 +10,7 @@ from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.hardware.device import Device
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import folds
+from cria_tricks.switches import folds
 
 CALIBRATED = {True: 0.4, False: 1.5}
 """How long each piece of the calibration is repeated, in the short version and in the full one [s]."""

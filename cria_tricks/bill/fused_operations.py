@@ -1,4 +1,4 @@
-"""Bill a block with hand-written backward passes (fused_lora, fused_blocks and tiled_mlp in ``tricks/``) [bytes].
+"""Bill a block with hand-written backward passes (fused_lora, fused_blocks and tiled_mlp in ``techniques/``) [bytes].
 
 Short names as in ``product_operations.py``: n tokens, and one element takes a bytes in the compute dtype, x bytes in a
 product's input, and o bytes in its result.

@@ -17,7 +17,7 @@ def cast_copies(step: Step) -> Line:
     """Return the line of autocast's 16-bit copies of the adapters, which it holds until the forward pass ends.
 
     There are none where blocks save the copies, because then they are counted there. If whole matrices train, autocast
-    caches no copies (``tricks/mixed_precision.py``).
+    caches no copies (``techniques/mixed_precision.py``).
     """
     copied = step.trained_weights * step.casts_adapters
     if step.mlp_tile:  # the copies of an MLP's adapters live as long as a tile does

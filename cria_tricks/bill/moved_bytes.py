@@ -50,8 +50,8 @@ _ADAPTER_CAST = {HALF: 12, MIXED: 6, FULL: 0}
 # operations save counts twice, because activation offload would copy it twice.
 _SAVED = {HALF: (26, 8, 6), MIXED: (30, 8, 7), FULL: (40, 16, 12)}
 
-# What fused blocks (tricks/fused_blocks.py) move less than _BETWEEN says, which counts fp32 norms as trained ones. A
-# negative number is more: the activation runs again in the backward pass, where fused LoRA does not do that already.
+# What fused blocks (techniques/fused_blocks.py) move less than _BETWEEN says, which counts fp32 norms as trained ones.
+# A negative number is more: the activation runs again in the backward pass, where fused LoRA does not do that already.
 _FUSED_BLOCKS: dict[tuple[int, int], Each] = {
     HALF: ((48, 80), (0, -4), (10, 22)),
     MIXED: ((8, 102), (0, -4), (20, 44)),
@@ -228,7 +228,7 @@ def _around_lora(step: Step) -> tuple[int, int]:
 
 
 def _with_fused_adapters(step: Step) -> tuple[int, int]:
-    """Count the traffic between the products of a block whose adapters are fused (``tricks/fused_lora.py``).
+    """Count the traffic between the products of a block whose adapters are fused (``techniques/fused_lora.py``).
 
     Adapters add in place, inside their products, so nothing of :func:`_around_lora` is left. What is left are casts,
     where the hidden states are wider than what products multiply, and the sums into them. Units as in :func:`between`.

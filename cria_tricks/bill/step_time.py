@@ -133,7 +133,7 @@ def time_of(step: Step, card: Card, cards: int = 1) -> StepTime:
     """Estimate one optimizer step.
 
     Args:
-        step: the step, as ``tricks/folds.py`` makes it from a recipe.
+        step: the step, as ``switches/folds.py`` makes it from a recipe.
         card: the GPU.
         cards: how many cards train data-parallel; at the end of a step they all-reduce their gradients over PCIe.
 

@@ -31,17 +31,18 @@ from cria_tricks.common.units import human
 @app.command(rich_help_panel=LEARN, epilog="Example: cria tricks")
 def tricks(as_json: Json = False) -> None:
     """List the techniques: how to switch each on, whether it works here, what it saves, and its lesson."""
-    from cria_tricks import tricks as techniques
     from cria_tricks.doctor import machine
     from cria_tricks.hardware import this_device
     from cria_tricks.predict.toggles import off_the_capstone
+    from cria_tricks.switches import TECHNIQUES
+    from cria_tricks.techniques import INFERENCE
 
     device = this_device()
     toggles = machine.toggles(device)
     status = {entry["set"].removeprefix("tricks."): entry["status"] for entry in toggles}
     saved = off_the_capstone()
     rows: list[dict[str, Any]] = []
-    for trick in (*techniques.TRICKS, *techniques.INFERENCE):
+    for trick in (*TECHNIQUES, *INFERENCE):
         about = described(trick)
         settings = about["settings"] or (about["command"],)
         rows.append(
@@ -107,7 +108,7 @@ def explain(
     screen.wrapped(Text(about["title"], style="bold"), "", card)
     sets = "  ".join(f"--set {about['group']}.{setting}" for setting in about["settings"]) or about["command"]
     for title, code in (
-        (f"From scratch, in cria_tricks/{about['group']}/{about['name']}.py", about["reference"]),
+        (f"From scratch, in {about['file']}", about["reference"]),
         (f"In plain code of the libraries; here: {sets}", about["plain"]),
     ):
         # A Syntax would be cut at the edge of the terminal. Its text is not, and can be copied as it is.
@@ -122,10 +123,12 @@ def technique(name: str) -> ModuleType:
     Raises:
         BadInput: for an unknown name; the message suggests the nearest known one.
     """
-    from cria_tricks import parallel, tricks
+    from cria_tricks import parallel
+    from cria_tricks.switches import TECHNIQUES, technique_name
+    from cria_tricks.techniques import INFERENCE
 
-    modules = (*tricks.TRICKS, *tricks.INFERENCE, *parallel.STRATEGIES.values(), *parallel.BESIDE)
-    known = {tricks.trick_name(trick): trick for trick in modules}
+    modules = (*TECHNIQUES, *INFERENCE, *parallel.STRATEGIES.values(), *parallel.BESIDE.values())
+    known = {technique_name(trick): trick for trick in modules}
     there_are = f"there are {', '.join(known)}"
     # "peft=lora" finds lora. "quantization" alone finds nothing, because it could mean int8 or nf4.
     for trick in modules:
@@ -143,24 +146,27 @@ def described(trick: ModuleType) -> dict[str, Any]:
 
     Returns:
         ``name``; ``title`` and ``card``, from the module's docstring; ``group``, the part of a recipe that switches it
-        on; ``settings``, those that do; ``command``, which uses a technique without settings; ``reference``, the source
-        code of the from-scratch reference, as far as it matters; ``plain``, the Hugging Face code that the setting
-        stands for; and ``lesson``.
+        on, and ``settings``, those that do; ``file``, where its code is; ``command``, which uses a technique without
+        settings; ``reference``, the source code of the from-scratch reference, as far as it matters; ``plain``, the
+        Hugging Face code that the setting stands for; and ``lesson``.
     """
-    from cria_tricks.tricks import CARD, card, trick_name
+    from cria_tricks.switches import TECHNIQUES, technique_name
+    from cria_tricks.techniques import CARD, card, code_of
 
     fields = card(trick)
+    code = code_of(trick)
     # REFERENCE holds names inside the module, such as "pack" or "Quantized.forward".
-    parts = [functools.reduce(getattr, place.split("."), trick) for place in trick.REFERENCE]
+    parts = [functools.reduce(getattr, place.split("."), code) for place in code.REFERENCE]
     return {
-        "name": trick_name(trick),
+        "name": technique_name(trick),
         "title": fields["title"],
         "card": {line: fields[line] for line in CARD},
-        "group": trick.__name__.split(".")[-2],
+        "group": "tricks" if trick in TECHNIQUES else "parallel",
+        "file": f"{code.__name__.replace('.', '/')}.py",
         "settings": getattr(trick, "SWITCHES", ()),
         "command": getattr(trick, "COMMAND", ""),
         "reference": "\n\n\n".join(textwrap.dedent(inspect.getsource(part)).rstrip() for part in parts),
-        "plain": trick.PLAIN.strip(),
+        "plain": code.PLAIN.strip(),
         "lesson": trick.LESSON,
     }
 

@@ -13,7 +13,8 @@ from cria_tricks.models import peft_probes
 _NAMES = {
     # the machine and the model
     "hardware": "T4 this_device",
-    "hardware.attention_kernels": "attention_kernel kernel_for",
+    "hardware.attention_kernels": "kernel_for",
+    "measure.attention": "attention_kernel",
     "hardware.cards": "A100_40GB CARDS FLAVORS",
     "hardware.device": "pretend=pretend_device this_cpu",
     "hardware.gpus": "COLAB KAGGLE",
@@ -35,7 +36,8 @@ _NAMES = {
     "bill": "step_time",
     "bill.bill": "CONTEXT=CUDA_CONTEXT",
     "bill.block": "kept=saved_by_block",
-    "bill.calls": "Call CountCollectives ring_share totals=traffic_totals",
+    "bill.calls": "Call ring_share totals=traffic_totals",
+    "measure.collectives": "CountCollectives",
     "bill.constants": "TOKENS_PER_CHUNK",
     "bill.moved_bytes": "one_by_one",
     "bill.step_time": "counts=work_of_step ends=ends_of_range run_tokens",

@@ -3,20 +3,21 @@
 The course has one job, the Kwanzaa run on a T4, and switches on its techniques lesson by lesson.
 """
 
-from cria_tricks import recipes, tricks
+from cria_tricks import recipes
 from cria_tricks.bill.bill import Bill
 from cria_tricks.common.lessons import number_of
 from cria_tricks.hardware import T4
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles
 from cria_tricks.recipe import Recipe
-from cria_tricks.tricks.folds import estimate
+from cria_tricks.switches import TECHNIQUES
+from cria_tricks.switches.folds import estimate
 
 MIB = 2**20
 CAPSTONE = recipes.capstone(T4)
 LESSON_OF: dict[str, str] = {}
 """The file name of the lesson that explains a switch, by the switch's setting (``peft=lora``)."""
-for _trick in tricks.TRICKS:
+for _trick in TECHNIQUES:
     LESSON_OF |= dict.fromkeys(_trick.SWITCHES, _trick.LESSON)
 PEAK = "peak of a step"
 NEEDED = "least, with CUDA's own"

@@ -29,7 +29,7 @@ from cria_tricks.measure.counting import Traffic
 from cria_tricks.models.shape import Shape, find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run.allocator import keep_freed_memory
-from cria_tricks.tricks import adamw_8bit, folds
+from cria_tricks.switches import adamw_8bit, folds
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ import torch
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import DTYPE
 from cria_tricks.hardware import Device, this_device
-from cria_tricks.hardware.attention_kernels import attention_kernel
+from cria_tricks.measure.attention import attention_kernel
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks import TRICKS, trick_name
-from cria_tricks.tricks.expand_kv import expand_kv
+from cria_tricks.switches import TECHNIQUES, technique_name
+from cria_tricks.techniques.expand_kv import expand_kv
 
 PACKAGES = (
     "cria_tricks",
@@ -88,7 +88,7 @@ def toggles(device: Device) -> list[dict[str, str]]:
         For each switch ``trick``, the name of its module; ``set``, the setting that switches it on; ``status``, which
         is ``works``, ``warning`` or ``refused``; and ``why``, the warning or the error, empty if it works.
     """
-    return [_try(trick_name(trick), switch, device) for trick in TRICKS for switch in trick.SWITCHES]
+    return [_try(technique_name(trick), switch, device) for trick in TECHNIQUES for switch in trick.SWITCHES]
 
 
 def _try(trick: str, switch: str, device: Device) -> dict[str, str]:

@@ -21,7 +21,7 @@ def save_weights(model: Any, folder: Path, weights: Mapping[str, Any] | None = N
     """
     from safetensors.torch import save_file  # here, as it imports torch: a damaged folder is refused without it
 
-    from cria_tricks.tricks.side_network import SideBlock
+    from cria_tricks.techniques.side_network import SideBlock
 
     given = {}
     if weights is not None:

@@ -18,8 +18,8 @@ from peft.utils.integrations import dequantize_module_weight
 from cria_tricks.common.errors import BadInput, first_line
 from cria_tricks.models import peft_probes
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import side_network
-from cria_tricks.tricks.lora import ALL_LINEAR
+from cria_tricks.switches.lora import ALL_LINEAR
+from cria_tricks.techniques import side_network
 
 
 def add_adapter(model: Any, plan: Plan) -> Any:

@@ -19,7 +19,7 @@ from cria_tricks.hardware.device import Device
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.settings import BATCH, NEW_TOKENS, Tricks
-from cria_tricks.tricks.folds import in_eval_mode, step_of
+from cria_tricks.switches.folds import in_eval_mode, step_of
 
 EVAL, CHAT = "cria eval", "cria chat"
 CHAT_TOKENS = 512

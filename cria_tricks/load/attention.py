@@ -17,7 +17,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from cria_tricks.tricks import expand_kv, kv_cache, packing
+from cria_tricks.switches import expand_kv as expand_kv_switch
+from cria_tricks.switches import packing as packing_switch
+from cria_tricks.techniques import expand_kv, kv_cache, packing
 
 
 def sdpa_expanded(
@@ -108,8 +110,8 @@ def lengths_or_mask(
     before it.
 
     Returns:
-        Lengths as :func:`cria_tricks.tricks.packing.document_lengths` gives them, shape (N,), int64, on the CPU; or a
-        mask, shape (B, 1, T, S), bool, on ``device``; or ``None`` if plain causal attention is right.
+        Lengths as :func:`cria_tricks.techniques.packing.document_lengths` gives them, shape (N,), int64, on the CPU;
+        or a mask, shape (B, 1, T, S), bool, on ``device``; or ``None`` if plain causal attention is right.
     """
     # For packed rows transformers gives no attention_mask, and forbids to leave out the mask (allow_is_causal_skip).
     # With use_vmap a model changes the mask itself; local_size is the width of a sliding window.
@@ -134,8 +136,8 @@ def lengths_or_mask(
 
 
 ATTENTION: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    expand_kv.IMPLEMENTATION: (sdpa_expanded, sdpa_mask),
-    packing.IMPLEMENTATION: (sdpa_by_document, lengths_or_mask),
+    expand_kv_switch.IMPLEMENTATION: (sdpa_expanded, sdpa_mask),
+    packing_switch.IMPLEMENTATION: (sdpa_by_document, lengths_or_mask),
 }
 """For each name, the function that computes the attention, and the function that makes its mask."""
 

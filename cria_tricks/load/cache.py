@@ -1,4 +1,4 @@
-"""A KV cache for transformers whose new tokens are written in place (``tricks/kv_cache.py``)."""
+"""A KV cache for transformers whose new tokens are written in place (``techniques/kv_cache.py``)."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.utils import ALL_CACHE_NAMES
 
-from cria_tricks.tricks import kv_cache
+from cria_tricks.techniques import kv_cache
 
 CACHE = ALL_CACHE_NAMES[0]
 """The argument of a model that takes the keys and values of earlier tokens: ``cache`` from transformers 5.24 on."""

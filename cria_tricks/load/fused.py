@@ -1,4 +1,4 @@
-"""Run parts of a loaded model by the functions of ``tricks/``: fused_lora, fused_blocks and tiled_mlp.
+"""Run parts of a loaded model by the functions of ``techniques/``: fused_lora, fused_blocks and tiled_mlp.
 
 The modules stay those of transformers and peft, and so do their names, their weights and the adapter's file. Only their
 ``forward`` is replaced. That of a matrix calls peft's own wherever peft would not compute W x + s B A x, e.g. while the
@@ -19,9 +19,9 @@ from peft.tuners.lora.layer import ParamWrapper
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
-from cria_tricks.tricks.fused_blocks import gated, rms_norm, rotate
-from cria_tricks.tricks.fused_lora import Matrix, gated_mlp, products
-from cria_tricks.tricks.tiled_mlp import tiled
+from cria_tricks.techniques.fused_blocks import gated, rms_norm, rotate
+from cria_tricks.techniques.fused_lora import Matrix, gated_mlp, products
+from cria_tricks.techniques.tiled_mlp import tiled
 
 TOGETHER = ("q_proj", "k_proj", "v_proj")
 """Matrices of attention that multiply the same input."""
@@ -68,7 +68,7 @@ def fuse(model: torch.nn.Module) -> torch.nn.Module:
 
 
 class Parts(NamedTuple):
-    """The functions of ``tricks/fused_blocks.py``, or others with the same arguments."""
+    """The functions of ``techniques/fused_blocks.py``, or others with the same arguments."""
 
     rms_norm: Callable[..., torch.Tensor]
     gated: Callable[..., torch.Tensor]
@@ -85,7 +85,7 @@ def by_triton(device: Device) -> Parts:
         BadInput: if Triton is missing, or does not run on the device.
     """
     # Imported here because only this setting needs Triton, which not every machine has.
-    from cria_tricks.tricks import triton_blocks
+    from cria_tricks.techniques import triton_blocks
 
     triton_blocks.refuse_unfit(device)
 

@@ -28,7 +28,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.load import trained_numbers
 from cria_tricks.models import weight_files
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks.lora import start_of
+from cria_tricks.techniques.lora import start_of
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
+from cria_tricks.techniques.chunked_loss import chunked_cross_entropy
 
 Batch = dict[str, Any]
 """The tensors of a batch, by name; ``trained`` is a tuple of three (see :func:`chunked_loss_sum`)."""

@@ -30,7 +30,8 @@ from cria_tricks.models.configs import MORE_THAN_TEXT
 from cria_tricks.models.shape import BESIDE_HEAD
 from cria_tricks.processes.numbers import processes
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import compile, keep_attention, mixed_precision, tiled_mlp
+from cria_tricks.switches import tiled_mlp
+from cria_tricks.techniques import compile, keep_attention, mixed_precision
 
 CAUSAL = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 """The names of transformers' classes for models that predict the next token."""

@@ -1,7 +1,7 @@
 """Overlapped activation offload: saved tensors go to the host and come back while the card computes on.
 
-``tricks/activation_offload.py`` copies on the stream that computes, so the computation waits for each copy. Here copies
-have a stream of their own, :class:`CopyStream`, and two streams know nothing of each other. Three waits keep the
+``techniques/activation_offload.py`` copies on the stream that computes, so the computation waits for each copy. Here
+copies have a stream of their own, :class:`CopyStream`, and two streams know nothing of each other. Three waits keep the
 numbers right:
 
 - A copy begins when the computing stream has done all that it was given before. By then the tensor that goes to the
@@ -26,7 +26,8 @@ import torch
 from cria_tricks.load.model import blocks_of
 from cria_tricks.measure.memory import every_tensor
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks.activation_offload import SMALL, Offloaded, fill, room_for
+from cria_tricks.switches.activation_offload import SMALL
+from cria_tricks.techniques.activation_offload import Offloaded, fill, room_for
 
 
 class CopyStream:

@@ -9,15 +9,14 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from cria_tricks.common.errors import BadInput
+from cria_tricks.common.units import DTYPE
 from cria_tricks.hardware.attention_kernels import kernel_for
 from cria_tricks.load.stages import find_blocks
 from cria_tricks.models.shape import Shape, refuse_undivided
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import fused_blocks, gradient_checkpointing, tiled_mlp
-from cria_tricks.tricks.lora import ALL_LINEAR
+from cria_tricks.switches import fused_blocks, gradient_checkpointing, tiled_mlp
+from cria_tricks.switches.lora import ALL_LINEAR
 
 
 @dataclass(frozen=True)
@@ -127,16 +126,13 @@ def _refuse_without_kernel(plan: Plan, facts: Facts) -> None:
     """Refuse to keep attention's output on a card whose attention is no single kernel for this model."""
     if plan.device.kind != "cuda":
         return  # a CPU's flash kernel takes everything
-    dtype = torch.float32
-    for name, half in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
-        if plan.training.get(name):
-            dtype = half
+    dtype = next((DTYPE[name] for name in ("fp16", "bf16") if plan.training.get(name)), "float32")
     masked = plan.checkpointing["masked"]
     # Our own attention functions repeat shared key heads, and transformers does so for rows with a mask.
     grouped = plan.model["attn_implementation"] == "sdpa" and facts.heads != facts.kv_heads and not masked
     if kernel_for(plan.device, dtype, masked=masked, grouped=grouped) != "math":
         return
-    instead = "set tricks.expand_kv=true" if grouped and dtype != torch.bfloat16 else "set tricks.precision=fp16"
+    instead = "set tricks.expand_kv=true" if grouped and dtype != "bfloat16" else "set tricks.precision=fp16"
     raise BadInput(
         f"tricks.keep_attention=true: {plan.device.name} has no fused attention kernel for {facts.name} with these "
         f"settings; {instead}, or tricks.keep_attention=false"

@@ -1,4 +1,4 @@
-"""Load a model whose blocks wait on the host, and come to the device one by one (``tricks/stream_layers.py``)."""
+"""Load a model whose blocks wait on the host, and come to the device one by one (``techniques/stream_layers.py``)."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,7 +9,8 @@ import torch
 from cria_tricks.load.host_memory import MappedFile, Pinned
 from cria_tricks.models import Weights, blockwise
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks.stream_layers import SLOTS, Copies, CopiesOnCpu, Streamed
+from cria_tricks.switches.stream_layers import SLOTS
+from cria_tricks.techniques.stream_layers import Copies, CopiesOnCpu, Streamed
 
 ALIGNED = 256
 """Each tensor in a buffer begins at a multiple of so many bytes, as torch's own do: some kernels ask for it."""

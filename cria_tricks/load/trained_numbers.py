@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from cria_tricks.common.errors import BadInput, first_line
 from cria_tricks.load.adapters import lora_config
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks.lora import trained_weights
+from cria_tricks.switches.lora import trained_weights
 
 
 @dataclass(frozen=True)

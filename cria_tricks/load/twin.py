@@ -31,7 +31,8 @@ from cria_tricks.load.fused import fuse, fuse_blocks
 from cria_tricks.load.losses import chunked_loss_sum, full_loss_sum
 from cria_tricks.models import weight_files
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks.packing import IMPLEMENTATION, PackedRows
+from cria_tricks.switches.packing import IMPLEMENTATION
+from cria_tricks.techniques.packing import PackedRows
 
 WORDS = 96
 WINDOW = 8

@@ -18,7 +18,7 @@ from cria_tricks.hardware.gpus import by_datasheet
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import folds
+from cria_tricks.switches import folds
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ from cria_tricks.parallel.zigzag import own_tokens, zigzag
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import folds
-from cria_tricks.tricks.packing import documents
+from cria_tricks.switches import folds
+from cria_tricks.techniques.packing import documents
 
 SWITCHES = ("strategy=context",)
 CLAIM = "exact within rounding"

@@ -24,7 +24,7 @@ from cria_tricks.hardware import T4
 from cria_tricks.models.shape import Shape
 from cria_tricks.parallel import pipeline
 from cria_tricks.recipe import Recipe
-from cria_tricks.tricks import folds
+from cria_tricks.switches import folds
 
 SWITCHES = ("strategy=pipeline", "pipelines=2")
 CLAIM = "exact within rounding"

@@ -30,7 +30,7 @@ from cria_tricks.parallel.rules import several, share_window
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import folds
+from cria_tricks.switches import folds
 
 SWITCHES = ("strategy=ddp",)
 CLAIM = "exact within rounding"

@@ -32,7 +32,7 @@ from cria_tricks.parallel.rules import several, share_window
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import folds
+from cria_tricks.switches import folds
 
 SWITCHES = ("strategy=ddp_tensor",)
 CLAIM = "exact within rounding"

@@ -32,7 +32,7 @@ from cria_tricks.parallel.rules import refuse, several, share_window
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks.folds import step_of
+from cria_tricks.switches.folds import step_of
 
 SWITCHES = ("strategy=fsdp",)
 CLAIM = "exact within rounding"

@@ -23,7 +23,7 @@ from cria_tricks.bill.calls import Call
 from cria_tricks.models.shape import Shape
 from cria_tricks.parallel import ddp_tensor, pipeline, tensor
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks.gradient_checkpointing import in_stage
+from cria_tricks.switches.gradient_checkpointing import in_stage
 
 COMMAND = "cria_tricks.course.hybrid_demo.over_the_cube"
 CLAIM = "exact within rounding"

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from cria_tricks.common.errors import BadInput
 from cria_tricks.parallel.ring_collectives import exchange, wait
 from cria_tricks.parallel.zigzag import zigzag
-from cria_tricks.tricks.expand_kv import expand_kv
+from cria_tricks.techniques.expand_kv import expand_kv
 
 NAME = "ring"
 """Under this name transformers finds :func:`attention`."""

@@ -6,39 +6,59 @@ over plain collectives. Its functions are ``switch_on(plan, recipe, processes) -
 one micro-batch; and ``traffic(recipe, shape, processes) -> list[Call]``, what an optimizer step sends.
 """
 
+import importlib
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import ModuleType
 
 from cria_tricks.bill.calls import Call
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
-from cria_tricks.parallel import context, data_pipeline, ddp, ddp_tensor, fsdp, hybrid, model, pipeline, tensor
 from cria_tricks.processes import numbers
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 
-STRATEGIES: dict[str, ModuleType] = {
+
+class Modules(Mapping[str, ModuleType]):
+    """Modules of this folder by their names, each imported when it is first taken, because they import torch."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def __getitem__(self, name: str) -> ModuleType:
+        if name not in self.names:
+            raise KeyError(name)
+        return importlib.import_module(f"cria_tricks.parallel.{name}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+STRATEGIES = Modules(
     # Each process has the whole model, and its own share of the rows.
-    "ddp": ddp,
+    "ddp",
     # Each process stores a shard of the model and gathers one block at a time; it has its own share of the rows.
-    "fsdp": fsdp,
+    "fsdp",
     # The processes divide the matrices of each block, and all of them have the same rows.
-    "tensor": tensor,
+    "tensor",
     # The processes of a group divide the matrices, and each group has its own share of the rows.
-    "ddp_tensor": ddp_tensor,
+    "ddp_tensor",
     # The processes divide the tokens of each row, and all of them have the same rows.
-    "context": context,
+    "context",
     # A single process divides the blocks among several cards.
-    "model": model,
+    "model",
     # Each process has some of the blocks, and every micro-batch passes through all processes.
-    "pipeline": pipeline,
-}
+    "pipeline",
+)
 """The values of ``parallel.strategy`` except ``none``, and their modules."""
 
 ELASTIC = ("ddp", "fsdp")
 """Strategies that run with every number of processes that divides the micro-batches of a step, also with one."""
 
-BESIDE: tuple[ModuleType, ...] = (data_pipeline, hybrid)
+BESIDE = Modules("data_pipeline", "hybrid")
 """Strategies that are not values of ``parallel.strategy``: the first one is ``pipeline`` with the setting
 ``parallel.pipelines``, and the second runs only in a lesson."""
 
@@ -99,5 +119,5 @@ def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     # Stage 0 if there are two stages. If there are more, stage 1, which sends in both directions.
     inner = min(1, processes // pipelines - 2)
     if pipelines > 1:
-        return data_pipeline.traffic(recipe, shape, processes, pipelines, inner)
-    return pipeline.traffic(recipe, shape, processes, inner)
+        return BESIDE["data_pipeline"].traffic(recipe, shape, processes, pipelines, inner)
+    return STRATEGIES[strategy].traffic(recipe, shape, processes, inner)

@@ -4,8 +4,8 @@ from cria_tricks.bill.calls import Call
 from cria_tricks.hardware import T4
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
-from cria_tricks.tricks.folds import step_of
-from cria_tricks.tricks.gradient_checkpointing import kept_blocks
+from cria_tricks.switches.folds import step_of
+from cria_tricks.switches.gradient_checkpointing import kept_blocks
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Column-parallel matrices: their outputs are divided, so a process has some heads and a part of the MLP's inside."""

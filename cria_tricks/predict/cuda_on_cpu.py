@@ -17,8 +17,8 @@ from transformers.integrations import moe
 from cria_tricks.hardware import Device
 from cria_tricks.hardware.attention_kernels import kernel_for
 from cria_tricks.load import overlapped_offload
-from cria_tricks.tricks import fused_lora
-from cria_tricks.tricks.activation_offload import Offloaded
+from cria_tricks.techniques import fused_lora
+from cria_tricks.techniques.activation_offload import Offloaded
 
 
 @contextlib.contextmanager
@@ -87,7 +87,7 @@ def _attend(
         key = key.to(dtype)
         value = value.to(dtype)
     grouped = enable_gqa and query.shape[1] != key.shape[1]
-    kernel = kernel_for(device, query.dtype, masked=attn_mask is not None, grouped=grouped)
+    kernel = kernel_for(device, str(query.dtype).removeprefix("torch."), masked=attn_mask is not None, grouped=grouped)
     with torch.autocast("cpu", enabled=False):
         return _RUN[kernel](query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 

@@ -27,10 +27,10 @@ from cria_tricks.predict.fake_model import fake_model, flash_attention_2, known_
 from cria_tricks.recipe import Recipe
 from cria_tricks.settings import Train
 from cria_tricks.step_plan import Plan
+from cria_tricks.techniques.layer_by_layer import one_pass
+from cria_tricks.techniques.optimizer_in_backward import StepInBackward
 from cria_tricks.trainer import forward
 from cria_tricks.trainer.optimizer import make_optimizer
-from cria_tricks.tricks.layer_by_layer import one_pass
-from cria_tricks.tricks.optimizer_in_backward import StepInBackward
 
 
 @dataclass(frozen=True)

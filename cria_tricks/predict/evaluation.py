@@ -21,7 +21,7 @@ from cria_tricks.parallel.ring_bytes import through_the_ring, whole_rows
 from cria_tricks.parallel.zigzag import own_tokens
 from cria_tricks.recipe import Recipe
 from cria_tricks.settings import Data, Train
-from cria_tricks.tricks.folds import in_eval_mode, step_of
+from cria_tricks.switches.folds import in_eval_mode, step_of
 
 ONLY_TRAINING = {
     "gradient_checkpointing": False,

@@ -27,7 +27,8 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.load import streaming
 from cria_tricks.load.model import EDITS, STARTS, blocks_of, built_empty, forbid_cpu_repacking
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import adamw_8bit, packing
+from cria_tricks.switches import adamw_8bit
+from cria_tricks.techniques import packing
 
 
 def fake_model(plan: Plan, config: Any, fake: FakeTensorMode) -> Any:

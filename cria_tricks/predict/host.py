@@ -87,7 +87,7 @@ def host_bill(target: Target, recipe: Recipe) -> HostBill | None:
     file = Line("a file of weights", min(half, LARGEST_FILE), "while it is loaded, at most")
     waiting = _taken_off(target, recipe, "activation_offload", "saved activations")
     pinned = Line(OFFLOADED, 2 * waiting, "pinned blocks are rounded up to powers of two, at most")
-    # With all blocks checkpointed, each block's input is one tensor. Only tricks/ reads a switch, so this asks whether
+    # With all blocks checkpointed, each block's input is one tensor. Only switches/ reads a switch, so this asks if
     # setting it would change the recipe. It would for a number of blocks, also for 1: then the bound above stays.
     if recipe == with_toggles(recipe, {"gradient_checkpointing": True}):
         known = target.memory(recipe).step

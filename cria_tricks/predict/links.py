@@ -25,7 +25,7 @@ from cria_tricks.hardware.cards import Card
 from cria_tricks.models.shape import Shape
 from cria_tricks.predict.per_process import local, stages_of, stream_pieces
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import folds
+from cria_tricks.switches import folds
 
 
 @dataclass(frozen=True)

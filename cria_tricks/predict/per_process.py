@@ -35,12 +35,12 @@ from cria_tricks.hardware.device import Device
 from cria_tricks.load.stages import block_counts
 from cria_tricks.models.shape import Shape, refuse_undivided
 from cria_tricks.parallel.ring_bytes import through_the_ring, whole_rows
-from cria_tricks.parallel.tensor import partial_weights
+from cria_tricks.parallel.tensor_calls import partial_weights
 from cria_tricks.parallel.zigzag import own_tokens
 from cria_tricks.predict.evaluation import Evaluated, with_evaluation
 from cria_tricks.recipe import Recipe
-from cria_tricks.tricks.folds import step_of
-from cria_tricks.tricks.gradient_checkpointing import in_stage
+from cria_tricks.switches.folds import step_of
+from cria_tricks.switches.gradient_checkpointing import in_stage
 
 STRATEGIES = ("none", "ddp", "fsdp", "tensor", "ddp_tensor", "context", "pipeline", "model")
 """The strategies that can be estimated."""

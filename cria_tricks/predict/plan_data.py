@@ -201,8 +201,10 @@ def doubts(target: Target, recipe: Recipe, verdict: str) -> list[str]:
         found.append(trust.TIGHT)
     found += loading_doubts(target, recipe)
     found += evaluation.doubts(target.memory(recipe), recipe, target.evaluated)
-    here = target.device == this_device()
-    found += filter(None, [calibration.stale(target.device) if here else other_versions(target.device)])
+    there_is = other_versions(target.device)
+    if there_is or calibration.read():  # which machine this is matters only then, and torch is imported to know it
+        here = target.device == this_device()
+        found += filter(None, [calibration.stale(target.device) if here else there_is])
     return found
 
 

@@ -27,8 +27,8 @@ from cria_tricks.recipe import Recipe
 from cria_tricks.resolve import resolve
 from cria_tricks.settings import Tricks
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import lora
-from cria_tricks.tricks.folds import estimate, for_shape
+from cria_tricks.switches import lora
+from cria_tricks.switches.folds import estimate, for_shape
 
 LONGEST = 2**20
 """The longest row that :func:`longest` tries [tokens]: four times the longest context in ``models/catalogue.py``."""

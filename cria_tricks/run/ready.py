@@ -42,13 +42,13 @@ from cria_tricks.run import continued, results
 from cria_tricks.run.allocator import in_force
 from cria_tricks.run.job import Job
 from cria_tricks.step_plan import Plan
+from cria_tricks.switches.folds import for_shape
 from cria_tricks.trainer import samples
 from cria_tricks.trainer.fit import guarded, summed_up, training
 from cria_tricks.trainer.progress import ShowProgress
 from cria_tricks.trainer.steps import micro_batches_at_once
 from cria_tricks.trainer.trackers import trackers
 from cria_tricks.trainer.training import Training
-from cria_tricks.tricks.folds import for_shape
 
 
 def prepare(job: Job) -> None:

@@ -23,8 +23,8 @@ from cria_tricks.report import page
 from cria_tricks.report import summary as report
 from cria_tricks.run.job import Job
 from cria_tricks.store.run_folder import BEST
+from cria_tricks.switches import lora
 from cria_tricks.trainer.fit import Run
-from cria_tricks.tricks import lora
 
 
 def write(job: Job, run: Run) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from cria_tricks.processes.world import World
 from cria_tricks.settings import Train
 from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoint, Checkpoints
+from cria_tricks.techniques.packing import PackedRows
 from cria_tricks.trainer import loop
 from cria_tricks.trainer.checkpoint import position, rescue
 from cria_tricks.trainer.evaluate import evaluate, evaluated
@@ -27,7 +28,6 @@ from cria_tricks.trainer.samples import Samples
 from cria_tricks.trainer.steps import micro_batches_at_once
 from cria_tricks.trainer.stops import KeepBest, Patience, SaveOnClock, StopOnBudget, StopOnSignal
 from cria_tricks.trainer.training import Rows, Training
-from cria_tricks.tricks.packing import PackedRows
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Run:
         planned_steps: steps that the recipe asked for; more than ``steps`` when the time budget or
             ``train.patience`` ended the run.
         train_rows: rows of an epoch, counted after packing if they were packed; ``None`` for a stream.
-        attention_kernel: the one that ran, as :class:`cria_tricks.hardware.attention_kernels.WatchAttention` names it.
+        attention_kernel: the one that ran, as :class:`cria_tricks.measure.attention.WatchAttention` names it.
         warnings: sentences about what was found in the first batch.
         lengthened: an entry for each time that the run was resumed with more steps than before, if its learning rates
             so far were not those of the longer run: ``step``, and ``lengthened_from``, the steps planned before.

@@ -14,7 +14,7 @@ from accelerate.utils.operations import convert_outputs_to_fp32
 from cria_tricks.load import losses, overlapped_offload
 from cria_tricks.measure.memory import every_tensor
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks.activation_offload import Offloaded
+from cria_tricks.techniques.activation_offload import Offloaded
 
 CONTEXTS: dict[str, Callable[[Any, Plan], contextlib.AbstractContextManager[Any]]] = {
     "activation_offload": lambda model, plan: Offloaded(every_tensor(model)),

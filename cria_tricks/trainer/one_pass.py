@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
-from cria_tricks.hardware.attention_kernels import WatchAttention
 from cria_tricks.load.model import blocks_of
+from cria_tricks.measure.attention import WatchAttention
+from cria_tricks.techniques.layer_by_layer import one_pass
 from cria_tricks.trainer import forward
 from cria_tricks.trainer.training import Batch, Training
-from cria_tricks.tricks.layer_by_layer import one_pass
 
 
 def accumulate(run: Training, window: list[Batch], tokens: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from transformers import Trainer, get_scheduler
 from cria_tricks.parallel import dtensor
 from cria_tricks.settings import Train
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks.optimizer_in_backward import Scaler, StepInBackward
+from cria_tricks.techniques.optimizer_in_backward import Scaler, StepInBackward
 
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 """``train.schedule`` -> the name that transformers' ``get_scheduler`` takes."""

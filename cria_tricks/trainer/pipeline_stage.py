@@ -18,7 +18,7 @@ from cria_tricks.parallel.data_pipeline import add_up
 from cria_tricks.parallel.timetable import Slot
 from cria_tricks.processes.world import World
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
+from cria_tricks.techniques.chunked_loss import chunked_cross_entropy
 
 Window = dict[str, torch.Tensor]
 """All k micro-batches of a pipeline's step in one batch: ``input_ids``, ``labels`` and more, each of shape (k B, T)."""

@@ -14,13 +14,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from cria_tricks.common.errors import Diverged
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.stream import Stream
-from cria_tricks.hardware.attention_kernels import WatchAttention
+from cria_tricks.measure.attention import WatchAttention
 from cria_tricks.measure.memory import Meter
 from cria_tricks.models import Weights
 from cria_tricks.processes.world import World
 from cria_tricks.settings import Train
 from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoint, Checkpoints
+from cria_tricks.techniques.optimizer_in_backward import StepInBackward
 from cria_tricks.trainer import forward, random_state, shares
 from cria_tricks.trainer.headroom import LargestActivation, too_little_room
 from cria_tricks.trainer.pipeline_stage import Stage
@@ -29,7 +30,6 @@ from cria_tricks.trainer.step_meter import StepMeter
 from cria_tricks.trainer.steps import Steps, micro_batches_at_once
 from cria_tricks.trainer.stops import Patience, StopOnSignal
 from cria_tricks.trainer.strategy import Spread
-from cria_tricks.tricks.optimizer_in_backward import StepInBackward
 
 Rows = Sequence[dict[str, list[int]]]
 """Training examples as token ids: each has ``input_ids`` and ``labels``."""

@@ -8,11 +8,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.doctor import machine
 from cria_tricks.hardware import T4, this_device
-from cria_tricks.hardware.attention_kernels import attention_kernel
-from cria_tricks.tricks.expand_kv import expand_kv
-from cria_tricks.tricks.flash_attention import flash_attention
-from cria_tricks.tricks.flash_decoding import flash_decoding, for_chat
-from cria_tricks.tricks.packing import PackedRows
+from cria_tricks.measure.attention import attention_kernel
+from cria_tricks.techniques.expand_kv import expand_kv
+from cria_tricks.techniques.flash_attention import flash_attention
+from cria_tricks.techniques.flash_decoding import flash_decoding, for_chat
+from cria_tricks.techniques.packing import PackedRows
 from tests.helpers import prepare
 from tests.tolerances import FLASH_ATTENTION, FLASH_DECODING
 from tests.tricks.attention import heads, with_gradients

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from cria_tricks.parallel.ring_attention import Chunks, RingAttention, chunked, zigzag
-from cria_tricks.tricks.packing import block_causal_mask, documents
+from cria_tricks.techniques.packing import block_causal_mask, documents
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

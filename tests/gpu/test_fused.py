@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cria_tricks.hardware import this_device
-from cria_tricks.tricks import fused_lora
+from cria_tricks.techniques import fused_lora
 from tests.helpers import difference, train
 from tests.tolerances import COMPILED_MODEL
 

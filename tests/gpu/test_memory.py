@@ -14,11 +14,11 @@ from cria_tricks.hardware import this_device
 from cria_tricks.load import overlapped_offload
 from cria_tricks.load.overlapped_offload import Overlapped, copy_stream
 from cria_tricks.load.streaming import stream
-from cria_tricks.tricks import keep_attention
-from cria_tricks.tricks.activation_offload import Offloaded
-from cria_tricks.tricks.gradient_checkpointing import checkpointed
-from cria_tricks.tricks.paged_optimizer import PagedAdamW, Pager
-from cria_tricks.tricks.stream_layers import SLOTS
+from cria_tricks.switches.stream_layers import SLOTS
+from cria_tricks.techniques import keep_attention
+from cria_tricks.techniques.activation_offload import Offloaded
+from cria_tricks.techniques.gradient_checkpointing import checkpointed
+from cria_tricks.techniques.paged_optimizer import PagedAdamW, Pager
 from tests.helpers import train
 from tests.tolerances import COMPILED_MODEL
 from tests.tricks.attention import Kernels

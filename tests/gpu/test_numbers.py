@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from cria_tricks.hardware import this_device
-from cria_tricks.tricks.adamw_8bit import AdamW8bit, dequantize_blocks, dynamic_levels, quantize_blocks
-from cria_tricks.tricks.int8 import linear_8bit, quantize_rows
-from cria_tricks.tricks.mixed_precision import LossScale
-from cria_tricks.tricks.nf4 import dequantize, normal_levels, quantize
+from cria_tricks.techniques.adamw_8bit import AdamW8bit, dequantize_blocks, dynamic_levels, quantize_blocks
+from cria_tricks.techniques.int8 import linear_8bit, quantize_rows
+from cria_tricks.techniques.mixed_precision import LossScale
+from cria_tricks.techniques.nf4 import dequantize, normal_levels, quantize
 from tests.helpers import difference
 from tests.tolerances import ADAMW_8BIT_DRIFT, INT8_PRODUCT
 

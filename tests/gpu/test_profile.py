@@ -8,10 +8,10 @@ from cria_tricks import hardware
 from cria_tricks.common.errors import BadInput
 from cria_tricks.doctor import machine
 from cria_tricks.hardware import T4, this_device
-from cria_tricks.hardware.attention_kernels import attention_kernel
+from cria_tricks.measure.attention import attention_kernel
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks.expand_kv import expand_kv
+from cria_tricks.techniques.expand_kv import expand_kv
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

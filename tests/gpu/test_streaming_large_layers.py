@@ -14,7 +14,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cria_tricks.load.streaming import stream
-from cria_tricks.tricks.stream_layers import SLOTS
+from cria_tricks.switches.stream_layers import SLOTS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

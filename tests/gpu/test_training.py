@@ -10,13 +10,13 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import this_device
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks import TRICKS
+from cria_tricks.switches import TECHNIQUES
 from tests.helpers import At, Killed, kill, send, train, trained_weights
 from tests.sweeps import toggle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-SWITCHES = [switch.replace("=8", "=2") for trick in TRICKS for switch in trick.SWITCHES]
+SWITCHES = [switch.replace("=8", "=2") for trick in TECHNIQUES for switch in trick.SWITCHES]
 
 
 @pytest.mark.parametrize("switch", SWITCHES)

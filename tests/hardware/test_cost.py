@@ -13,9 +13,10 @@ from cria_tricks.measure.counting import Traffic
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.recipes import capstone
-from cria_tricks.tricks import adamw_8bit, chunked_loss, folds, fused_lora, nf4
-from cria_tricks.tricks.activation_offload import Offloaded
-from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
+from cria_tricks.switches import adamw_8bit, chunked_loss, folds, nf4
+from cria_tricks.techniques import fused_lora
+from cria_tricks.techniques.activation_offload import Offloaded
+from cria_tricks.techniques.chunked_loss import chunked_cross_entropy
 from tests.hardware import models
 from tests.sweeps import sample
 

@@ -6,7 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cria_tricks.bill import launches, products
 from cria_tricks.hardware import T4
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import folds, fused_lora
+from cria_tricks.switches import folds
+from cria_tricks.techniques import fused_lora
 from tests.hardware import models
 
 LORA = "tricks.peft=lora"

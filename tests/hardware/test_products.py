@@ -10,7 +10,7 @@ from cria_tricks.measure.counting import flops
 from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks.folds import step_of
+from cria_tricks.switches.folds import step_of
 from tests.hardware import models
 
 ROWS, TOKENS, MASKED = 2, 24, 6

@@ -11,7 +11,7 @@ from cria_tricks.models.configs import find_config
 from cria_tricks.models.shape import shape_of
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks.folds import estimate, for_shape
+from cria_tricks.switches.folds import estimate, for_shape
 
 GIB = 2**30
 CPU = Device("cpu", "a processor", (0, 0), real_bf16=False, memory_bytes=16 * GIB)

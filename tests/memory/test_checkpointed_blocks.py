@@ -20,7 +20,7 @@ from cria_tricks.models.shape import shape_of
 from cria_tricks.predict.dry_run import dry_run
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks.folds import estimate, time_of
+from cria_tricks.switches.folds import estimate, time_of
 from tests.memory.cases import T4, bill, recipe, skip_experts_shaped_by_numbers
 
 CASES = 500 if os.environ.get("CRIA_ALL") else 10

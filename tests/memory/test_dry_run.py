@@ -22,8 +22,8 @@ from cria_tricks.models.shape import shape_of
 from cria_tricks.predict.dry_run import DryRun, dry_run
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks import packing
-from cria_tricks.tricks.activation_offload import Offloaded
+from cria_tricks.techniques import packing
+from cria_tricks.techniques.activation_offload import Offloaded
 from tests.helpers import prepare, train, trained_weights
 from tests.memory.cases import skip_experts_shaped_by_numbers
 from tests.sweeps import sample

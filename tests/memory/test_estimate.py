@@ -9,7 +9,7 @@ from cria_tricks.bill import block, block_operations
 from cria_tricks.bill.bill import CONTEXT, WORKSPACES, Bill
 from cria_tricks.bill.constants import TOKENS_PER_CHUNK
 from cria_tricks.common.errors import BadInput
-from cria_tricks.tricks import TRICKS, trick_name
+from cria_tricks.switches import TECHNIQUES, technique_name
 from tests.memory.cases import A100, CPU, EVERYTHING, GIB, T4, bill, counted, recipe, skip_experts_shaped_by_numbers
 from tests.sweeps import sample
 
@@ -420,7 +420,7 @@ def test_the_longer_the_more_and_compiling_changes_nothing():
     assert bill(EVERYTHING + " compile").peak_bytes == bill(EVERYTHING).peak_bytes
 
 
-@pytest.mark.parametrize("trick", TRICKS, ids=trick_name)
+@pytest.mark.parametrize("trick", TECHNIQUES, ids=technique_name)
 def test_a_trick_that_is_off_changes_nothing(trick: ModuleType):
     plain = bill("").step
     assert trick.bill(plain, recipe("")) == plain

@@ -36,7 +36,7 @@ from cria_tricks.predict.dry_run import dry_run
 from cria_tricks.predict.model_settings import needed
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks.folds import estimate
+from cria_tricks.switches.folds import estimate
 from tests.memory.cases import A100, T4, recipe, skip_experts_shaped_by_numbers
 from tests.sweeps import sample
 

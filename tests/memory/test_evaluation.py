@@ -17,7 +17,7 @@ from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.run.train import train
-from cria_tricks.tricks.folds import for_shape
+from cria_tricks.switches.folds import for_shape
 from tests.memory.cases import recipe, skip_experts_shaped_by_numbers
 from tests.memory.evaluation_peaks import cases, errors, model
 from tests.memory.test_estimate import SAMPLE

@@ -19,7 +19,7 @@ from cria_tricks.predict.dry_run import dry_run
 from cria_tricks.predict.toggles import Target, longest
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks.folds import estimate, time_of
+from cria_tricks.switches.folds import estimate, time_of
 from tests.memory.cases import T4, bill, recipe
 
 CASES = 320 if os.environ.get("CRIA_ALL") else 8

@@ -15,7 +15,7 @@ from cria_tricks.predict.toggles import LADDER, NEEDS, Target
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.settings import Tricks
-from cria_tricks.tricks.folds import estimate
+from cria_tricks.switches.folds import estimate
 from tests.memory.cases import A100, CPU, EVERYTHING, T4, recipe
 
 TARGET = Target(find_shape("llama-3.2-1b"), T4)

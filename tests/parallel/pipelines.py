@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils.data import SequentialSampler
 
-from cria_tricks.bill.calls import CountCollectives
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.tokens import IGNORED
+from cria_tricks.measure.collectives import CountCollectives
 from cria_tricks.parallel import dtensor, pipeline
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe

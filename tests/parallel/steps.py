@@ -12,9 +12,9 @@ from rich.console import Console
 
 import cria_tricks
 from cria_tricks import models
-from cria_tricks.bill.calls import CountCollectives
 from cria_tricks.load import losses
 from cria_tricks.load.model import load
+from cria_tricks.measure.collectives import CountCollectives
 from cria_tricks.parallel import dtensor
 from cria_tricks.processes import numbers
 from cria_tricks.processes.world import World

@@ -9,7 +9,7 @@ from cria_tricks.load import losses
 from cria_tricks.parallel import context, ring_attention
 from cria_tricks.parallel.tensor import Copied, Summed
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks.expand_kv import expand_kv
+from cria_tricks.techniques.expand_kv import expand_kv
 from tests.parallel import steps
 from tests.parallel.strategies import alone, formula, spread, worst
 

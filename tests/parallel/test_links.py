@@ -9,7 +9,7 @@ from cria_tricks.predict.links import LINKS, Link, compute_seconds, step_seconds
 from cria_tricks.predict.per_process import local
 from cria_tricks.recipe import with_settings
 from cria_tricks.recipes import kwanzaa
-from cria_tricks.tricks import folds
+from cria_tricks.switches import folds
 
 CARD, SHAPE = CARDS["a100"], find_shape("llama-3.2-1b")
 HALF = ["tricks.quantization=none", "tricks.double_quantization=false", "tricks.optimizer=adamw"]

@@ -31,8 +31,8 @@ from cria_tricks.parallel.pipeline import one_forward_one_backward
 from cria_tricks.predict.per_process import STRATEGIES as ESTIMATED
 from cria_tricks.predict.per_process import Bill, local, per_process, stages_of
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import folds
-from cria_tricks.tricks.folds import estimate
+from cria_tricks.switches import folds
+from cria_tricks.switches.folds import estimate
 from tests.helpers import prepare
 from tests.memory.cases import CPU, T4
 from tests.sweeps import sample

@@ -18,7 +18,7 @@ from cria_tricks.predict.links import compute_seconds
 from cria_tricks.predict.per_process import per_process
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks import folds
+from cria_tricks.switches import folds
 from tests.hardware import models
 from tests.hardware.test_cost import MODES, WIDE
 from tests.parallel import steps

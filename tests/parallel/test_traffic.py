@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from cria_tricks.bill.calls import _KIND, Call, CountCollectives, ring_share, totals
+from cria_tricks.bill.calls import Call, ring_share, totals
+from cria_tricks.measure.collectives import _KIND, CountCollectives
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_prose_is_75_characters_wide(host, browser):
 
 
 def test_an_old_link_to_a_technique_goes_to_its_page(host, browser):
-    browser.get(host + "reference/techniques.html#cria_tricks.tricks.nf4.quantize")
+    browser.get(host + "reference/techniques.html#cria_tricks.techniques.nf4.quantize")
     assert settles(browser, "location.pathname === '/reference/techniques/nf4.html'")
-    assert settles(browser, "location.hash === '#cria_tricks.tricks.nf4.quantize'")
+    assert settles(browser, "location.hash === '#cria_tricks.techniques.nf4.quantize'")
     assert browser.execute_script("return Boolean(document.getElementById(location.hash.slice(1)))")

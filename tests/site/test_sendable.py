@@ -93,7 +93,7 @@ def test_a_description_is_made_of_whole_sentences(markdown, description):
 
 def test_every_technique_has_a_page_and_its_lesson_leads_to_its_switch():
     assert len(techniques.pages()) == len(techniques.nav()) > 25
-    assert "::: cria_tricks.tricks.nf4" in techniques.pages()["reference/techniques/nf4.md"]
+    assert "::: cria_tricks.techniques.nf4" in techniques.pages()["reference/techniques/nf4.md"]
     assert "[NF4](techniques/nf4.md)" in techniques.with_index(techniques.BLOCK)
     assert techniques.preset("chunked_loss") == "chunked_loss=true"
     assert techniques.preset("the_bill") == ""

@@ -12,7 +12,7 @@ from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.hardware import T4
 from cria_tricks.recipe import Recipe
 from cria_tricks.settings import Tricks
-from cria_tricks.tricks import TRICKS
+from cria_tricks.switches import TECHNIQUES
 
 BEST, OWN = "best", "own"
 """The two values of ``set``: search switches that fit where those of the form do not; or answer for the form's own."""
@@ -94,7 +94,7 @@ _LABELS = {
 def lessons() -> dict[str, str]:
     """Return the lesson of each switch, by the name of its field."""
     found: dict[str, str] = {}
-    for trick in TRICKS:
+    for trick in TECHNIQUES:
         for switch in trick.SWITCHES:
             found.setdefault(switch.partition("=")[0], trick.LESSON)
     return found

@@ -1,0 +1,66 @@
+"""Switch kept attention on, and bill it; ``techniques/keep_attention.py`` has the card and the code."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+from cria_tricks.bill.operation import BlockTensors, WaitingBytes
+from cria_tricks.bill.step import Step
+from cria_tricks.common.errors import BadInput
+from cria_tricks.recipe import Recipe
+from cria_tricks.step_plan import Plan
+
+SWITCHES = ("keep_attention=true",)
+CLAIM = "exact"
+LESSON = "gradient_checkpointing"
+
+
+def switch_on(plan: Plan, recipe: Recipe) -> Plan:
+    """Ask for torch's selective contexts; which kernel runs on a model is checked in ``load/refusals.py``.
+
+    Raises:
+        BadInput: if no block is checkpointed, or attention is not one operation of torch.
+    """
+    tricks = recipe.tricks
+    if not tricks.keep_attention or tricks.peft == "head":  # then checkpointing has no effect, and has said so
+        return plan
+    if not tricks.gradient_checkpointing:
+        raise _refused("blocks keep everything without checkpointing; set tricks.gradient_checkpointing=true")
+    if tricks.attention == "eager":
+        raise _refused("eager attention is many operations, not one that can be kept; set tricks.attention=sdpa")
+    if tricks.attention == "flash_attention_2":
+        raise _refused("it keeps what torch's own kernels return; set tricks.attention=sdpa, the same algorithm")
+    if tricks.compile:
+        raise _refused("a compiled block chooses itself what it keeps; set tricks.compile=false")
+    if recipe.parallel.strategy in ("tensor", "ddp_tensor"):
+        raise _refused("the heads of a block are shared among processes; use parallel.strategy=ddp or fsdp")
+    return plan.with_("checkpointing", keep_attention=True, masked=recipe.train.batch_size > 1)
+
+
+def _refused(why: str) -> BadInput:
+    return BadInput(f"tricks.keep_attention=true: {why}")
+
+
+def bill(step: Step, recipe: Recipe) -> Step:
+    """Bill attention's output and its log-sum-exp in each checkpointed block, on the card also with offload.
+
+    Attention is left out of what checkpointing repeats.
+    """
+    if not recipe.tricks.keep_attention or not step.checkpointed:
+        return step
+    # bill/block.py needs the flag, because while a block is recomputed, attention's output is there from the beginning.
+    rule = functools.partial(attention_waits, step.block_waits)
+    return replace(step, keeps_attention=True, block_waits=rule)
+
+
+def attention_waits(waits: Callable[[BlockTensors], WaitingBytes], block: BlockTensors) -> WaitingBytes:
+    """Count what waits in each block: what waits without this switch, and what attention's kernel returned.
+
+    Args:
+        waits: the rule without this toggle.
+        block: what one block leaves for its backward pass.
+    """
+    found = waits(block)
+    if not block.recomputed:
+        return found
+    return replace(found, each=found.each + block.attended, why=f"{found.why} and its attention")
