@@ -44,7 +44,7 @@ from cria_tricks.course import (
     with_settings,
 )
 from cria_tricks.course import time_bill as step
-from cria_tricks.switches import chunked_loss as chunked_loss_switch
+from cria_tricks.switches.chunked_loss import LOGIT_BYTES
 from cria_tricks.techniques import chunked_loss
 
 quiet_libraries()
@@ -501,7 +501,7 @@ course.on_a_gpu("chunked_loss", off=step_of, on=f"{step_of} chunked_loss=true")
 
 # %% tags=["deep"]
 touched = (2 + 4) + (4 + 8 + 8 + 4) + 8 + 8 + (4 + 2)  # in 16 bits
-assert touched == chunked_loss_switch.LOGIT_BYTES
+assert touched == LOGIT_BYTES
 for rate, name in ((touched, "plain torch"), (6, "a fused kernel")):
     passes = 1000 * rate * N * V / t4.memory_rate
     print(f"{name:14} {rate:2} bytes a logit, {passes:3.0f} ms for a row on a T4")

@@ -34,7 +34,7 @@ from cria_tricks.course import (
     with_settings,
 )
 from cria_tricks.course import time_bill as step
-from cria_tricks.switches import nf4 as nf4_switch
+from cria_tricks.switches.nf4 import stored_bytes
 from cria_tricks.techniques import nf4
 from cria_tricks.techniques.gradient_checkpointing import checkpointed
 from cria_tricks.techniques.lora import start_of
@@ -366,7 +366,7 @@ assert differ < 0.01
 
 n = w.numel()
 assert packages.bytes == n // 2 + n // 64 + 4 * n // (64 * 256) + 4
-assert counted == sum(nf4_switch.stored_bytes(n, True) for n in matrices)
+assert counted == sum(stored_bytes(n, True) for n in matrices)
 
 exact_output = x.detach() @ w.T
 off = (z.detach() - exact_output).abs()

@@ -69,7 +69,8 @@ def is_on_the_surface(module: str, name: str) -> bool:
         return name in ("", "course", *cria_tricks.__all__)
     if module == "cria_tricks.course":
         return name in (*course._PLACES, "register_attention", "hybrid_demo")
-    return module.startswith("cria_tricks.techniques") and "folds" not in (name, module.rpartition(".")[2])
+    of_techniques = ("cria_tricks.techniques", "cria_tricks.switches")
+    return module.startswith(of_techniques) and "folds" not in (name, module.rpartition(".")[2])
 
 
 @pytest.mark.parametrize("lesson", sorted(ROOT.glob("lessons/*.py")), ids=lambda lesson: lesson.stem)

@@ -402,7 +402,7 @@ def test_flash_attention_2_without_its_package(monkeypatch):
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert plan(A100, "attention=flash_attention_2", "precision=bf16").warnings == ()
-    monkeypatch.setattr(flash_attention, "this_device", lambda: A100)
+    monkeypatch.setattr("cria_tricks.switches.flash_attention.this_device", lambda: A100)
     with pytest.raises(BadInput, match="flash-attn is missing; pip install"):
         plan(A100, "attention=flash_attention_2", "precision=bf16")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())

@@ -53,7 +53,7 @@ _NAMES = {
     "predict.plan_data": "prices",
     "predict.toggles": "Target longest=longest_row",
     "tricks": "folds",
-    "tricks.folds": "estimate=memory_bill step_of=step_work time_of=time_bill",
+    "switches.folds": "estimate=memory_bill step_of=step_work time_of=time_bill",
     # bytes and seconds, measured
     "bench": "results tables",
     "bench.case": "TRAINED_SHARE",

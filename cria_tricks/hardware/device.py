@@ -50,7 +50,7 @@ class Device:
         """Whether shared key and value heads must be repeated before attention, so that a fast kernel takes them.
 
         torch's flash kernel takes shared (grouped) heads as they are, but needs compute capability 8.0. On an older GPU
-        torch would fall back to the slow math kernel (see ``tricks/expand_kv.py``).
+        torch would fall back to the slow math kernel (see ``techniques/expand_kv.py``).
         """
         return self.kind == "cuda" and self.capability < (8, 0)
 

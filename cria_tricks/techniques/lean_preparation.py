@@ -15,6 +15,8 @@ Ours     one edit of the loaded model left out and one added; both are in ``load
 Shapes: embedding (V, D); an adapter's input (B, T, D_in).
 """
 
+from cria_tricks.switches.lean_preparation import switch_on  # noqa: F401 (the technique is what it leaves out)
+
 REFERENCE = ("switch_on",)
 PLAIN = """
 import torch
