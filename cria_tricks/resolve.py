@@ -10,7 +10,7 @@ from cria_tricks.parallel import strategies
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.settings import Tricks
 from cria_tricks.step_plan import Plan
-from cria_tricks.switches import TECHNIQUES, gradient_accumulation, keep_attention, technique_name
+from cria_tricks.switches import FIELDS, TECHNIQUES, technique_name
 
 
 def resolve(recipe: Recipe, device: Device | None = None, processes: int = 1) -> Plan:
@@ -57,15 +57,13 @@ def still_off(recipe: Recipe, device: Device, processes: int = 1) -> list[str]:
     usable: dict[str, list[str]] = {}  # field -> values that work
     warnings_before = resolve(recipe, device, processes).warnings
     for trick in TECHNIQUES:
-        for switch in trick.SWITCHES:
+        for switch in trick.TECHNIQUE.switches:
             field, _, value = switch.partition("=")
             already_on = getattr(recipe.tricks, field) != getattr(defaults, field)
             if already_on:
                 continue
-            if trick is keep_attention:
-                continue  # it buys time with memory
-            if trick is gradient_accumulation and recipe.train.batch_size == 1:
-                continue  # it saves memory by splitting a micro-batch, and a single row cannot be split
+            if not FIELDS[field].helps(recipe):
+                continue
             with contextlib.suppress(BadInput):  # this switch cannot work on the device or with the other switches
                 changed = with_settings(recipe, [f"tricks.{switch}"])
                 if resolve(changed, device, processes).warnings == warnings_before:

@@ -31,9 +31,11 @@ def test_every_technique_page_says_how_to_switch_it_on_and_what_it_saves():
     saved = off_the_capstone()
     for trick in TECHNIQUES:
         text = pages[f"reference/techniques/{technique_name(trick)}.md"]
-        for switch in trick.SWITCHES:
+        for switch in trick.TECHNIQUE.switches:
             assert f"`--set tricks.{switch}`" in text
             if amount := round(saved.get(switch, 0) / 2**20):
                 assert f"`{switch}` {'saves' if amount > 0 else 'adds'} {abs(amount):,} MiB" in text
     for trick in INFERENCE:
-        assert f"`{trick.COMMAND}` always uses it." in pages[f"reference/techniques/{technique_name(trick)}.md"]
+        assert (
+            f"`{trick.TECHNIQUE.command}` always uses it." in pages[f"reference/techniques/{technique_name(trick)}.md"]
+        )

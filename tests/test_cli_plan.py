@@ -9,7 +9,7 @@ import pytest
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import PRICES_DATE
 from cria_tricks.predict import answer
-from cria_tricks.predict.toggles import LADDER
+from cria_tricks.switches import FIELDS
 
 HOST = ("plan", "kwanzaa", "--gpu", "t4", "--set", "data.max_length=16384", "--set", "tricks.activation_offload=true")
 HOST += ("--set", "tricks.chunked_loss=true")
@@ -57,7 +57,7 @@ def test_what_does_not_fit_says_what_to_flip_and_leaves_with_3(run_cria):
 def test_each_toggle_alone_each_removed_and_the_ladder(run_cria):
     code, stdout, _ = run_cria("plan", "kwanzaa", "--gpu", "t4", "--json")
     found = json.loads(stdout)
-    on = [field for field in LADDER if field in {entry["set"].partition("=")[0] for entry in found["removed"]}]
+    on = [field for field in FIELDS if field in {entry["set"].partition("=")[0] for entry in found["removed"]}]
     assert "quantization" in on
     assert [entry["set"].partition("=")[0] for entry in found["alone"]] == on
     assert [entry["set"][0].partition("=")[0] for entry in found["ladder"][1:]] == on

@@ -38,7 +38,7 @@ OF_THE_KIND = {
     "qwen2": {"head_dim": None},
     "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": None},
 }
-SWITCHES = [switch.replace("=8", "=2") for trick in TECHNIQUES for switch in trick.SWITCHES]
+SWITCHES = [switch.replace("=8", "=2") for trick in TECHNIQUES for switch in trick.TECHNIQUE.switches]
 SWITCHES[SWITCHES.index("tiled_mlp=true")] = "tiled_mlp=8"  # its rows are short
 PAIRS = [pair for pair in itertools.combinations(SWITCHES, 2) if pair[0].split("=")[0] != pair[1].split("=")[0]]
 

@@ -247,8 +247,8 @@ def test_the_from_scratch_part_runs_alone_in_an_empty_notebook(lesson, monkeypat
 def test_a_lesson_shows_its_switch_as_plain_code_and_what_it_is_worth_twice(lesson):
     """The plain code is that of the technique's module, which a test runs."""
     whole = lesson.read_text(encoding="utf-8")
-    taught = [trick for trick in TECHNIQUES if lesson.stem == trick.LESSON]
-    on = {toggle.partition("=")[0] for trick in taught for toggle in trick.SWITCHES} & set(
+    taught = [trick for trick in TECHNIQUES if lesson.stem == trick.TECHNIQUE.lesson]
+    on = {toggle.partition("=")[0] for trick in taught for toggle in trick.TECHNIQUE.switches} & set(
         toggles.switched_on(course.CAPSTONE)
     )
     if taught:

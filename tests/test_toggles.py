@@ -23,7 +23,7 @@ from cria_tricks.techniques import compile
 from tests.helpers import train
 from tests.sweeps import toggle
 
-SWITCHES = [switch.replace("=8", "=2") for trick in TECHNIQUES for switch in trick.SWITCHES]
+SWITCHES = [switch.replace("=8", "=2") for trick in TECHNIQUES for switch in trick.TECHNIQUE.switches]
 SWITCHES[SWITCHES.index("tiled_mlp=true")] = "tiled_mlp=8"  # tiles as long as the model is wide would never be full
 SWITCHES.append("gradient_checkpointing=1")  # the first of two blocks
 STEPS = 4

@@ -31,7 +31,7 @@ def exact_toggles() -> dict[str, list[str]]:
     """Every switch of a trick that claims to be exact, but for those that this machine refuses."""
     found = {}
     for trick in TECHNIQUES:
-        for switch in trick.SWITCHES if trick.CLAIM.startswith("exact") else ():
+        for switch in trick.TECHNIQUE.switches if trick.TECHNIQUE.claim.startswith("exact") else ():
             settings = toggle(switch)
             if switch == "expand_kv=true":
                 settings.append("tricks.attention=sdpa")  # what it acts on
@@ -95,7 +95,7 @@ def measure(model: Path, folder: Path, runs: dict[str, list[str]]) -> dict[str, 
     """
     overlapped_offload.SMALL = 0  # so that inputs as small as these travel
     plain = losses([ALL_AT_ONCE], model, folder / "plain")
-    claims = {switch: trick.CLAIM for trick in TECHNIQUES for switch in trick.SWITCHES}
+    claims = {switch: trick.TECHNIQUE.claim for trick in TECHNIQUES for switch in trick.TECHNIQUE.switches}
     cases = {}
     for name, settings in runs.items():
         difference = (losses(settings, model, folder / name) - plain).abs()

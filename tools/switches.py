@@ -28,10 +28,17 @@ COLUMNS = ("set", "saves", "costs", "claim", "bound", "lesson")
 def row(trick: ModuleType) -> list[str]:
     """Return the row of a technique, with :data:`COLUMNS`."""
     about = card(trick)
-    settings = getattr(trick, "SWITCHES", ()) or (trick.COMMAND,)
+    settings = trick.TECHNIQUE.switches or (trick.TECHNIQUE.command,)
     saves = re.sub(r"\s*\[[a-zA-Z, ]+\]$", "", about["Saves"])  # without the unit at its end
     bound = about["Claim"].partition(":")[2].strip() or "sums in another order round otherwise"
-    return [", ".join(f"`{one}`" for one in settings), saves, about["Costs"], trick.CLAIM, bound, trick.LESSON]
+    return [
+        ", ".join(f"`{one}`" for one in settings),
+        saves,
+        about["Costs"],
+        trick.TECHNIQUE.claim,
+        bound,
+        trick.TECHNIQUE.lesson,
+    ]
 
 
 def markdown(group: str) -> str:

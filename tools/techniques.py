@@ -45,15 +45,15 @@ def with_index(markdown: str) -> str:
 
 def preset(lesson: str) -> str:
     """The switch of the first technique that a lesson teaches, such as ``chunked_loss=true``; empty without one."""
-    found = [trick.SWITCHES[0] for trick in TECHNIQUES if lesson == trick.LESSON]
+    found = [trick.TECHNIQUE.switches[0] for trick in TECHNIQUES if lesson == trick.TECHNIQUE.lesson]
     return found[0] if found else ""
 
 
 def of_switch(switch: str) -> str:
     """The name of the technique that answers to a switch."""
     field = switch.partition("=")[0]
-    same = [trick for trick in TECHNIQUES if switch in trick.SWITCHES]
-    alike = [trick for trick in TECHNIQUES if any(one.startswith(f"{field}=") for one in trick.SWITCHES)]
+    same = [trick for trick in TECHNIQUES if switch in trick.TECHNIQUE.switches]
+    alike = [trick for trick in TECHNIQUES if any(one.startswith(f"{field}=") for one in trick.TECHNIQUE.switches)]
     return technique_name((same or alike)[0])
 
 
@@ -78,7 +78,7 @@ def _page(trick: ModuleType) -> str:
     return (
         f"---\ndescription: >-\n  {card(trick)['title']}\n---\n\n# {_title(trick)}\n\n"
         f'<p class="bar"><a href="../techniques.html">All techniques</a> '
-        f'<a href="../../lessons/{trick.LESSON}.html">Lesson</a>{_fit(trick)}</p>\n\n{_use(trick)}\n\n'
+        f'<a href="../../lessons/{trick.TECHNIQUE.lesson}.html">Lesson</a>{_fit(trick)}</p>\n\n{_use(trick)}\n\n'
         f"::: {code_of(trick).__name__}\n"
     )
 
@@ -86,11 +86,11 @@ def _page(trick: ModuleType) -> str:
 def _use(trick: ModuleType) -> str:
     """How to switch a technique on, and what it takes off the course's job."""
     if trick in INFERENCE:
-        return f"`{trick.COMMAND}` always uses it."
-    ways = ", ".join(f"`--set tricks.{switch}`" for switch in trick.SWITCHES)
+        return f"`{trick.TECHNIQUE.command}` always uses it."
+    ways = ", ".join(f"`--set tricks.{switch}`" for switch in trick.TECHNIQUE.switches)
     says = [f"**Switch it on**: {ways}, for example in `cria train` and `cria plan`."]
     found = []
-    for switch in trick.SWITCHES:
+    for switch in trick.TECHNIQUE.switches:
         if saved := round(_saved().get(switch, 0) / 2**20):
             verb = "saves" if saved > 0 else "adds"
             found.append(f"`{switch}` {verb} {abs(saved):,} MiB")
@@ -112,4 +112,4 @@ def _saved() -> dict[str, int]:
 def _fit(trick: ModuleType) -> str:
     if trick in INFERENCE:
         return ""
-    return f' <a href="../../fit.html#{trick.SWITCHES[0]}">Will it fit with it?</a>'
+    return f' <a href="../../fit.html#{trick.TECHNIQUE.switches[0]}">Will it fit with it?</a>'

@@ -62,7 +62,7 @@ def alone(device: Device) -> list[ToMeasure]:
     """List each switch of the capstone over nothing but what it needs, and before them what they need."""
     found = {"off": ToMeasure("off", "")}
     for field in on(device):
-        needed = toggles.NEEDS.get(field, ())
+        needed = toggles.needs(capstone(device), field)
         against = "off"
         if needed:
             against = f"needed_{'+'.join(needed)}"

@@ -49,7 +49,7 @@ def tricks(as_json: Json = False) -> None:
             {
                 "name": about["name"],
                 "set": ", ".join(settings),
-                "claim": trick.CLAIM,
+                "claim": trick.TECHNIQUE.claim,
                 "lesson": about["lesson"],
                 # What has no switch works everywhere, and is not counted among the switches.
                 "here": {one: status.get(one, "always") for one in settings},
@@ -132,7 +132,7 @@ def technique(name: str) -> ModuleType:
     there_are = f"there are {', '.join(known)}"
     # "peft=lora" finds lora. "quantization" alone finds nothing, because it could mean int8 or nf4.
     for trick in modules:
-        for switch in getattr(trick, "SWITCHES", ()):
+        for switch in trick.TECHNIQUE.switches:
             known.setdefault(switch.removesuffix("=true"), trick)
     # Without a number of blocks or of micro-batches, which is a choice of the user's.
     wanted = re.sub(r"^(tricks|parallel)\.|=true$|=\d+$", "", plain(name))
@@ -163,11 +163,11 @@ def described(trick: ModuleType) -> dict[str, Any]:
         "card": {line: fields[line] for line in CARD},
         "group": "tricks" if trick in TECHNIQUES else "parallel",
         "file": f"{code.__name__.replace('.', '/')}.py",
-        "settings": getattr(trick, "SWITCHES", ()),
-        "command": getattr(trick, "COMMAND", ""),
+        "settings": trick.TECHNIQUE.switches,
+        "command": trick.TECHNIQUE.command,
         "reference": "\n\n\n".join(textwrap.dedent(inspect.getsource(part)).rstrip() for part in parts),
         "plain": code.PLAIN.strip(),
-        "lesson": trick.LESSON,
+        "lesson": trick.TECHNIQUE.lesson,
     }
 
 

@@ -18,7 +18,7 @@ CAPSTONE = recipes.capstone(T4)
 LESSON_OF: dict[str, str] = {}
 """The file name of the lesson that explains a switch, by the switch's setting (``peft=lora``)."""
 for _trick in TECHNIQUES:
-    LESSON_OF |= dict.fromkeys(_trick.SWITCHES, _trick.LESSON)
+    LESSON_OF |= dict.fromkeys(_trick.TECHNIQUE.switches, _trick.TECHNIQUE.lesson)
 PEAK = "peak of a step"
 NEEDED = "least, with CUDA's own"
 

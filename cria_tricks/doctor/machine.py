@@ -17,7 +17,7 @@ from cria_tricks.hardware import Device, this_device
 from cria_tricks.measure.attention import attention_kernel
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.switches import TECHNIQUES, technique_name
+from cria_tricks.switches import NEEDS, TECHNIQUES, technique_name
 from cria_tricks.techniques.expand_kv import expand_kv
 
 PACKAGES = (
@@ -30,20 +30,6 @@ PACKAGES = (
     "datasets",
     "flash-attn",
 )
-
-# A switch is tried together with LoRA, because several switches do nothing without it. These fields need further
-# settings, too; {half} stands for precision= with the device's 16-bit format.
-_OVER = {
-    "double_quantization": "quantization=nf4",
-    "lean_preparation": "{half}",
-    "attention": "{half}",
-    "expand_kv": "{half} attention=sdpa",
-    "activation_offload": "gradient_checkpointing=true",
-    "keep_attention": "gradient_checkpointing=true attention=sdpa",
-    "stream_layers": "gradient_checkpointing=true",
-    "layer_by_layer": "gradient_checkpointing=true stream_layers=true gradient_accumulation=2",
-    "optimizer_in_backward": "train.max_grad_norm=0",
-}
 
 
 def examine() -> dict[str, Any]:
@@ -88,14 +74,15 @@ def toggles(device: Device) -> list[dict[str, str]]:
         For each switch ``trick``, the name of its module; ``set``, the setting that switches it on; ``status``, which
         is ``works``, ``warning`` or ``refused``; and ``why``, the warning or the error, empty if it works.
     """
-    return [_try(technique_name(trick), switch, device) for trick in TECHNIQUES for switch in trick.SWITCHES]
+    return [_try(technique_name(trick), switch, device) for trick in TECHNIQUES for switch in trick.TECHNIQUE.switches]
 
 
 def _try(trick: str, switch: str, device: Device) -> dict[str, str]:
     """Try one switch, and return its entry for :func:`toggles`."""
     field = switch.partition("=")[0]
-    over = _OVER.get(field, "").format(half=f"precision={device.half_precision}")
-    words = ("peft=lora", *over.split(), switch)
+    # A switch is tried together with LoRA in 16 bits, as most runs are, because several switches do nothing without.
+    half = f"precision={device.half_precision}"
+    words = ("peft=lora", half, *NEEDS.get(switch, "").format(half=device.half_precision).split(), switch)
     settings = [word if "." in word.partition("=")[0] else f"tricks.{word}" for word in words]
     entry = {"trick": trick, "set": settings[-1]}
     try:

@@ -40,11 +40,10 @@ from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.switches import folds
+from cria_tricks.technique import Technique
 from cria_tricks.techniques.packing import documents
 
-SWITCHES = ("strategy=context",)
-CLAIM = "exact within rounding"
-LESSON = "context_parallel"
+TECHNIQUE = Technique(claim="exact within rounding", lesson="context_parallel", switches=("strategy=context",))
 REFERENCE = ("RingAttention", "merge", "zigzag")  # from ring_attention.py and zigzag.py
 PLAIN = """
 # torchrun --nproc-per-node 2 train.py: on CUDA cards, and for rows without padding that are not packed

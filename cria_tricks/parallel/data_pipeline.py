@@ -25,10 +25,9 @@ from cria_tricks.models.shape import Shape
 from cria_tricks.parallel import pipeline
 from cria_tricks.recipe import Recipe
 from cria_tricks.switches import folds
+from cria_tricks.technique import Technique
 
-SWITCHES = ("strategy=pipeline", "pipelines=2")
-CLAIM = "exact within rounding"
-LESSON = "hybrid"
+TECHNIQUE = Technique(claim="exact within rounding", lesson="hybrid", switches=("strategy=pipeline", "pipelines=2"))
 REFERENCE = ("place", "partners", "add_up")
 PLAIN = """
 import torch

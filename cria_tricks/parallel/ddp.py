@@ -31,10 +31,9 @@ from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.switches import folds
+from cria_tricks.technique import Technique
 
-SWITCHES = ("strategy=ddp",)
-CLAIM = "exact within rounding"
-LESSON = "data_parallel"
+TECHNIQUE = Technique(claim="exact within rounding", lesson="data_parallel", switches=("strategy=ddp",))
 REFERENCE = ("Replicated",)
 PLAIN = """
 # torchrun --nproc-per-node 2 train.py

@@ -33,11 +33,10 @@ from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.step_plan import Plan
 from cria_tricks.switches import folds
+from cria_tricks.technique import Technique
 
-SWITCHES = ("strategy=ddp_tensor",)
-CLAIM = "exact within rounding"
+TECHNIQUE = Technique(claim="exact within rounding", lesson="hybrid", switches=("strategy=ddp_tensor",))
 IN_PIECES = True  # a process holds only pieces of the matrices, so the trainer clips by the norm over all pieces
-LESSON = "hybrid"
 REFERENCE = ("average_gradients", "add_up")
 PLAIN = """
 # torchrun --nproc-per-node 4 train.py

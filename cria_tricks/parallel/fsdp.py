@@ -33,11 +33,10 @@ from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.switches.folds import step_of
+from cria_tricks.technique import Technique
 
-SWITCHES = ("strategy=fsdp",)
-CLAIM = "exact within rounding"
+TECHNIQUE = Technique(claim="exact within rounding", lesson="sharding", switches=("strategy=fsdp",))
 IN_PIECES = True
-LESSON = "sharding"
 REFERENCE = ("Gather", "Sharded")
 PLAIN = """
 # torchrun --nproc-per-node 2 train.py

@@ -24,10 +24,11 @@ from cria_tricks.models.shape import Shape
 from cria_tricks.parallel import ddp_tensor, pipeline, tensor
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.switches.gradient_checkpointing import in_stage
+from cria_tricks.technique import Technique
 
-COMMAND = "cria_tricks.course.hybrid_demo.over_the_cube"
-CLAIM = "exact within rounding"
-LESSON = "hybrid"
+TECHNIQUE = Technique(
+    claim="exact within rounding", lesson="hybrid", command="cria_tricks.course.hybrid_demo.over_the_cube"
+)
 REFERENCE = ("lines",)
 PLAIN = """
 # torchrun --nproc-per-node 8 train.py

@@ -26,10 +26,9 @@ from cria_tricks.models.shape import Shape
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import Technique
 
-SWITCHES = ("strategy=model",)
-CLAIM = "exact"
-LESSON = "pipeline_parallel"
+TECHNIQUE = Technique(claim="exact", lesson="pipeline_parallel", switches=("strategy=model",))
 REFERENCE = ("one_after_the_other",)
 PLAIN = """
 from transformers import AutoModelForCausalLM

@@ -38,11 +38,10 @@ from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.switches import folds
+from cria_tricks.technique import Technique
 
-SWITCHES = ("strategy=pipeline",)
-CLAIM = "exact within rounding"
+TECHNIQUE = Technique(claim="exact within rounding", lesson="pipeline_parallel", switches=("strategy=pipeline",))
 IN_PIECES = True
-LESSON = "pipeline_parallel"
 REFERENCE = ("one_forward_one_backward", "step")
 PLAIN = """
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B

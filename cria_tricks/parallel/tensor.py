@@ -37,11 +37,10 @@ from cria_tricks.parallel.tensor_calls import ATTENTION, COLUMNS, ROWS, partial_
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import Technique
 
-SWITCHES = ("strategy=tensor",)
-CLAIM = "exact within rounding"
+TECHNIQUE = Technique(claim="exact within rounding", lesson="tensor_parallel", switches=("strategy=tensor",))
 IN_PIECES = True
-LESSON = "tensor_parallel"
 REFERENCE = ("Copied", "Summed", "mlp")
 PLAIN = """
 # torchrun --nproc-per-node 2 train.py

@@ -22,12 +22,12 @@ from cria_tricks.parallel.strategies import traffic
 from cria_tricks.predict.evaluation import AS_LONG_AS_ALLOWED, Evaluated, with_evaluation
 from cria_tricks.predict.links import LINKS, compute_seconds, step_seconds
 from cria_tricks.predict.per_process import per_process
-from cria_tricks.predict.toggle_values import LADDER, NEEDS, all_sets, choices
+from cria_tricks.predict.toggle_values import all_sets, choices
 from cria_tricks.recipe import Recipe
 from cria_tricks.resolve import resolve
 from cria_tricks.settings import Tricks
 from cria_tricks.step_plan import Plan
-from cria_tricks.switches import lora
+from cria_tricks.switches import FIELDS, as_switch, lora, needed
 from cria_tricks.switches.folds import estimate, for_shape
 
 LONGEST = 2**20
@@ -183,9 +183,9 @@ class Target:
 
 
 def switched_on(recipe: Recipe) -> list[str]:
-    """List the fields that differ from plain fp32 full fine-tuning, in the order of :data:`LADDER`."""
+    """List the fields that differ from plain fp32 full fine-tuning, in the order of the lessons."""
     plain = Tricks()
-    return [field for field in LADDER if getattr(recipe.tricks, field) != getattr(plain, field)]
+    return [field for field in FIELDS if getattr(recipe.tricks, field) != getattr(plain, field)]
 
 
 def with_only(recipe: Recipe, fields: Iterable[str]) -> Recipe:
@@ -199,11 +199,11 @@ def alone(target: Target, recipe: Recipe) -> list[Change]:
     on = switched_on(recipe)
     found = []
     for field in on:
-        needed = [other for other in NEEDS.get(field, ()) if other in on]
-        before = with_only(recipe, needed)
-        after = with_only(recipe, [*needed, field])
+        over = [other for other in needs(recipe, field) if other in on]
+        before = with_only(recipe, over)
+        after = with_only(recipe, [*over, field])
         if target.works(after):
-            beside = tuple(named(recipe, other) for other in needed)
+            beside = tuple(named(recipe, other) for other in over)
             found.append(Change(named(recipe, field), beside, target.bill(before), target.bill(after)))
     return found
 
@@ -235,9 +235,14 @@ def off_the_capstone() -> dict[str, int]:
     return {change.set: change.saved_bytes for change in removed(target, capstone)}
 
 
+def needs(recipe: Recipe, field: str) -> list[str]:
+    """List the fields that a switch of the recipe needs."""
+    return [other for other, _ in needed(named(recipe, field))]
+
+
 def without(recipe: Recipe, field: str) -> list[str]:
     """List the fields that stay on when ``field`` is switched off: all but the switches that need it."""
-    return [other for other in switched_on(recipe) if other != field and field not in NEEDS.get(other, ())]
+    return [other for other in switched_on(recipe) if other != field and field not in needs(recipe, other)]
 
 
 def ladder(target: Target, recipe: Recipe) -> list[Setting]:
@@ -369,12 +374,9 @@ def with_toggles(recipe: Recipe, tricks: dict[str, Any]) -> Recipe:
 
 def named(recipe: Recipe, field: str) -> str:
     """Write a switch as ``--set`` takes it, but without the leading ``tricks.``: ``peft=lora``."""
-    value = getattr(recipe.tricks, field)
-    if isinstance(value, bool):
-        value = str(value).lower()
-    return f"{field}={value}"
+    return as_switch(field, getattr(recipe.tricks, field))
 
 
 def _differing(recipe: Recipe, changed: Recipe) -> list[str]:
     # By name, because in Python True == 1: all blocks checkpointed, and one block.
-    return [field for field in LADDER if named(recipe, field) != named(changed, field)]
+    return [field for field in FIELDS if named(recipe, field) != named(changed, field)]

@@ -8,19 +8,18 @@ from typing import Any
 from cria_tricks.predict.toggle_values import choices
 from cria_tricks.predict.toggles import Target, with_effect
 from cria_tricks.recipe import Recipe
+from cria_tricks.switches import searched
 
-EXACT = (
-    "expand_kv", "chunked_loss", "activation_offload", "keep_attention", "paged_optimizer", "optimizer_in_backward",
-)  # fmt: skip
-"""Switches that are on or off and change no result beyond rounding. Checkpointing and micro-batches are tried, too."""
+EXACT = searched("exact")
+"""Switches that change no result beyond rounding. Checkpointing and micro-batches are tried, too."""
 
-LONG = (*EXACT, "tiled_mlp")
+LONG = searched("exact", "long")
 """The same for rows longer than a tile."""
 
-FREE = ("fused_lora", "fused_blocks")
+FREE = searched("free")
 """Switches of the same kind that cost nothing by the estimate, so they are switched on wherever they have an effect."""
 
-ALLOWED = ("precision", "quantization", "double_quantization", "lean_preparation", "optimizer", "packing", "compile")
+ALLOWED = searched("may change")
 """Switches that ``may_change`` may name: they change numbers, or, like packing, how many documents a step sees."""
 
 MOST_SPLITS = 64

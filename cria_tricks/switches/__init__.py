@@ -1,13 +1,15 @@
 """The switches of the techniques, in the order in which they are switched on.
 
-Each module is about the technique of the same name in ``techniques/``, and imports no torch. It names its ``SWITCHES``
-(the settings of ``recipe.tricks`` that it answers to), states its ``CLAIM`` (how exact it is) and its ``LESSON``, and
-holds ``switch_on(plan, recipe) -> Plan``. Its ``bill(step, recipe) -> Step`` says what the technique does to the bytes
-and the time of a step (``folds.py`` calls it).
+Each module is about the technique of the same name in ``techniques/``, and imports no torch. Its ``TECHNIQUE`` declares
+the technique, ``switch_on(plan, recipe) -> Plan`` switches it on, and ``bill(step, recipe) -> Step`` says what it does
+to the bytes and the time of a step (``folds.py`` calls it).
 """
 
+from collections.abc import Iterator, Mapping
 from types import ModuleType
+from typing import Any
 
+from cria_tricks.common.lessons import number_of
 from cria_tricks.switches import (
     activation_offload,
     adamw_8bit,
@@ -35,6 +37,7 @@ from cria_tricks.switches import (
     stream_layers,
     tiled_mlp,
 )
+from cria_tricks.technique import Field
 
 TECHNIQUES: tuple[ModuleType, ...] = (
     # How the frozen weights are stored comes first, because everything below acts on the loaded model.
@@ -78,6 +81,34 @@ TECHNIQUES: tuple[ModuleType, ...] = (
     optimizer_in_backward,
 )
 """The module of every technique with a switch, in the order of switching on; the comments give the reasons for it."""
+
+FIELDS: Mapping[str, Field] = {
+    name: field
+    for module in sorted(TECHNIQUES, key=lambda module: number_of(module.TECHNIQUE.lesson))
+    for name, field in module.TECHNIQUE.fields.items()
+}
+"""Every field of ``recipe.tricks``, in the order of the lessons; each comes after those that it needs."""
+
+NEEDS: Mapping[str, str] = {switch: needs for module in TECHNIQUES for switch, needs in module.TECHNIQUE.needs.items()}
+"""Switch -> the settings without which it has nothing to act on, or is refused."""
+
+
+def as_switch(field: str, value: Any) -> str:
+    """Write a field and its value as ``--set`` takes them, but without the leading ``tricks.``: ``peft=lora``."""
+    return f"{field}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def needed(switch: str) -> Iterator[tuple[str, str]]:
+    """Yield the fields of ``recipe.tricks`` that a switch needs, each with its value; settings of other groups not."""
+    for setting in NEEDS.get(switch, "").split():
+        field, _, value = setting.partition("=")
+        if field in FIELDS:
+            yield field, value
+
+
+def searched(*kinds: str) -> tuple[str, ...]:
+    """List the fields that a search may use in one of these ways; see :class:`Field`."""
+    return tuple(name for name, field in FIELDS.items() if field.search in kinds)
 
 
 def technique_name(technique: ModuleType) -> str:

@@ -10,10 +10,17 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import ON_OFF, Field, Technique
 
-SWITCHES = ("activation_offload=true", "activation_offload=overlapped")
-CLAIM = "exact"
-LESSON = "long_rows"
+TECHNIQUE = Technique(
+    claim="exact",
+    lesson="long_rows",
+    switches=("activation_offload=true", "activation_offload=overlapped"),
+    fields={
+        "activation_offload": Field("Memory", "Activation offloading to the host (CPU)", values=ON_OFF, search="exact")
+    },
+    needs={"activation_offload=overlapped": "gradient_checkpointing=true"},
+)
 SMALL = 2**17
 """If copies overlap, a tensor of fewer bytes stays on the card. PCIe 3.0 carries so many in 11 us, and the host takes
 17 us to start a copy (``hardware/reached.py``: ``LINK`` and ``LAUNCH``)."""

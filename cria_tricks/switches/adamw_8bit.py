@@ -6,10 +6,16 @@ from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.step import Step, fp32_states
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import Field, Technique
 
-SWITCHES = ("optimizer=adamw_8bit",)
-CLAIM = "approximate"
-LESSON = "optimizers"
+TECHNIQUE = Technique(
+    claim="approximate",
+    lesson="optimizers",
+    switches=("optimizer=adamw_8bit",),
+    fields={
+        "optimizer": Field("Memory", "Optimizer (8-bit AdamW)", values=("adamw", "adamw_8bit"), search="may change")
+    },
+)
 BLOCK = 256
 """How many numbers share one scale, the absmax (largest absolute value) of their block."""
 SMALLEST = 4096

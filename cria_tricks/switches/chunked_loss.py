@@ -9,10 +9,15 @@ from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import ON_OFF, Field, Technique
 
-SWITCHES = ("chunked_loss=true",)
-CLAIM = "exact within rounding"
-LESSON = "chunked_loss"
+TECHNIQUE = Technique(
+    claim="exact within rounding",
+    lesson="chunked_loss",
+    switches=("chunked_loss=true",),
+    fields={"chunked_loss": Field("Memory", "Chunked cross-entropy loss (logits)", values=ON_OFF, search="exact")},
+    needs={"chunked_loss=true": "peft=lora"},
+)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

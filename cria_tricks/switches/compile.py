@@ -9,10 +9,15 @@ from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import Field, Technique
 
-SWITCHES = ("compile=true",)
-CLAIM = "exact within rounding"
-LESSON = "a_full_card"
+TECHNIQUE = Technique(
+    claim="exact within rounding",
+    lesson="a_full_card",
+    switches=("compile=true",),
+    # It is no value to try: the estimate knows its faster steps, but not the time to compile and what blocks save then.
+    fields={"compile": Field("Speed", "torch.compile", search="may change")},
+)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

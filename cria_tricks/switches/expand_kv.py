@@ -4,10 +4,15 @@ from cria_tricks.bill.step import Step
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.switches.flash_attention import with_kernel
+from cria_tricks.technique import ON_OFF, Field, Technique
 
-SWITCHES = ("expand_kv=true",)
-CLAIM = "exact within rounding"
-LESSON = "flash_attention"
+TECHNIQUE = Technique(
+    claim="exact within rounding",
+    lesson="flash_attention",
+    switches=("expand_kv=true",),
+    fields={"expand_kv": Field("Speed", "Repeat K/V heads (GQA on a T4)", values=ON_OFF, search="exact")},
+    needs={"expand_kv=true": "attention=sdpa"},
+)
 IMPLEMENTATION = "sdpa_expanded"
 """Under this name transformers finds the attention function (``load/attention.py``)."""
 

@@ -10,10 +10,15 @@ from cria_tricks.hardware import this_device
 from cria_tricks.hardware.attention_kernels import kernel_for
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import Field, Technique
 
-SWITCHES = ("attention=sdpa", "attention=flash_attention_2")
-CLAIM = "exact within rounding"
-LESSON = "flash_attention"
+TECHNIQUE = Technique(
+    claim="exact within rounding",
+    lesson="flash_attention",
+    switches=("attention=sdpa", "attention=flash_attention_2"),
+    # flash_attention_2 is left out, because it needs another package and a newer GPU.
+    fields={"attention": Field("Speed", "Attention (SDPA, FlashAttention)", values=("eager", "sdpa"))},
+)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

@@ -10,10 +10,15 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import Field, Technique
 
-SWITCHES = ("fused_blocks=true", "fused_blocks=triton")
-CLAIM = "exact within rounding"
-LESSON = "fused_lora"
+TECHNIQUE = Technique(
+    claim="exact within rounding",
+    lesson="fused_lora",
+    switches=("fused_blocks=true", "fused_blocks=triton"),
+    fields={"fused_blocks": Field("Speed", "Fused norms, activation and RoPE", search="free")},
+    needs=dict.fromkeys(("fused_blocks=true", "fused_blocks=triton"), "peft=lora"),
+)
 KINDS = ("granite", "llama", "mistral", "mixtral", "qwen2", "qwen3", "smollm3")
 """Kinds of model whose norms are those of Llama, and whose whole heads are rotated."""
 

@@ -8,10 +8,15 @@ from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import Field, Technique
 
-SWITCHES = ("fused_lora=true",)
-CLAIM = "exact within rounding"
-LESSON = "fused_lora"
+TECHNIQUE = Technique(
+    claim="exact within rounding",
+    lesson="fused_lora",
+    switches=("fused_lora=true",),
+    fields={"fused_lora": Field("Speed", "Fused LoRA backward", search="free")},
+    needs={"fused_lora=true": "peft=lora"},
+)
 
 
 def fuses(recipe: Recipe) -> bool:

@@ -6,10 +6,15 @@ from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.step import Step
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import Field, Technique
 
-SWITCHES = ("gradient_accumulation=8",)
-CLAIM = "exact within rounding"
-LESSON = "gradient_accumulation"
+TECHNIQUE = Technique(
+    claim="exact within rounding",
+    lesson="gradient_accumulation",
+    switches=("gradient_accumulation=8",),
+    # It saves memory by splitting a micro-batch, and a single row cannot be split.
+    fields={"gradient_accumulation": Field(helps=lambda recipe: recipe.train.batch_size > 1)},
+)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

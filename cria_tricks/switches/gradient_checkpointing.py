@@ -10,10 +10,18 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import ON_OFF, Field, Technique
 
-SWITCHES = ("gradient_checkpointing=true",)
-CLAIM = "exact"
-LESSON = "gradient_checkpointing"
+TECHNIQUE = Technique(
+    claim="exact",
+    lesson="gradient_checkpointing",
+    switches=("gradient_checkpointing=true",),
+    fields={
+        "gradient_checkpointing": Field(
+            "Memory", "Gradient checkpointing (recompute activations)", "the first blocks only", values=ON_OFF
+        )
+    },
+)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

@@ -5,10 +5,13 @@ from dataclasses import replace
 from cria_tricks.bill.step import Step
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import Technique
 
-SWITCHES = ("peft=head",)
-CLAIM = "reparametrised"
-LESSON = "lora"
+TECHNIQUE = Technique(
+    claim="reparametrised",
+    lesson="lora",
+    switches=("peft=head",),
+)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

@@ -8,10 +8,14 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.switches.nf4 import refuse_without_adapter
+from cria_tricks.technique import Technique
 
-SWITCHES = ("quantization=int8",)
-CLAIM = "approximate"
-LESSON = "int8"
+TECHNIQUE = Technique(
+    claim="approximate",
+    lesson="int8",
+    switches=("quantization=int8",),
+    needs={"quantization=int8": "peft=lora"},
+)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

@@ -9,10 +9,22 @@ from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import Field, Technique
 
-SWITCHES = ("keep_attention=true",)
-CLAIM = "exact"
-LESSON = "gradient_checkpointing"
+TECHNIQUE = Technique(
+    claim="exact",
+    lesson="gradient_checkpointing",
+    switches=("keep_attention=true",),
+    fields={
+        "keep_attention": Field(
+            "Memory",
+            "Selective checkpointing: keep attention's output",
+            search="exact",
+            helps=lambda recipe: False,  # it buys time with memory
+        )
+    },
+    needs={"keep_attention=true": "attention=sdpa expand_kv=true gradient_checkpointing=true"},
+)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

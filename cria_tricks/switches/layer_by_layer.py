@@ -6,10 +6,15 @@ from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import Field, Technique
 
-SWITCHES = ("layer_by_layer=true",)
-CLAIM = "exact"
-LESSON = "weights_elsewhere"
+TECHNIQUE = Technique(
+    claim="exact",
+    lesson="weights_elsewhere",
+    switches=("layer_by_layer=true",),
+    fields={"layer_by_layer": Field("Memory", "All micro-batches through each streamed layer")},
+    needs={"layer_by_layer=true": "peft=lora gradient_checkpointing=true stream_layers=true gradient_accumulation=2"},
+)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

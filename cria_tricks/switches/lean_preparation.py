@@ -5,10 +5,19 @@ from dataclasses import replace
 from cria_tricks.bill.step import Step
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import ON_OFF, Field, Technique
 
-SWITCHES = ("lean_preparation=true",)
-CLAIM = "approximate"
-LESSON = "mixed_precision"
+TECHNIQUE = Technique(
+    claim="approximate",
+    lesson="mixed_precision",
+    switches=("lean_preparation=true",),
+    fields={
+        "lean_preparation": Field(
+            "LoRA", "Lean preparation (no fp32 copies of norms and head)", values=ON_OFF, search="may change"
+        )
+    },
+    needs={"lean_preparation=true": "peft=lora precision={half}"},
+)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

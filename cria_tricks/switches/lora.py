@@ -9,12 +9,17 @@ from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.settings import Lora
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import Field, Technique
 
 ALL_LINEAR = "all-linear"
 """peft's name for all linear layers but the head."""
-SWITCHES = ("peft=lora",)
-CLAIM = "reparametrised"
-LESSON = "lora"
+TECHNIQUE = Technique(
+    claim="reparametrised",
+    lesson="lora",
+    switches=("peft=lora",),
+    # What trains is no value to try, because it changes what is learnt.
+    fields={"peft": Field("Your run", "What trains (PEFT method)")},
+)
 
 
 def trained_weights(widths: Iterable[tuple[int, int]], r: int, dora: bool = False) -> int:

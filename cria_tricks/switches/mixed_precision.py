@@ -7,10 +7,21 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import DTYPE
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import Field, Technique
 
-SWITCHES = ("precision=fp16", "precision=bf16")
-CLAIM = "approximate"
-LESSON = "mixed_precision"
+TECHNIQUE = Technique(
+    claim="approximate",
+    lesson="mixed_precision",
+    switches=("precision=fp16", "precision=bf16"),
+    fields={
+        "precision": Field(
+            "Speed",
+            "Mixed precision (fp16, bf16)",
+            values=lambda recipe, device, _: ("fp32", device.half_precision),
+            search="may change",
+        )
+    },
+)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

@@ -7,12 +7,38 @@ from cria_tricks.bill.operation import Product, ProductBytes, stored_as_multipli
 from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import DTYPE
+from cria_tricks.hardware.device import Device
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import ON_OFF, Field, Technique
 
-SWITCHES = ("quantization=nf4", "quantization=fp4", "double_quantization=true")
-CLAIM = "approximate"
-LESSON = "nf4"
+
+def _values(recipe: Recipe, device: Device, width: int) -> tuple[str, ...]:
+    """Return what a plan tries: if all weights train, none can be quantised. fp4 has the estimate of nf4."""
+    if recipe.tricks.peft == "none":
+        return ("none",)
+    return ("none", "int8", "nf4")
+
+
+TECHNIQUE = Technique(
+    claim="approximate",
+    lesson="nf4",
+    switches=("quantization=nf4", "quantization=fp4", "double_quantization=true"),
+    fields={
+        "quantization": Field(
+            "Your run",
+            "Quantization of frozen weights (QLoRA: nf4)",
+            values=_values,
+            search="may change",
+        ),
+        "double_quantization": Field("LoRA", "Double quantization", values=ON_OFF, search="may change"),
+    },
+    needs={
+        "quantization=nf4": "peft=lora",
+        "quantization=fp4": "peft=lora",
+        "double_quantization=true": "peft=lora quantization=nf4",
+    },
+)
 SCALES = 256
 """With double quantization, this many scales form a block of their own, with one fp32 scale."""
 

@@ -4,12 +4,28 @@ from dataclasses import replace
 
 from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
+from cria_tricks.hardware.device import Device
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import Field, Technique
 
-SWITCHES = ("optimizer_in_backward=true", "optimizer_in_backward=clip")
-CLAIM = "exact without clipping"
-LESSON = "weights_elsewhere"
+
+def _values(recipe: Recipe, device: Device, width: int) -> tuple[bool | str, ...]:
+    """Return what a plan tries: only if all weights train, because only then are their gradients large."""
+    if recipe.tricks.peft != "none":
+        return (False,)
+    return (False, "clip" if recipe.train.max_grad_norm else True)
+
+
+TECHNIQUE = Technique(
+    claim="exact without clipping",
+    lesson="weights_elsewhere",
+    switches=("optimizer_in_backward=true", "optimizer_in_backward=clip"),
+    fields={
+        "optimizer_in_backward": Field("Memory", "Optimizer step in the backward pass", values=_values, search="exact")
+    },
+    needs={"optimizer_in_backward=true": "train.max_grad_norm=0"},
+)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

@@ -5,10 +5,14 @@ from dataclasses import replace
 from cria_tricks.bill.step import Step
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import ON_OFF, Field, Technique
 
-SWITCHES = ("paged_optimizer=true",)
-CLAIM = "exact"
-LESSON = "optimizers"
+TECHNIQUE = Technique(
+    claim="exact",
+    lesson="optimizers",
+    switches=("paged_optimizer=true",),
+    fields={"paged_optimizer": Field("Memory", "Paged optimizer", values=ON_OFF, search="exact")},
+)
 PAGED_FROM = 100_000
 """bitsandbytes pages a state of so many elements or more (``get_state_buffer`` in ``bitsandbytes/optim``)."""
 

@@ -7,10 +7,13 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.recipe import Recipe
 from cria_tricks.settings import Prompt
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import Technique
 
-SWITCHES = ("peft=prompt_tuning",)
-CLAIM = "reparametrised"
-LESSON = "lora"
+TECHNIQUE = Technique(
+    claim="reparametrised",
+    lesson="lora",
+    switches=("peft=prompt_tuning",),
+)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

@@ -10,10 +10,13 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.recipe import Recipe
 from cria_tricks.settings import Side
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import Technique
 
-SWITCHES = ("peft=side_network",)
-CLAIM = "reparametrised"
-LESSON = "lora"
+TECHNIQUE = Technique(
+    claim="reparametrised",
+    lesson="lora",
+    switches=("peft=side_network",),
+)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

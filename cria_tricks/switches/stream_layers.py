@@ -6,10 +6,16 @@ from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import Field, Technique
 
-SWITCHES = ("stream_layers=true", "stream_layers=file")
-CLAIM = "exact"
-LESSON = "weights_elsewhere"
+TECHNIQUE = Technique(
+    claim="exact",
+    lesson="weights_elsewhere",
+    switches=("stream_layers=true", "stream_layers=file"),
+    # It is no value to try, because an H200 has run it on small blocks only.
+    fields={"stream_layers": Field("Memory", "Weights on the host, streamed layer by layer")},
+    needs=dict.fromkeys(("stream_layers=true", "stream_layers=file"), "peft=lora gradient_checkpointing=true"),
+)
 SLOTS = 2
 """Blocks on the device at a time: one that runs, and the one that runs next."""
 

@@ -6,12 +6,33 @@ from dataclasses import replace
 from cria_tricks.bill import fused_operations
 from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
+from cria_tricks.hardware.device import Device
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.technique import ON_OFF, Field, Technique
 
-SWITCHES = ("tiled_mlp=true",)
-CLAIM = "exact within rounding"
-LESSON = "long_rows"
+
+def _values(recipe: Recipe, device: Device, width: int) -> tuple[bool, ...]:
+    """Return what a plan tries: a micro-batch of no more tokens than the model is wide is no longer than one tile."""
+    if recipe.train.batch_size * recipe.data.max_length <= width:
+        return (False,)
+    return ON_OFF
+
+
+TECHNIQUE = Technique(
+    claim="exact within rounding",
+    lesson="long_rows",
+    switches=("tiled_mlp=true",),
+    fields={
+        "tiled_mlp": Field(
+            "Memory",
+            "Tiled MLP (long rows)",
+            "tokens of a tile",
+            values=_values,
+            search="long",
+        )
+    },
+)
 KINDS = (
     *("gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"),
 )

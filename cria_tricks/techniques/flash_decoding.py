@@ -18,10 +18,9 @@ import torch
 
 from cria_tricks.hardware import Device
 from cria_tricks.switches.expand_kv import IMPLEMENTATION
+from cria_tricks.technique import Technique
 
-CLAIM = "exact within rounding"
-COMMAND = "cria chat"
-LESSON = "flash_decoding"
+TECHNIQUE = Technique(claim="exact within rounding", lesson="flash_decoding", command="cria chat")
 REFERENCE = ("attend_piece", "merge")
 PLAIN = """
 from transformers import AutoModelForCausalLM

@@ -17,9 +17,9 @@ the cache, R tokens that have room, D width of a head.
 
 import torch
 
-CLAIM = "exact within rounding"
-COMMAND = "cria eval"
-LESSON = "flash_decoding"
+from cria_tricks.technique import Technique
+
+TECHNIQUE = Technique(claim="exact within rounding", lesson="flash_decoding", command="cria eval")
 REFERENCE = ("append", "groups_as_rows")
 PLAIN = """
 from transformers import AutoModelForCausalLM

@@ -16,7 +16,7 @@ from tests.sweeps import toggle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-SWITCHES = [switch.replace("=8", "=2") for trick in TECHNIQUES for switch in trick.SWITCHES]
+SWITCHES = [switch.replace("=8", "=2") for trick in TECHNIQUES for switch in trick.TECHNIQUE.switches]
 
 
 @pytest.mark.parametrize("switch", SWITCHES)

@@ -11,10 +11,11 @@ from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import STRATEGIES
 from cria_tricks.predict import toggles
 from cria_tricks.predict.links import LINKS, compute_seconds, step_seconds
-from cria_tricks.predict.toggles import LADDER, NEEDS, Target
+from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.settings import Tricks
+from cria_tricks.switches import FIELDS, NEEDS, needed
 from cria_tricks.switches.folds import estimate
 from tests.memory.cases import A100, CPU, EVERYTHING, T4, recipe
 
@@ -27,9 +28,11 @@ ON = (
 
 
 def test_every_toggle_is_a_rung_and_what_one_needs_comes_before_it():
-    assert set(LADDER) == set(Tricks.model_fields)
-    for field, needed in NEEDS.items():
-        assert all(LADDER.index(other) < LADDER.index(field) for other in needed)
+    assert set(FIELDS) == set(Tricks.model_fields)
+    order = list(FIELDS)
+    for switch in NEEDS:
+        field = switch.partition("=")[0]
+        assert all(order.index(other) < order.index(field) for other, _ in needed(switch))
 
 
 def test_switched_on_are_those_that_differ_from_plain_training():
@@ -46,7 +49,7 @@ def test_a_toggle_alone_is_over_nothing_but_what_it_needs():
     assert found["lean_preparation"].beside == ("peft=lora", "precision=fp16")
     for field, change in found.items():
         assert change.before.recipe.tricks == with_settings(recipe(), beside(change)).tricks
-        assert toggles.switched_on(change.after.recipe) == [f for f in ON if f in (*NEEDS.get(field, ()), field)]
+        assert toggles.switched_on(change.after.recipe) == [f for f in ON if f in (*toggles.needs(WHOLE, field), field)]
         before, after = (setting.memory.peak_bytes for setting in (change.before, change.after))
         assert change.saved_bytes == before - after
         assert change.before.memory.training == estimate(change.before.recipe, TARGET.shape, T4)

@@ -12,6 +12,7 @@ from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.hardware import T4
 from cria_tricks.recipe import Recipe
 from cria_tricks.settings import Tricks
+from cria_tricks.switches import FIELDS as DECLARED
 from cria_tricks.switches import TECHNIQUES
 
 BEST, OWN = "best", "own"
@@ -65,38 +66,13 @@ ROWS = "Rows and steps"
 GROUPS = (FIRST, ROWS, "LoRA", "Memory", "Speed")
 """The headings of the form; all but the first can be folded."""
 
-_LABELS = {
-    "peft": (FIRST, "What trains (PEFT method)"),
-    "quantization": (FIRST, "Quantization of frozen weights (QLoRA: nf4)"),
-    "double_quantization": ("LoRA", "Double quantization"),
-    "lean_preparation": ("LoRA", "Lean preparation (no fp32 copies of norms and head)"),
-    "gradient_checkpointing": ("Memory", "Gradient checkpointing (recompute activations)"),
-    "keep_attention": ("Memory", "Selective checkpointing: keep attention's output"),
-    "activation_offload": ("Memory", "Activation offloading to the host (CPU)"),
-    "chunked_loss": ("Memory", "Chunked cross-entropy loss (logits)"),
-    "optimizer": ("Memory", "Optimizer (8-bit AdamW)"),
-    "paged_optimizer": ("Memory", "Paged optimizer"),
-    "optimizer_in_backward": ("Memory", "Optimizer step in the backward pass"),
-    "tiled_mlp": ("Memory", "Tiled MLP (long rows)"),
-    "stream_layers": ("Memory", "Weights on the host, streamed layer by layer"),
-    "layer_by_layer": ("Memory", "All micro-batches through each streamed layer"),
-    "precision": ("Speed", "Mixed precision (fp16, bf16)"),
-    "attention": ("Speed", "Attention (SDPA, FlashAttention)"),
-    "expand_kv": ("Speed", "Repeat K/V heads (GQA on a T4)"),
-    "packing": ("Speed", "Packing of short rows"),
-    "fused_lora": ("Speed", "Fused LoRA backward"),
-    "fused_blocks": ("Speed", "Fused norms, activation and RoPE"),
-    "compile": ("Speed", "torch.compile"),
-}
-"""Each switch: its group and its label, in the words that people search for."""
-
 
 def lessons() -> dict[str, str]:
     """Return the lesson of each switch, by the name of its field."""
     found: dict[str, str] = {}
     for trick in TECHNIQUES:
-        for switch in trick.SWITCHES:
-            found.setdefault(switch.partition("=")[0], trick.LESSON)
+        for switch in trick.TECHNIQUE.switches:
+            found.setdefault(switch.partition("=")[0], trick.TECHNIQUE.lesson)
     return found
 
 
@@ -112,15 +88,14 @@ def _values(name: str) -> tuple[str, ...]:
 
 
 _LESSON = lessons()
-_NUMBERS_OF_BLOCKS = {"gradient_checkpointing": "the first blocks only", "tiled_mlp": "tokens of a tile"}
 
 
 def _switches(*groups: str) -> Iterator[Field]:
     """Make the fields of the switches in these groups."""
-    for name, (group, label) in _LABELS.items():
-        if group in groups:
-            number = _NUMBERS_OF_BLOCKS.get(name, "")
-            yield Field(name, group, label, f"tricks.{name}", _values(name), lesson=_LESSON[name], number=number)
+    for name, one in DECLARED.items():
+        if one.group in groups:
+            values, lesson = _values(name), _LESSON[name]
+            yield Field(name, one.group, one.label, f"tricks.{name}", values, lesson=lesson, number=one.number)
 
 
 FIELDS: tuple[Field, ...] = (
@@ -161,7 +136,7 @@ FIELDS: tuple[Field, ...] = (
 """All fields, in the order of the form."""
 
 BY_NAME = {field.name: field for field in FIELDS}
-SWITCHES = tuple(_LABELS)
+SWITCHES = tuple(name for name, one in DECLARED.items() if one.label)
 """The fields that are switches of ``recipe.tricks``, but for the accumulation, which is a number."""
 OF_SETTING = {field.setting: field.name for field in FIELDS if field.setting}
 
