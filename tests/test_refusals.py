@@ -18,9 +18,9 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.load import model as load
 from cria_tricks.load.adapters import add_adapter
 from cria_tricks.load.model import built_empty
-from cria_tricks.load.refusals import facts_of
 from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.models.configs import KINDS
+from cria_tricks.models.facts import facts_of
 from cria_tricks.models.shape import GENERATES, shape_of
 from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe, with_settings

@@ -116,11 +116,12 @@ def _refuse_unshared(recipe: Recipe, processes: int) -> None:
     """Refuse a recipe that so many processes cannot share."""
     # Imported here, as above.
     from cria_tricks.load import refusals
+    from cria_tricks.models.facts import facts_of
     from cria_tricks.resolve import resolve
 
     plan = resolve(recipe, processes=processes)
     if processes > plan.parallel["data"]:  # some processes train on the same rows, and divide the model
-        refusals.refuse(plan, refusals.facts_of(find_shape(recipe.model)), processes)
+        refusals.refuse(plan, facts_of(find_shape(recipe.model)), processes)
 
 
 def _elastic(

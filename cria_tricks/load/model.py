@@ -24,9 +24,10 @@ from cria_tricks.common.errors import BadInput, first_line
 from cria_tricks.load import continued, loftq, quiet, streaming, trained_numbers, twin
 from cria_tricks.load.adapters import add_adapter, modules_named
 from cria_tricks.load.fused import by_triton, fuse, fuse_blocks, tile_mlps
-from cria_tricks.load.refusals import Facts, refuse
+from cria_tricks.load.refusals import refuse
 from cria_tricks.models import Weights, ends, pretrained, quantised
 from cria_tricks.models.configs import MORE_THAN_TEXT
+from cria_tricks.models.facts import Facts
 from cria_tricks.models.shape import BESIDE_HEAD
 from cria_tricks.processes.numbers import processes
 from cria_tricks.step_plan import Plan

@@ -16,7 +16,8 @@ from cria_tricks.common.units import human, speed
 from cria_tricks.hardware.cards import Card, Host
 from cria_tricks.hardware.device import T4, Device
 from cria_tricks.hardware.gpus import rates_of
-from cria_tricks.load.refusals import facts_of, refuse
+from cria_tricks.load.refusals import refuse
+from cria_tricks.models.facts import facts_of
 from cria_tricks.models.shape import Shape, find_shape
 from cria_tricks.parallel.strategies import traffic
 from cria_tricks.predict.evaluation import AS_LONG_AS_ALLOWED, Evaluated, with_evaluation

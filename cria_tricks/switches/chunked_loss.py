@@ -7,6 +7,7 @@ from cria_tricks.bill.constants import FP32, TOKENS_PER_CHUNK
 from cria_tricks.bill.lines import Line
 from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
+from cria_tricks.models.facts import Facts
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.technique import ON_OFF, Field, Technique
@@ -41,6 +42,23 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
             "tricks.chunked_loss=true with lm_head in lora.target_modules: it needs a frozen head; leave one out"
         )
     return plan.with_("loss", kind="chunked", tokens_per_chunk=TOKENS_PER_CHUNK)
+
+
+def refuse_model(plan: Plan, facts: Facts) -> None:
+    """Refuse a model whose head has an adapter, or does more than one product."""
+    if plan.loss["kind"] != "chunked":
+        return
+    adapted = [target for target in plan.peft.get("target_modules", ()) if facts.is_head(target)]
+    if adapted:
+        raise BadInput(
+            f"tricks.chunked_loss=true with {adapted[0]} in lora.target_modules: it is the head of {facts.name}, which "
+            "must stay frozen; leave one out"
+        )
+    if facts.beside_head:
+        raise BadInput(
+            f"tricks.chunked_loss=true: the head of {facts.name} does more than one product ({facts.beside_head}), "
+            "which the chunked loss does not; set tricks.chunked_loss=false"
+        )
 
 
 def bill(step: Step, recipe: Recipe) -> Step:

@@ -8,6 +8,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import DTYPE
 from cria_tricks.hardware import this_device
 from cria_tricks.hardware.attention_kernels import kernel_for
+from cria_tricks.models.facts import Facts
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.technique import Field, Technique
@@ -50,6 +51,13 @@ def _refuse_flash_attention_2(plan: Plan, recipe: Recipe) -> None:
             "tricks.attention=flash_attention_2: the package flash-attn is missing; pip install "
             f"'cria_tricks[flash]', or {instead}"
         )
+
+
+def refuse_model(plan: Plan, facts: Facts) -> None:
+    """Refuse a model whose own attention computes something else."""
+    # Not ==: our own attention functions, "sdpa_expanded" and "sdpa_by_document", call torch's sdpa, too.
+    if "sdpa" in plan.model.get("attn_implementation", "") and not facts.made_for_sdpa:
+        raise BadInput(f"tricks.attention=sdpa: {facts.name} is not made for it; set tricks.attention=eager")
 
 
 def bill(step: Step, recipe: Recipe) -> Step:

@@ -8,6 +8,7 @@ from cria_tricks.bill import fused_operations
 from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
+from cria_tricks.models.facts import Facts
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.technique import Field, Technique
@@ -24,7 +25,7 @@ KINDS = ("granite", "llama", "mistral", "mixtral", "qwen2", "qwen3", "smollm3")
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Have norms, MLPs and rotary positions run by the functions above; ``load/refusals.py`` looks at the model."""
+    """Have norms, MLPs and rotary positions run by the functions of ``techniques/``."""
     tricks = recipe.tricks
     if not tricks.fused_blocks:
         return plan
@@ -56,17 +57,14 @@ def refuse_without_triton(device: Device) -> None:
         raise BadInput(f"Triton kernels on {device.name}: {why}; set tricks.fused_blocks=true for plain PyTorch")
 
 
-def refuse_kind(kind: str, name: str) -> None:
-    """Refuse a model whose formulas are others.
-
-    Raises:
-        BadInput: naming the model, its kind and the kinds that can be fused.
-    """
-    if kind not in KINDS:
-        raise BadInput(
-            f"tricks.fused_blocks=true: the norms or rotary positions of {name}, a model of kind {kind}, have another "
-            f"formula than those of {', '.join(KINDS)}; set tricks.fused_blocks=false"
-        )
+def refuse_model(plan: Plan, facts: Facts) -> None:
+    """Refuse a model whose norms or rotary positions have other formulas."""
+    if not {"fuse_blocks", "fuse_blocks_by_triton"} & set(plan.after_load) or facts.kind in KINDS:
+        return
+    raise BadInput(
+        f"tricks.fused_blocks=true: the norms or rotary positions of {facts.name}, a model of kind {facts.kind}, have "
+        f"another formula than those of {', '.join(KINDS)}; set tricks.fused_blocks=false"
+    )
 
 
 def fuses(recipe: Recipe) -> bool:

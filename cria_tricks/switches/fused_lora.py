@@ -26,7 +26,7 @@ def fuses(recipe: Recipe) -> bool:
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Have the modules with adapters run by the functions above."""
+    """Have the modules with adapters run by the functions of ``techniques/``."""
     tricks = recipe.tricks
     if not tricks.fused_lora:
         return plan

@@ -7,6 +7,7 @@ from dataclasses import replace
 from cria_tricks.bill.operation import BlockTensors, WaitingBytes
 from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
+from cria_tricks.models.facts import Facts
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -81,6 +82,13 @@ def in_stage(recipe: Recipe, first: int, blocks: int) -> Recipe:
         return recipe
     here = min(max(wanted - first, 0), blocks) or False
     return recipe.model_copy(update={"tricks": recipe.tricks.model_copy(update={"gradient_checkpointing": here})})
+
+
+def refuse_model(plan: Plan, facts: Facts) -> None:
+    """Refuse a model with fewer blocks than are to be checkpointed."""
+    wanted = plan.checkpointing.get("blocks", 0)  # "all" or a number
+    if isinstance(wanted, int) and wanted > (facts.blocks or 0):
+        raise too_many(wanted, facts.name, facts.blocks or 0)
 
 
 def bill(step: Step, recipe: Recipe) -> Step:

@@ -7,6 +7,9 @@ from dataclasses import replace
 from cria_tricks.bill.operation import BlockTensors, WaitingBytes
 from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
+from cria_tricks.common.units import DTYPE
+from cria_tricks.hardware.attention_kernels import kernel_for
+from cria_tricks.models.facts import Facts
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.technique import Field, Technique
@@ -28,7 +31,7 @@ TECHNIQUE = Technique(
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Ask for torch's selective contexts; which kernel runs on a model is checked in ``load/refusals.py``.
+    """Ask for torch's selective contexts.
 
     Raises:
         BadInput: if no block is checkpointed, or attention is not one operation of torch.
@@ -51,6 +54,23 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 def _refused(why: str) -> BadInput:
     return BadInput(f"tricks.keep_attention=true: {why}")
+
+
+def refuse_model(plan: Plan, facts: Facts) -> None:
+    """Refuse to keep attention's output on a card whose attention is no single kernel for this model."""
+    if not plan.checkpointing.get("keep_attention") or plan.device.kind != "cuda":
+        return  # a CPU's flash kernel takes everything
+    dtype = next((DTYPE[name] for name in ("fp16", "bf16") if plan.training.get(name)), "float32")
+    masked = plan.checkpointing["masked"]
+    # Our own attention functions repeat shared key heads, and transformers does so for rows with a mask.
+    grouped = plan.model["attn_implementation"] == "sdpa" and facts.heads != facts.kv_heads and not masked
+    if kernel_for(plan.device, dtype, masked=masked, grouped=grouped) != "math":
+        return
+    instead = "set tricks.expand_kv=true" if grouped and dtype != "bfloat16" else "set tricks.precision=fp16"
+    raise BadInput(
+        f"tricks.keep_attention=true: {plan.device.name} has no fused attention kernel for {facts.name} with these "
+        f"settings; {instead}, or tricks.keep_attention=false"
+    )
 
 
 def bill(step: Step, recipe: Recipe) -> Step:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
+from cria_tricks.models.facts import Facts
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.settings import Lora
@@ -90,6 +91,18 @@ def refuse_unestimated(recipe: Recipe, shape: Shape) -> None:
     for name in recipe.lora.target_modules:
         if name != ALL_LINEAR and name not in shape.packable:
             raise BadInput(f"lora.target_modules: no estimate for {name}; an estimate is there for {known}")
+
+
+def refuse_model(plan: Plan, facts: Facts) -> None:
+    """Refuse a model without a module of a target's name."""
+    targets = plan.peft.get("target_modules", ())
+    for target in targets:
+        if target != ALL_LINEAR and not facts.has(target):
+            way_out = f"set lora.target_modules={ALL_LINEAR} for every linear but the head"
+            there = ",".join(each for each in targets if facts.has(each))
+            if there:
+                way_out += f", or {there}, which it has"
+            raise BadInput(f"lora.target_modules: {facts.name} has no module named {target}; {way_out}")
 
 
 def bill(step: Step, recipe: Recipe) -> Step:

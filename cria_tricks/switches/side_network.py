@@ -7,6 +7,7 @@ from cria_tricks.bill.fused_operations import tiled
 from cria_tricks.bill.operation import JOINED, Operation, stored_as_multiplied
 from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
+from cria_tricks.models.facts import Facts
 from cria_tricks.recipe import Recipe
 from cria_tricks.settings import Side
 from cria_tricks.step_plan import Plan
@@ -26,6 +27,18 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
             plan = plan.warn(f"the side.* settings have no effect: tricks.peft is {recipe.tricks.peft}")
         return plan
     return plan.with_("peft", kind="side_network", blocks=recipe.side.blocks).then("add_adapter")
+
+
+def refuse_model(plan: Plan, facts: Facts) -> None:
+    """Refuse a model with fewer blocks than get a copy."""
+    blocks = plan.peft.get("blocks", 0)  # other methods have no such entry
+    if blocks <= (facts.blocks or 0):
+        return
+    if facts.blocks is None:
+        raise BadInput(f"tricks.peft=side_network: {facts.name} has no list of blocks to copy; set tricks.peft=lora")
+    raise BadInput(
+        f"side.blocks={blocks}: {facts.name} has {facts.blocks} blocks; set side.blocks={facts.blocks} or less"
+    )
 
 
 def bill(step: Step, recipe: Recipe) -> Step:

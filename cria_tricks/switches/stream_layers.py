@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
+from cria_tricks.models.facts import PLAIN_BLOCKS, Facts
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.technique import Field, Technique
@@ -21,7 +22,7 @@ SLOTS = 2
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Have the blocks loaded to the host one by one; ``load/refusals.py`` looks at the kind of model.
+    """Have the blocks loaded to the host one by one.
 
     Raises:
         BadInput: without a frozen base, without all blocks checkpointed, and with what is listed at Breaks.
@@ -54,6 +55,15 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
             "file saves memory"
         )
     return plan.with_("streaming", source="file" if tricks.stream_layers == "file" else "memory")
+
+
+def refuse_model(plan: Plan, facts: Facts) -> None:
+    """Refuse a model of another kind than those whose blocks are loaded one by one."""
+    if plan.streaming and facts.kind not in PLAIN_BLOCKS:
+        raise BadInput(
+            f"tricks.stream_layers: {facts.name}, a model of kind {facts.kind}, is not one whose blocks can be loaded "
+            f"one by one: it is for {', '.join(PLAIN_BLOCKS)}; set tricks.stream_layers=false"
+        )
 
 
 def bill(step: Step, recipe: Recipe) -> Step:

@@ -7,6 +7,7 @@ from cria_tricks.bill import fused_operations
 from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
+from cria_tricks.models.facts import PLAIN_BLOCKS, Facts
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.technique import ON_OFF, Field, Technique
@@ -33,14 +34,10 @@ TECHNIQUE = Technique(
         )
     },
 )
-KINDS = (
-    *("gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"),
-)
-"""Kinds of model whose blocks have a module ``mlp`` that maps each token by itself; a test reads their code."""
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Have the MLPs of all blocks run in tiles; ``load/refusals.py`` looks at the kind of model.
+    """Have the MLPs of all blocks run in tiles.
 
     Raises:
         BadInput: with compile, and with the tensor-parallel strategies.
@@ -75,17 +72,14 @@ def tokens_of(wanted: bool | int, width: int) -> int:
     return width if wanted is True else wanted
 
 
-def refuse_kind(kind: str, name: str) -> None:
-    """Refuse a model of another kind.
-
-    Raises:
-        BadInput: naming the model, its kind and the kinds that can be tiled.
-    """
-    if kind not in KINDS:
-        raise BadInput(
-            f"tricks.tiled_mlp: the MLP of {name}, a model of kind {kind}, is not one that can be tiled: it is for "
-            f"{', '.join(KINDS)}; set tricks.tiled_mlp=false"
-        )
+def refuse_model(plan: Plan, facts: Facts) -> None:
+    """Refuse a model of another kind than those whose MLP can be tiled."""
+    if "tile_mlps" not in plan.after_load or facts.kind in PLAIN_BLOCKS:
+        return
+    raise BadInput(
+        f"tricks.tiled_mlp: the MLP of {facts.name}, a model of kind {facts.kind}, is not one that can be tiled: it "
+        f"is for {', '.join(PLAIN_BLOCKS)}; set tricks.tiled_mlp=false"
+    )
 
 
 def bill(step: Step, recipe: Recipe) -> Step:

@@ -14,8 +14,9 @@ from benchmarks.estimate_error import DEVICES, Setting, outside, setting
 from cria_tricks.bill.step_time import StepPart
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.load.refusals import facts_of, refuse
+from cria_tricks.load.refusals import refuse
 from cria_tricks.models.catalogue import CONFIGS
+from cria_tricks.models.facts import facts_of
 from cria_tricks.models.shape import shape_of
 from cria_tricks.predict.dry_run import dry_run
 from cria_tricks.recipe import Recipe, with_settings

@@ -13,7 +13,8 @@ from benchmarks.estimate_error import DEVICES, Setting, outside, setting
 from cria_tricks.bill.moments import moments
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.load.refusals import facts_of, refuse
+from cria_tricks.load.refusals import refuse
+from cria_tricks.models.facts import facts_of
 from cria_tricks.models.shape import find_shape, shape_of
 from cria_tricks.predict.dry_run import dry_run
 from cria_tricks.predict.toggles import Target, longest

@@ -16,9 +16,10 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.load import fused
 from cria_tricks.load import model as load_model
-from cria_tricks.load.refusals import facts_of, refuse
+from cria_tricks.load.refusals import refuse
 from cria_tricks.measure.counting import SavedBytes
 from cria_tricks.measure.memory import LiveBytes
+from cria_tricks.models.facts import facts_of
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve

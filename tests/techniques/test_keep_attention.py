@@ -12,8 +12,9 @@ from cria_tricks.bill.operation import ATTENDED, LOG_SUM_EXP
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.load.refusals import facts_of, refuse
+from cria_tricks.load.refusals import refuse
 from cria_tricks.measure.counting import SavedBytes, flops, peak_bytes
+from cria_tricks.models.facts import facts_of
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve

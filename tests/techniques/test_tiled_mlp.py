@@ -13,13 +13,14 @@ from cria_tricks import recipes
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.load import fused
-from cria_tricks.load.refusals import facts_of, refuse
+from cria_tricks.load.refusals import refuse
 from cria_tricks.measure.counting import SavedBytes, flops, peak_bytes
 from cria_tricks.models.configs import KINDS
+from cria_tricks.models.facts import PLAIN_BLOCKS, facts_of
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.switches import folds, tiled_mlp
+from cria_tricks.switches import folds
 from cria_tricks.techniques.tiled_mlp import tiled
 from tests.hardware import models
 from tests.helpers import difference, prepare, train
@@ -343,8 +344,8 @@ def test_switch_refuses_and_warns():
 
 def test_the_mlps_that_are_tiled_map_each_token_by_itself():
     """Read in the installed transformers: a block calls ``self.mlp`` with its hidden states alone, and adds nothing."""
-    assert set(tiled_mlp.KINDS) == set(KINDS) - {"mixtral"}
-    for kind in tiled_mlp.KINDS:
+    assert set(PLAIN_BLOCKS) == set(KINDS) - {"mixtral"}
+    for kind in PLAIN_BLOCKS:
         folder = kind.removesuffix("_text")
         module = import_module(f"transformers.models.{folder}.modeling_{folder}")
         name = next(name for name in dir(module) if name.endswith("DecoderLayer"))
