@@ -10,7 +10,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(a
 READY := $(VENV)/.ready
 PYTEST := $(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: address colab colab-measure dist pins release-check workflows train test test-all test-rest test-processors test-versions test-gpu sweeps site serve check check-all lint types drill two-cards fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-curated bench-card bench-fused bench-overhead bench-packing bench-step-profile bench-estimate bench-dry-run bench-seconds bench-monitor bench-quality mutants results notebooks films clean
+.PHONY: address colab colab-measure dist pins release-check workflows train test test-all test-rest test-processors test-versions test-gpu sweeps site serve check check-all lint types drill two-cards fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-curated bench-card bench-fused bench-overhead bench-packing bench-step-profile bench-estimate bench-dry-run bench-seconds bench-monitor bench-quality mutants results update films clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
@@ -179,11 +179,13 @@ bench-curated: $(READY)
 check-card: $(READY)
 	$(VENV)/bin/cria bench --check cria-bench/measured_card.json
 
-# lessons/*.py -> notebooks/*.ipynb. Notebooks are never edited; a test fails when one is out of date.
-notebooks: $(READY)
-	$(VENV)/bin/python -m tools.notebooks
+# Write all that is made from the code: tables in pages, the tree, notebooks, answers kept as snapshots. None of it is
+# edited by hand, and a test fails when it is out of date. Look at the diff.
+update: $(READY)
+	for made in switches reference front tree order support notebooks; do $(VENV)/bin/python -m tools.$$made || exit; done
+	$(VENV)/bin/python -m tests.snapshots
 
-# The films of the home page, into docs/assets/films: one to two minutes of dry runs on one core. Run it when the package
+films: one to two minutes of dry runs on one core. Run it when the package
 # changes what is in memory when; a test computes one of them and compares.
 films: $(READY)
 	$(VENV)/bin/python -m tools.films

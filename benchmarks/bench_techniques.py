@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.common import real_lengths
 from cria_tricks.bench.case import Setup
+from cria_tricks.switches import NEEDS, TECHNIQUES, technique_name
 from cria_tricks.techniques.packing import best_fit
 
 DOCUMENTS = 16
@@ -160,7 +161,14 @@ BENCHES = {
         },
     ),
 }
-"""Technique -> its cases; packing, whose rows depend on the switch, has a function of its own."""
+"""Technique -> its cases. Others have their first switch off and on, over what that needs; packing, whose
+rows depend on the switch, has a function of its own."""
+for technique in TECHNIQUES:
+    about = technique.TECHNIQUE
+    needs = " ".join(need for need in NEEDS.get(about.switches[0], "").split() if not need.startswith("peft="))
+    base = f"{LORA} {needs}".format(half="best")
+    BENCHES.setdefault(technique_name(technique), Bench(base, {"off": "", "on": about.switches[0]}))
+del BENCHES["packing"]
 
 
 @pytest.mark.parametrize(("bench", "name"), [(bench, name) for bench, of in BENCHES.items() for name in of.cases])

@@ -5,15 +5,15 @@ import random
 from collections.abc import Iterable
 from typing import TypeVar
 
+from cria_tricks.switches import NEEDS
+
 Case = TypeVar("Case")
 ALL = bool(os.environ.get("CRIA_ALL"))
 
 
 def toggle(switch: str) -> list[str]:
-    """Return the settings of a trick's switch, with what it would be refused without."""
-    if switch == "optimizer_in_backward=true":  # it cannot limit the norm of all gradients
-        return [f"tricks.{switch}", "train.max_grad_norm=0"]
-    return [f"tricks.{switch}"]
+    """Return the settings of a trick's switch, with what it needs of other groups than the switches."""
+    return [f"tricks.{switch}", *(need for need in NEEDS.get(switch, "").split() if "." in need)]
 
 
 def sample(cases: Iterable[Case], many: int, seed: int = 30) -> list[Case]:

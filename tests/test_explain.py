@@ -29,7 +29,7 @@ def test_the_page_has_the_tables_as_they_are_made(tmp_path):
     copy = tmp_path / "switches.md"
     copy.write_text((ROOT / page).read_text())
     switches.write_into(copy)
-    assert copy.read_text() == (ROOT / page).read_text(), "run python -m tools.switches"
+    assert copy.read_text() == (ROOT / page).read_text(), "run make update"
     assert all(all(switches.row(trick)) for tricks in switches.GROUPS.values() for trick in tricks)
 
 

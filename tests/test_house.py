@@ -18,6 +18,7 @@ import pytest
 import cria_tricks
 from cria_tricks.common.lessons import LESSONS
 from cria_tricks.parallel import BESIDE, STRATEGIES
+from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.settings import Parallel, Tricks
 from cria_tricks.switches import TECHNIQUES, technique_name
 from cria_tricks.techniques import CARD, INFERENCE, card, code_of
@@ -89,6 +90,22 @@ def test_a_trick_has_toggles_and_a_technique_for_answering_has_none():
 def test_a_proof_has_the_same_three_names_everywhere(proof: Path):
     defined = {node.name for node in ast.parse(proof.read_text()).body if isinstance(node, ast.FunctionDef)}
     assert {"test_math", "test_mechanism", "test_switch"} <= defined
+
+
+HOOKS = {("plan", "recipe"): "switch_on", ("plan", "facts"): "refuse_model", ("step", "recipe"): "bill"}
+"""The parameters of each function that is called on all techniques by its name."""
+
+
+@pytest.mark.parametrize("trick", TECHNIQUES, ids=technique_name)
+def test_a_switch_has_the_hooks_and_none_by_another_name(trick: ModuleType):
+    own = [each for each in vars(trick).values() if inspect.isfunction(each) and each.__module__ == trick.__name__]
+    found = {tuple(inspect.signature(each).parameters): each.__name__ for each in own if each.__name__[0] != "_"}
+    hooks = {parameters: name for parameters, name in found.items() if parameters in HOOKS}
+    assert hooks.items() <= HOOKS.items()
+    assert {"switch_on", "bill"} <= set(hooks.values())
+    for switch, needs in trick.TECHNIQUE.needs.items():
+        assert switch in trick.TECHNIQUE.switches
+        with_settings(Recipe(), [one if "." in one else f"tricks.{one.format(half='fp16')}" for one in needs.split()])
 
 
 def test_a_strategy_is_one_setting_or_one_command():
@@ -193,7 +210,7 @@ def _lines_that_read_a_toggle(path: Path) -> set[int]:
 
 def test_contributing_has_the_tree_of_today():
     page = tree.PAGE.read_text(encoding="utf-8")
-    assert page == tree.written(page), "run python -m tools.tree"
+    assert page == tree.written(page), "run make update"
 
 
 def test_the_package_is_a_few_folders_that_say_what_they_are():

@@ -43,7 +43,7 @@ def course(tmp_path, monkeypatch):
 
 def test_no_notebook_of_ours_is_out_of_date():
     assert notebooks.lessons()
-    assert notebooks.stale() == [], "run make notebooks"
+    assert notebooks.stale() == [], "run make update"
 
 
 def test_a_notebook_is_out_of_date_when_its_lesson_changed_and_when_it_was_edited(course):
@@ -78,7 +78,7 @@ def test_check_changes_nothing_and_ends_with_one(course, monkeypatch):
     (course / "lessons" / "one.py").write_text(LESSON + "\nprint('more')\n")
     before = (course / "notebooks" / "one.ipynb").read_bytes()
     monkeypatch.setattr(sys, "argv", ["notebooks", "--check"])
-    with pytest.raises(SystemExit, match=r"out of date: one.ipynb; run make notebooks"):
+    with pytest.raises(SystemExit, match=r"out of date: one.ipynb; run make update"):
         notebooks.main()
     assert (course / "notebooks" / "one.ipynb").read_bytes() == before
 

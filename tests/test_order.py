@@ -9,7 +9,7 @@ from tools import order
 
 
 def test_the_page_is_as_computed():
-    assert order.filled() == order.PAGE.read_text(encoding="utf-8"), "run: python -m tools.order"
+    assert order.filled() == order.PAGE.read_text(encoding="utf-8"), "run make update"
 
 
 def test_every_lesson_of_the_path_but_accumulation_lowers_the_peak():

@@ -48,7 +48,7 @@ def test_what_readme_quotes_of_the_trained_model_is_on_the_home_page():
 @pytest.mark.parametrize("page", front.PAGES, ids=lambda page: page.name)
 def test_what_is_made_is_as_it_is_made(page):
     text = page.read_text(encoding="utf-8")
-    assert front.filled(page) == text, "run: python -m tools.front"
+    assert front.filled(page) == text, "run make update"
     assert set(re.findall(r"<!-- made: (\w+) -->", text)) >= {"lessons", "links", "clone"}
 
 

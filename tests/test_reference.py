@@ -21,14 +21,14 @@ SETTINGS = (reference.PAGES / "settings.md").read_text(encoding="utf-8")
 
 
 def test_the_settings_are_those_of_the_models():
-    assert reference.filled("settings.md", reference.settings()) == SETTINGS, "run: python -m tools.reference"
+    assert reference.filled("settings.md", reference.settings()) == SETTINGS, "run make update"
 
 
 def test_the_commands_are_those_of_the_command_line():
     pinned = re.search(r"^typer==(.+)$", (ROOT / "constraints.txt").read_text(), re.M)[1]
     if importlib.metadata.version("typer") != pinned:
         pytest.skip(f"other versions than typer {pinned} describe a command in other words")
-    assert reference.filled("commands.md", reference.commands()) == COMMANDS, "run: python -m tools.reference"
+    assert reference.filled("commands.md", reference.commands()) == COMMANDS, "run make update"
 
 
 def test_every_setting_is_there_with_words_and_an_example_that_works():

@@ -5,12 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_techniques import BENCHES
 from cria_tricks.bench import results, tables
 from cria_tricks.bench.results import Case
 from cria_tricks.common.errors import BadInput
-from cria_tricks.switches import TECHNIQUES, technique_name
-from cria_tricks.techniques import INFERENCE
 
 ROOT = Path(__file__).parents[1]
 COMMITTED = results.read(results.COMMITTED)
@@ -97,15 +94,6 @@ def test_a_field_that_nobody_knows_is_refused(tmp_path):
 def test_what_was_refused_or_ran_out_has_its_row():
     text = tables.tricks([case(status="refused", why="tricks.attention: no flash-attn", seconds=[], tokens=None)])
     assert "| `nf4` on | refused: tricks.attention: no flash-attn |" in text
-
-
-def test_every_trick_has_its_benchmark():
-    assert {technique_name(trick) for trick in TECHNIQUES + INFERENCE} <= {
-        *BENCHES,
-        "packing",
-        "flash_decoding",
-        "kv_cache",
-    }
 
 
 @pytest.mark.skipif(not COMMITTED, reason="no case is committed")

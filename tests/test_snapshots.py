@@ -11,7 +11,7 @@ CASES = [(name, width) for name in snapshots.CASES for width in snapshots.WIDTHS
 @pytest.mark.parametrize(("name", "width"), CASES)
 def test_a_command_prints_what_is_kept(name, width):
     kept = snapshots.path(name, width).read_text(encoding="utf-8")
-    assert snapshots.answer(snapshots.CASES[name], width) == kept, "meant? then run python -m tests.snapshots"
+    assert snapshots.answer(snapshots.CASES[name], width) == kept, "meant? then run make update"
 
 
 def test_each_file_belongs_to_a_case():

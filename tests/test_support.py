@@ -9,7 +9,7 @@ from tools import support
 
 def test_the_page_is_the_one_of_today():
     page = support.page()
-    assert support.PAGE.read_text(encoding="utf-8") == page, "run python -m tools.support"
+    assert support.PAGE.read_text(encoding="utf-8") == page, "run make update"
     for name in (*CATALOGUE, *GPUS):
         assert f"| `{name}` |" in page, name
 

@@ -1,4 +1,4 @@
-"""lessons/name.py -> notebooks/name.ipynb for Colab, one way: ``make notebooks``.
+"""lessons/name.py -> notebooks/name.ipynb for Colab, one way: ``make update``.
 
 A notebook is its lesson with a badge on top, its number in front of its title and, before the first code, a cell that
 installs what is missing. It has no outputs, and nothing in it depends on when or where it was made, so the same lesson
@@ -258,7 +258,7 @@ def main() -> None:
     if not parser.parse_args().check:
         write()
     elif out_of_date := stale():
-        sys.exit(f"out of date: {', '.join(out_of_date)}; run make notebooks")
+        sys.exit(f"out of date: {', '.join(out_of_date)}; run make update")
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ EVERYTHING = "lora fp16 nf4 double lean sdpa expand checkpoint chunked 8bit page
 
 
 def recipe(toggles: str = "", batch: int = 1, tokens: int = 2048) -> Recipe:
-    """A recipe by short names of toggles; a word with a dot is a whole setting."""
-    words = (word if "." in word else f"tricks.{SHORT[word]}" for word in toggles.split())
+    """A recipe by short names of toggles, or their own; a word with a dot is a whole setting."""
+    words = (word if "." in word else f"tricks.{SHORT.get(word, f'{word}=true')}" for word in toggles.split())
     return with_settings(Recipe(), [f"train.batch_size={batch}", f"data.max_length={tokens}", *words])
 
 
