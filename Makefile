@@ -185,7 +185,7 @@ update: $(READY)
 	for made in switches reference front tree order support notebooks; do $(VENV)/bin/python -m tools.$$made || exit; done
 	$(VENV)/bin/python -m tests.snapshots
 
-films: one to two minutes of dry runs on one core. Run it when the package
+# The films of the home page, into docs/assets/films: one to two minutes of dry runs on one core. Run it when the package
 # changes what is in memory when; a test computes one of them and compares.
 films: $(READY)
 	$(VENV)/bin/python -m tools.films

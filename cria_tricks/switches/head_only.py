@@ -7,11 +7,7 @@ from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.technique import Technique
 
-TECHNIQUE = Technique(
-    claim="reparametrised",
-    lesson="lora",
-    switches=("peft=head",),
-)
+TECHNIQUE = Technique(claim="reparametrised", lesson="lora", switches=("peft=head",))
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

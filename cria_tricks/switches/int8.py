@@ -11,10 +11,7 @@ from cria_tricks.switches.nf4 import refuse_without_adapter
 from cria_tricks.technique import Technique
 
 TECHNIQUE = Technique(
-    claim="approximate",
-    lesson="int8",
-    switches=("quantization=int8",),
-    needs={"quantization=int8": "peft=lora"},
+    claim="approximate", lesson="int8", switches=("quantization=int8",), needs={"quantization=int8": "peft=lora"}
 )
 
 

@@ -26,10 +26,7 @@ TECHNIQUE = Technique(
     switches=("quantization=nf4", "quantization=fp4", "double_quantization=true"),
     fields={
         "quantization": Field(
-            "Your run",
-            "Quantization of frozen weights (QLoRA: nf4)",
-            values=_values,
-            search="may change",
+            "Your run", "Quantization of frozen weights (QLoRA: nf4)", values=_values, search="may change"
         ),
         "double_quantization": Field("LoRA", "Double quantization", values=ON_OFF, search="may change"),
     },

@@ -9,11 +9,7 @@ from cria_tricks.settings import Prompt
 from cria_tricks.step_plan import Plan
 from cria_tricks.technique import Technique
 
-TECHNIQUE = Technique(
-    claim="reparametrised",
-    lesson="lora",
-    switches=("peft=prompt_tuning",),
-)
+TECHNIQUE = Technique(claim="reparametrised", lesson="lora", switches=("peft=prompt_tuning",))
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

@@ -13,11 +13,7 @@ from cria_tricks.settings import Side
 from cria_tricks.step_plan import Plan
 from cria_tricks.technique import Technique
 
-TECHNIQUE = Technique(
-    claim="reparametrised",
-    lesson="lora",
-    switches=("peft=side_network",),
-)
+TECHNIQUE = Technique(claim="reparametrised", lesson="lora", switches=("peft=side_network",))
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
