@@ -28,7 +28,7 @@ from cria_tricks.resolve import resolve
 from cria_tricks.switches import folds
 from cria_tricks.techniques import activation_offload
 from tests.helpers import prepare, train, trained_weights
-from tests.tricks.test_gradient_checkpointing import KINDS, L, kept, stack
+from tests.techniques.test_gradient_checkpointing import KINDS, L, kept, stack
 
 ASKED = ["tricks.gradient_checkpointing=true", "tricks.activation_offload=overlapped"]
 CHECKPOINTING = pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])

@@ -53,7 +53,7 @@ _NAMES = {
     "predict.per_process": "local=local_part per_process",
     "predict.plan_data": "prices",
     "predict.toggles": "Target longest=longest_row",
-    "tricks": "folds",
+    "switches": "folds",
     "switches.folds": "estimate=memory_bill step_of=step_work time_of=time_bill",
     # bytes and seconds, measured
     "bench": "results tables",

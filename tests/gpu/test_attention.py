@@ -14,8 +14,8 @@ from cria_tricks.techniques.flash_attention import flash_attention
 from cria_tricks.techniques.flash_decoding import flash_decoding, for_chat
 from cria_tricks.techniques.packing import PackedRows
 from tests.helpers import prepare
+from tests.techniques.attention import heads, with_gradients
 from tests.tolerances import FLASH_ATTENTION, FLASH_DECODING
-from tests.tricks.attention import heads, with_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -20,8 +20,8 @@ from cria_tricks.techniques.activation_offload import Offloaded
 from cria_tricks.techniques.gradient_checkpointing import checkpointed
 from cria_tricks.techniques.paged_optimizer import PagedAdamW, Pager
 from tests.helpers import train
+from tests.techniques.attention import Kernels
 from tests.tolerances import COMPILED_MODEL
-from tests.tricks.attention import Kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -13,7 +13,7 @@ from cria_tricks.resolve import resolve
 from cria_tricks.techniques.activation_offload import Offloaded
 from cria_tricks.techniques.gradient_checkpointing import checkpointed
 from tests.helpers import prepare, train, trained_weights
-from tests.tricks.test_gradient_checkpointing import KINDS, L, kept, stack
+from tests.techniques.test_gradient_checkpointing import KINDS, L, kept, stack
 
 CHECKPOINTING = pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 

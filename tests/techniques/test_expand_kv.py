@@ -14,8 +14,8 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.techniques.expand_kv import expand_kv
 from tests.helpers import prepare
+from tests.techniques.attention import Attended, heads, naive_attention, saved_bytes, with_gradients
 from tests.tolerances import EXPAND_KV
-from tests.tricks.attention import Attended, heads, naive_attention, saved_bytes, with_gradients
 
 B, H, K, T, D = 2, 6, 2, 32, 16
 G = H // K

@@ -11,8 +11,8 @@ from cria_tricks.measure.attention import attention_kernel
 from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.techniques.flash_attention import flash_attention
 from tests.helpers import prepare
+from tests.techniques.attention import heads, naive_attention, saved_bytes, with_gradients
 from tests.tolerances import FLASH_ATTENTION
-from tests.tricks.attention import heads, naive_attention, saved_bytes, with_gradients
 
 B, D = 2, 16
 

@@ -11,8 +11,8 @@ from cria_tricks.measure.attention import attention_kernel
 from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.techniques import flash_decoding as technique
 from cria_tricks.techniques.flash_decoding import attend_piece, flash_decoding, merge
+from tests.techniques.attention import Attended, heads, naive_attention
 from tests.tolerances import FLASH_DECODING
-from tests.tricks.attention import Attended, heads, naive_attention
 
 B, S, D = 2, 45, 16
 

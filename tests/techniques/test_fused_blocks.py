@@ -27,8 +27,8 @@ from cria_tricks.switches import folds, fused_blocks
 from cria_tricks.techniques.fused_blocks import gated, rms_norm, rotate
 from tests.hardware import models
 from tests.helpers import difference, train
+from tests.techniques.test_fused_lora import LORA, by_formula, in_a_block, saved
 from tests.tolerances import TRAJECTORY
-from tests.tricks.test_fused_lora import LORA, by_formula, in_a_block, saved
 
 BLOCKS, FUSED = "tricks.fused_blocks=true", "tricks.fused_lora=true"
 EPS = 1e-5

@@ -22,8 +22,8 @@ from cria_tricks.switches import folds
 from cria_tricks.techniques import gradient_checkpointing, keep_attention
 from cria_tricks.techniques.keep_attention import _Attend, keeping_attention
 from tests.helpers import prepare, train
-from tests.tricks.attention import Kernels
-from tests.tricks.test_gradient_checkpointing import BLOCKS, four_blocks, learnt  # noqa: F401 (a fixture)
+from tests.techniques.attention import Kernels
+from tests.techniques.test_gradient_checkpointing import BLOCKS, four_blocks, learnt  # noqa: F401 (a fixture)
 
 B, H, T, D, L = 2, 2, 16, 8, 3  # batch, heads, tokens, width of a head, blocks
 N = B * T

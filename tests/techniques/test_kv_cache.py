@@ -11,8 +11,8 @@ from cria_tricks.adapter import chat
 from cria_tricks.load import answering, attention, cache
 from cria_tricks.load.cache import CACHE, InPlaceLayer, for_answers, in_place
 from cria_tricks.techniques.kv_cache import append, groups_as_rows
+from tests.techniques.attention import heads, naive_attention
 from tests.tolerances import FLASH_DECODING
-from tests.tricks.attention import heads, naive_attention
 
 B, S, D = 2, 45, 16
 WIDTHS = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}

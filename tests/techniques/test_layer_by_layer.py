@@ -14,7 +14,7 @@ from cria_tricks.techniques.layer_by_layer import one_pass
 from cria_tricks.techniques.stream_layers import CopiesOnCpu
 from tests.helpers import train, trained_weights
 from tests.sweeps import sample
-from tests.tricks.test_stream_layers import BLOCKS, ON, SAME, SETS, STEPS, Block, blocks, deep, streamed  # noqa: F401
+from tests.techniques.test_stream_layers import BLOCKS, ON, SAME, SETS, STEPS, Block, blocks, deep, streamed  # noqa: F401
 
 K = 3
 

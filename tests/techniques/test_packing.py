@@ -24,8 +24,8 @@ from cria_tricks.techniques.packing import (
     documents,
 )
 from tests.helpers import prepare, train
+from tests.techniques.attention import Attended, with_gradients
 from tests.tolerances import PACKED_ATTENTION, PACKED_LOSS
-from tests.tricks.attention import Attended, with_gradients
 
 LENGTHS = row_lengths("train")
 

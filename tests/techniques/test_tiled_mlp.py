@@ -24,8 +24,8 @@ from cria_tricks.switches import folds
 from cria_tricks.techniques.tiled_mlp import tiled
 from tests.hardware import models
 from tests.helpers import difference, prepare, train
+from tests.techniques.test_fused_lora import LORA, by_formula, saved
 from tests.tolerances import TRAJECTORY
-from tests.tricks.test_fused_lora import LORA, by_formula, saved
 
 D, INNER = 32, 80
 TILE = "tricks.tiled_mlp=16"
