@@ -179,8 +179,9 @@ bench-curated: $(READY)
 check-card: $(READY)
 	$(VENV)/bin/cria bench --check cria-bench/measured_card.json
 
-# Write all that is made from the code: tables in pages, the tree, notebooks, answers kept as snapshots. None of it is
-# edited by hand, and a test fails when it is out of date. Look at the diff.
+# Write what is made from the code in a minute: tables in pages, the tree, notebooks, answers kept as snapshots. None of it
+# is edited by hand, and a test fails when it is out of date. Look at the diff. What takes longer has its own command, which
+# its test names: families of models, longest rows, figures, films, golden files.
 update: $(READY)
 	for made in switches reference front tree order support notebooks; do $(VENV)/bin/python -m tools.$$made || exit; done
 	$(VENV)/bin/python -m tests.snapshots

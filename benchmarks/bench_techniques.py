@@ -9,6 +9,7 @@ it here. On a CPU nobody can watch compiled kernels, so their bytes are not coun
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import pytest
 import torch
@@ -161,14 +162,19 @@ BENCHES = {
         },
     ),
 }
-"""Technique -> its cases. Others have their first switch off and on, over what that needs; packing, whose
-rows depend on the switch, has a function of its own."""
-for technique in TECHNIQUES:
-    about = technique.TECHNIQUE
-    needs = " ".join(need for need in NEEDS.get(about.switches[0], "").split() if not need.startswith("peft="))
-    base = f"{LORA} {needs}".format(half="best")
-    BENCHES.setdefault(technique_name(technique), Bench(base, {"off": "", "on": about.switches[0]}))
-del BENCHES["packing"]
+"""Technique -> its cases, where they are not those of :func:`off_and_on`."""
+
+
+def off_and_on(technique: ModuleType) -> Bench:
+    """A technique's first switch off and on, over what it needs."""
+    switch = technique.TECHNIQUE.switches[0]
+    needs = " ".join(need for need in NEEDS.get(switch, "").split() if not need.startswith("peft="))
+    return Bench(f"{LORA} {needs}".format(half="best"), {"off": "", "on": switch})
+
+
+for one in TECHNIQUES:
+    if technique_name(one) != "packing":  # its rows depend on the switch, so it has a function of its own
+        BENCHES.setdefault(technique_name(one), off_and_on(one))
 
 
 @pytest.mark.parametrize(("bench", "name"), [(bench, name) for bench, of in BENCHES.items() for name in of.cases])

@@ -1,8 +1,8 @@
 """Define what a technique declares of itself: what it is switched on by, what it needs, and how a search may use it.
 
-Each module of ``switches/`` holds one :class:`Technique`, and what the rest of the package knows of the technique
-follows from it: the order and the values that ``cria plan`` tries, what ``cria doctor`` tries it over, the advice after
-an out-of-memory error, the fields of the page "Will it fit?".
+Each module of ``switches/`` holds one :class:`Technique`, and so does each strategy, and what always runs in answers.
+What the rest of the package knows of a technique follows from it: the order and the values that ``cria plan`` tries, what
+``cria doctor`` tries it over, the advice after an out-of-memory error, the fields of the page "Will it fit?".
 """
 
 from collections.abc import Callable, Mapping
@@ -24,12 +24,12 @@ class Field:
     Attributes:
         group: the heading above it in the page; empty if the page has a field of its own for it.
         label: its label there, in the words that people search for.
-        number: what a number counts that may stand in place of true; empty if none may.
+        number: what a number in place of true stands for, in words; empty if none may stand there.
         values: the values that ``cria plan`` tries, or a function that returns them; empty if it tries none.
         search: how ``--fit`` may use it. ``exact`` fields change no result beyond rounding, ``long`` ones neither, but
             are tried for long rows only, and ``free`` ones cost nothing, so they are on wherever they have an effect.
             A field that ``may change`` numbers, or how many documents a step sees, is tried only when asked for. Empty:
-            never.
+            never. All are tried on and off, but those that ``may change`` and have ``values``.
         helps: whether it could help a recipe that ran out of memory.
     """
 
@@ -51,8 +51,9 @@ class Technique:
         switches: the settings that it answers to, such as ``quantization=nf4``, without the group of the recipe.
         command: for a technique without a switch, the command that always uses it.
         fields: the fields that it declares; one that several techniques share is declared by the first in the lessons.
-        needs: switch -> the settings without which it has nothing to act on, or is refused. ``{half}`` stands for the
-            16-bit format of the device.
+        needs: switch -> settings over which it acts: those that have to be on with it, at the values with which it is
+            tried first. Where one of these fields is off, it is refused or has nothing to act on. ``{half}`` stands for
+            the 16-bit format of the device.
     """
 
     claim: str

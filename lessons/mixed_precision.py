@@ -1454,4 +1454,4 @@ course.check(
 # - transformers 5.23: `eager_attention_forward` and `LlamaRMSNorm` in `modeling_llama.py`, `logging_nan_inf_filter` in
 #   `trainer.py`. NVIDIA's data sheets of T4 and L4, for the rates.
 # - Ours: `cria_tricks/techniques/mixed_precision.py`, `cria_tricks/techniques/lean_preparation.py`, and their tests in
-#   `tests/tricks`.
+#   `tests/techniques`.

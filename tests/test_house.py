@@ -74,7 +74,7 @@ def test_a_trick_has_toggles_and_a_technique_for_answering_has_none():
         assert trick.TECHNIQUE.switches
         assert callable(trick.switch_on)
     for technique in INFERENCE:
-        assert not hasattr(technique, "SWITCHES")
+        assert not technique.TECHNIQUE.switches
         assert not hasattr(technique, "switch_on")
         assert technique.TECHNIQUE.command in ("cria chat", "cria eval")
 
@@ -99,10 +99,9 @@ HOOKS = {("plan", "recipe"): "switch_on", ("plan", "facts"): "refuse_model", ("s
 @pytest.mark.parametrize("trick", TECHNIQUES, ids=technique_name)
 def test_a_switch_has_the_hooks_and_none_by_another_name(trick: ModuleType):
     own = [each for each in vars(trick).values() if inspect.isfunction(each) and each.__module__ == trick.__name__]
-    found = {tuple(inspect.signature(each).parameters): each.__name__ for each in own if each.__name__[0] != "_"}
-    hooks = {parameters: name for parameters, name in found.items() if parameters in HOOKS}
-    assert hooks.items() <= HOOKS.items()
-    assert {"switch_on", "bill"} <= set(hooks.values())
+    found = [(tuple(inspect.signature(each).parameters), each.__name__) for each in own if each.__name__[0] != "_"]
+    hooks = {name for parameters, name in found if parameters in HOOKS}
+    assert {"switch_on", "bill"} <= hooks <= set(HOOKS.values()), "a hook has a name of its own"
     for switch, needs in trick.TECHNIQUE.needs.items():
         assert switch in trick.TECHNIQUE.switches
         with_settings(Recipe(), [one if "." in one else f"tricks.{one.format(half='fp16')}" for one in needs.split()])
@@ -174,7 +173,7 @@ TOGGLES_ARE_READ = {
     "run/api.py": (1, "several processes without a strategy are ddp"),
     "run/ready.py": (1, "it estimates one of several processes"),
 }
-"""How many lines of a file outside techniques/ and parallel/ may read a toggle, and why."""
+"""How many lines of a file outside switches/ and parallel/ may read a toggle, and why."""
 
 
 def test_toggles_are_read_by_the_tricks_and_hardly_anywhere_else():
@@ -213,7 +212,7 @@ def test_contributing_has_the_tree_of_today():
     assert page == tree.written(page), "run make update"
 
 
-def test_the_package_is_a_few_folders_that_say_what_they_are():
+def test_each_folder_of_the_package_says_what_it_is():
     folders = [path.parent for path in PACKAGE.glob("*/__init__.py")]
     for folder in folders:
         assert tree.first_line(folder.name).endswith("."), folder

@@ -38,7 +38,7 @@ CHANGES = pytest.mark.parametrize(("change", "asked", "where"), WRONG, ids=[aske
 
 def toy(change) -> types.ModuleType:
     """A trick that is switched on in every recipe, and asks for something."""
-    made = types.ModuleType("cria_tricks.techniques.toy")
+    made = types.ModuleType("cria_tricks.switches.toy")
     made.switch_on = lambda plan, recipe: change(plan)
     return made
 

@@ -17,7 +17,7 @@ from typing import Any
 from tools.notebooks import ROOT
 
 TESTS = [
-    "tests/tricks",
+    "tests/techniques",
     *(f"tests/test_{name}.py" for name in ("trajectories", "trainer", "as_trained", "merge", "load", "selftest")),
     *(f"tests/kwanzaa/test_{name}.py" for name in ("generate", "eval_cli")),
 ]

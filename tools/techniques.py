@@ -79,8 +79,12 @@ def _page(trick: ModuleType) -> str:
         f"---\ndescription: >-\n  {card(trick)['title']}\n---\n\n# {_title(trick)}\n\n"
         f'<p class="bar"><a href="../techniques.html">All techniques</a> '
         f'<a href="../../lessons/{trick.TECHNIQUE.lesson}.html">Lesson</a>{_fit(trick)}</p>\n\n{_use(trick)}\n\n'
-        f"::: {code_of(trick).__name__}\n"
+        f"::: {code_of(trick).__name__}\n{_switch(trick)}"
     )
+
+
+def _switch(trick: ModuleType) -> str:
+    return "" if trick in INFERENCE else f"\n::: {trick.__name__}\n"
 
 
 def _use(trick: ModuleType) -> str:

@@ -150,7 +150,7 @@ def described(trick: ModuleType) -> dict[str, Any]:
         settings; ``reference``, the source code of the from-scratch reference, as far as it matters; ``plain``, the
         Hugging Face code that the setting stands for; and ``lesson``.
     """
-    from cria_tricks.switches import TECHNIQUES, technique_name
+    from cria_tricks.switches import technique_name
     from cria_tricks.techniques import CARD, card, code_of
 
     fields = card(trick)
@@ -161,8 +161,8 @@ def described(trick: ModuleType) -> dict[str, Any]:
         "name": technique_name(trick),
         "title": fields["title"],
         "card": {line: fields[line] for line in CARD},
-        "group": "tricks" if trick in TECHNIQUES else "parallel",
-        "file": f"{code.__name__.replace('.', '/')}.py",
+        "group": "parallel" if code.__name__.split(".")[-2] == "parallel" else "tricks",
+        "file": f"{parts[0].__module__.replace('.', '/')}.py",
         "settings": trick.TECHNIQUE.switches,
         "command": trick.TECHNIQUE.command,
         "reference": "\n\n\n".join(textwrap.dedent(inspect.getsource(part)).rstrip() for part in parts),

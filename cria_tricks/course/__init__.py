@@ -1,7 +1,7 @@
 """What the lessons share: the course's job with its memory bill, figures, predictions, and the checks of exercises.
 
-A lesson takes all that it needs from here, from ``cria_tricks`` itself, and from the techniques that it is about. So
-every other module can move without a change of the lessons.
+A lesson takes all that it needs from here, from ``cria_tricks`` itself, and from the modules of the techniques that it is
+about. So every other module can move without a change of the lessons.
 """
 
 from importlib import import_module
@@ -38,7 +38,6 @@ _NAMES = {
     "bill.bill": "CONTEXT=CUDA_CONTEXT",
     "bill.block": "kept=saved_by_block",
     "bill.calls": "Call ring_share totals=traffic_totals",
-    "measure.collectives": "CountCollectives",
     "bill.constants": "TOKENS_PER_CHUNK",
     "bill.moved_bytes": "one_by_one",
     "bill.step_time": "counts=work_of_step ends=ends_of_range run_tokens",
@@ -60,6 +59,7 @@ _NAMES = {
     "bench.case": "TRAINED_SHARE",
     "common.figures": "Theme marked panels readable",
     "common.markdown_table": "table",
+    "measure.collectives": "CountCollectives",
     "measure.counting": "SavedBytes Traffic flops peak_bytes",
     "measure.memory": "LiveBytes",
     "measure.monitor": "Monitor read=read_monitor summarise=summarise_monitor",

@@ -80,7 +80,7 @@ def toggles(device: Device) -> list[dict[str, str]]:
 def _try(trick: str, switch: str, device: Device) -> dict[str, str]:
     """Try one switch, and return its entry for :func:`toggles`."""
     field = switch.partition("=")[0]
-    # A switch is tried together with LoRA in 16 bits, as most runs are, because several switches do nothing without.
+    # A switch is tried together with LoRA in 16 bits, as most runs are: several switches do nothing without them.
     half = f"precision={device.half_precision}"
     words = ("peft=lora", half, *NEEDS.get(switch, "").format(half=device.half_precision).split(), switch)
     settings = [word if "." in word.partition("=")[0] else f"tricks.{word}" for word in words]

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from cria_tricks.models.shape import Shape
 
-PLAIN_BLOCKS = (
-    *("gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"),
-)
-"""Kinds of model whose blocks have a module ``mlp`` that maps each token by itself; a test reads their code."""
+PLAIN_BLOCKS = ("gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3",
+                "smollm3")  # fmt: skip
+"""Kinds of model whose blocks can be loaded one by one, and have a module ``mlp`` that maps each token by itself; a
+test reads their code."""
 
 
 @dataclass(frozen=True)

@@ -201,10 +201,10 @@ def doubts(target: Target, recipe: Recipe, verdict: str) -> list[str]:
         found.append(trust.TIGHT)
     found += loading_doubts(target, recipe)
     found += evaluation.doubts(target.memory(recipe), recipe, target.evaluated)
-    there_is = other_versions(target.device)
-    if there_is or calibration.read():  # which machine this is matters only then, and torch is imported to know it
+    versions = other_versions(target.device)
+    if versions or calibration.read():  # which machine this is matters only then, and torch is imported to know it
         here = target.device == this_device()
-        found += filter(None, [calibration.stale(target.device) if here else there_is])
+        found += filter(None, [calibration.stale(target.device) if here else versions])
     return found
 
 

@@ -30,11 +30,11 @@ def all_sets(recipe: Recipe, device: Device, width: int) -> Iterator[dict[str, A
     Some of them have no effect on this device all the same, or are refused; the caller checks that.
     """
     fields = choices(recipe, device, width)
+    half = device.half_precision
     for values in itertools.product(*fields.values()):
         tricks = dict(zip(fields, values, strict=True))
         # What is not among the fields, such as peft, stays as the recipe has it.
         has = {name: as_switch(name, value) for name, value in tricks.items()}
-        half = device.half_precision
         needs = (need for switch in has.values() for need in needed(switch))
         if all(name not in has or has[name] == f"{name}={value.format(half=half)}" for name, value in needs):
             yield tricks

@@ -9,6 +9,7 @@ from cria_tricks.predict.toggle_values import choices
 from cria_tricks.predict.toggles import Target, with_effect
 from cria_tricks.recipe import Recipe
 from cria_tricks.switches import searched
+from cria_tricks.technique import ON_OFF
 
 EXACT = searched("exact")
 """Switches that change no result beyond rounding. Checkpointing and micro-batches are tried, too."""
@@ -41,8 +42,8 @@ def candidates(
     fields: dict[str, tuple[Any, ...]] = {n: tuple({False: 0, True: 0, getattr(recipe.tricks, n): 0}) for n in exact}
     attention = recipe.tricks.attention
     fields["attention"] = (attention, "sdpa") if attention == "eager" else (attention,)
-    values = choices(recipe, target.device, target.shape.width) | {"packing": (False, True), "compile": (False, True)}
-    fields |= {name: values[name] for name in may_change}
+    values = choices(recipe, target.device, target.shape.width)
+    fields |= {name: values.get(name, ON_OFF) for name in may_change}
     fields = {name: values for name, values in fields.items() if f"tricks.{name}" not in keep}
     checkpointing: dict[str, Any] = {"gradient_checkpointing": True}
     if "tricks.gradient_checkpointing" in keep:

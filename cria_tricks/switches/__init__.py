@@ -1,8 +1,9 @@
 """The switches of the techniques, in the order in which they are switched on.
 
 Each module is about the technique of the same name in ``techniques/``, and imports no torch. Its ``TECHNIQUE`` declares
-the technique, ``switch_on(plan, recipe) -> Plan`` switches it on, and ``bill(step, recipe) -> Step`` says what it does
-to the bytes and the time of a step (``folds.py`` calls it).
+the technique. ``switch_on(plan, recipe) -> Plan`` switches it on, ``refuse_model(plan, facts)`` refuses a model that it
+does not fit, if there are any, and ``bill(step, recipe) -> Step`` says what it does to the bytes and the time of a step
+(``folds.py`` calls it).
 """
 
 from collections.abc import Iterator, Mapping
@@ -90,7 +91,7 @@ FIELDS: Mapping[str, Field] = {
 """Every field of ``recipe.tricks``, in the order of the lessons; each comes after those that it needs."""
 
 NEEDS: Mapping[str, str] = {switch: needs for module in TECHNIQUES for switch, needs in module.TECHNIQUE.needs.items()}
-"""Switch -> the settings without which it has nothing to act on, or is refused."""
+"""Switch -> settings over which it acts, as :class:`Technique` says."""
 
 
 def as_switch(field: str, value: Any) -> str:

@@ -19,7 +19,7 @@ TECHNIQUE = Technique(
     switches=("gradient_checkpointing=true",),
     fields={
         "gradient_checkpointing": Field(
-            "Memory", "Gradient checkpointing (recompute activations)", "the first blocks only", values=ON_OFF
+            "Memory", "Gradient checkpointing (recompute activations)", number="the first blocks only", values=ON_OFF
         )
     },
 )

@@ -24,7 +24,9 @@ TECHNIQUE = Technique(
     claim="exact within rounding",
     lesson="long_rows",
     switches=("tiled_mlp=true",),
-    fields={"tiled_mlp": Field("Memory", "Tiled MLP (long rows)", "tokens of a tile", values=_values, search="long")},
+    fields={
+        "tiled_mlp": Field("Memory", "Tiled MLP (long rows)", number="tokens of a tile", values=_values, search="long")
+    },
 )
 
 

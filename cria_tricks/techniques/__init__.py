@@ -2,7 +2,7 @@
 
 ``REFERENCE`` names the parts of the code that matter, and ``PLAIN`` is what a reader writes with the libraries.
 ``switches/`` has a module of the same name for each technique that a setting switches on. Techniques in
-:data:`INFERENCE` have no switch: their ``COMMAND`` always uses them.
+:data:`INFERENCE` have no switch: a command always uses them.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from cria_tricks.switches import TECHNIQUES, technique_name
 from cria_tricks.techniques import flash_decoding, kv_cache
 
 INFERENCE: tuple[ModuleType, ...] = (flash_decoding, kv_cache)
-"""Techniques for answering, not for training: no switch, because answers always use them (``COMMAND``)."""
+"""Techniques for answering, not for training: no switch, because answers always use them (``Technique.command``)."""
 
 CARD = ("Saves", "Costs", "Claim", "Needs", "Breaks", "Sources", "Ours", "Shapes")
 """The lines of a card, in their order."""

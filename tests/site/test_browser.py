@@ -155,10 +155,3 @@ def test_prose_is_75_characters_wide(host, browser):
     """)
     assert len(lines) > 5
     assert 60 < sum(lines) / len(lines) < 85, lines
-
-
-def test_an_old_link_to_a_technique_goes_to_its_page(host, browser):
-    browser.get(host + "reference/techniques.html#cria_tricks.techniques.nf4.quantize")
-    assert settles(browser, "location.pathname === '/reference/techniques/nf4.html'")
-    assert settles(browser, "location.hash === '#cria_tricks.techniques.nf4.quantize'")
-    assert browser.execute_script("return Boolean(document.getElementById(location.hash.slice(1)))")

@@ -70,7 +70,7 @@ def test_math_of_a_long_row_is_the_same_in_parts(dtype, shape, monkeypatch):
     weight, dy = torch.randn(64).to(dtype), torch.randn(shape).to(dtype)
     found, peaks = {}, {}
     for at_once in (2**24, 400):
-        monkeypatch.setattr(fused_blocks, "NORM_AT_ONCE", at_once)
+        monkeypatch.setattr("cria_tricks.techniques.fused_blocks.NORM_AT_ONCE", at_once)
         y = rms_norm(x, weight, EPS)
         with LiveBytes() as live:
             live.track_all([x, dy, weight])

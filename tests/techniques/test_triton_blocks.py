@@ -410,7 +410,9 @@ def test_without_triton_the_import_says_so_in_one_line():
     """It is an ImportError to Python, and a BadInput to a command; the rest of the package does without."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "import cria_tricks, cria_tricks.techniques\n"
+        "from cria_tricks.switches import TECHNIQUES\n"
+        "from cria_tricks.techniques import code_of\n"
+        "list(map(code_of, TECHNIQUES))\n"
         "from cria_tricks.common.errors import BadInput\n"
         "try:\n    import cria_tricks.techniques.triton_blocks\n"
         "except ImportError as error:\n    print(isinstance(error, BadInput), error)"
