@@ -1,8 +1,8 @@
 """Define what a technique declares of itself: what it is switched on by, what it needs, and how a search may use it.
 
 Each module of ``switches/`` holds one :class:`Technique`, and so does each strategy, and what always runs in answers.
-What the rest of the package knows of a technique follows from it: the order and the values that ``cria plan`` tries, what
-``cria doctor`` tries it over, the advice after an out-of-memory error, the fields of the page "Will it fit?".
+What the rest of the package knows of a technique follows from it: the order and the values that ``cria plan`` tries,
+what ``cria doctor`` tries it over, the advice after an out-of-memory error, the fields of the page "Will it fit?".
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,7 @@
 """What the lessons share: the course's job with its memory bill, figures, predictions, and the checks of exercises.
 
-A lesson takes all that it needs from here, from ``cria_tricks`` itself, and from the modules of the techniques that it is
-about. So every other module can move without a change of the lessons.
+A lesson takes all that it needs from here, from ``cria_tricks`` itself, and from the modules of the techniques that it
+is about. So every other module can move without a change of the lessons.
 """
 
 from importlib import import_module

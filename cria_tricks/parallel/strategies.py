@@ -2,8 +2,8 @@
 
 The module of a strategy begins with a card of eight lines, declares itself as a ``TECHNIQUE``, and holds a from-scratch
 reference over plain collectives. Its functions are ``switch_on(plan, recipe, processes) -> Plan``, which changes the
-plan; ``spread(total, plan, world) -> module``, which wraps or cuts the model; ``window(total, world, last)``, the context of
-one micro-batch; and ``traffic(recipe, shape, processes) -> list[Call]``, what an optimizer step sends.
+plan; ``spread(total, plan, world) -> module``, which wraps or cuts the model; ``window(total, world, last)``, the
+context of one micro-batch; and ``traffic(recipe, shape, processes) -> list[Call]``, what an optimizer step sends.
 """
 
 import importlib
