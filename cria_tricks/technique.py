@@ -30,10 +30,10 @@ class Field:
             are tried for long rows only, and ``free`` ones cost nothing, so they are on wherever they have an effect.
             A field that ``may change`` numbers, or how many documents a step sees, is tried only when asked for. Empty:
             never. All are tried on and off, but those that ``may change`` and have ``values``.
-        helps: whether it could help a recipe that ran out of memory.
+        helps: whether it could help a recipe that ran out of memory; it is advised then.
     """
 
-    group: str = ""
+    group: Literal["Your run", "LoRA", "Memory", "Speed", ""] = ""
     label: str = ""
     number: str = ""
     values: tuple[Any, ...] | Values = ()

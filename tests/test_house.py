@@ -23,6 +23,7 @@ from cria_tricks.settings import Parallel, Tricks
 from cria_tricks.switches import TECHNIQUES, technique_name
 from cria_tricks.techniques import CARD, INFERENCE, card, code_of
 from tools import tree
+from tools.fit.fields import GROUPS
 
 PACKAGE = Path(cria_tricks.__file__).parent
 SPREAD = (*STRATEGIES.values(), *BESIDE.values())
@@ -102,6 +103,8 @@ def test_a_switch_has_the_hooks_and_none_by_another_name(trick: ModuleType):
     found = [(tuple(inspect.signature(each).parameters), each.__name__) for each in own if each.__name__[0] != "_"]
     hooks = {name for parameters, name in found if parameters in HOOKS}
     assert {"switch_on", "bill"} <= hooks <= set(HOOKS.values()), "a hook has a name of its own"
+    assert set(trick.TECHNIQUE.fields) <= set(Tricks.model_fields)
+    assert {field.group for field in trick.TECHNIQUE.fields.values()} <= {*GROUPS, ""}
     for switch, needs in trick.TECHNIQUE.needs.items():
         assert switch in trick.TECHNIQUE.switches
         with_settings(Recipe(), [one if "." in one else f"tricks.{one.format(half='fp16')}" for one in needs.split()])
