@@ -10,7 +10,7 @@ from cria_tricks.hardware.gpus import GPUS
 from cria_tricks.models.catalogue import CATALOGUE, CONFIGS
 from cria_tricks.run import api
 from tools.fit.answers import READ
-from tools.fit.fields import BY_NAME, CONFIG, OF_SETTING, OWN, SWITCHES, default
+from tools.fit.fields import BY_NAME, CONFIG, MODELS, OF_SETTING, OWN, SWITCHES, default
 
 SEED, MANY, PASTED = 35, 500, 20
 CARDS = (*GPUS, "8GiB:8.6", "11GB", "24000MiB:7.5", "a100-40")
@@ -28,7 +28,7 @@ NUMBERS = {
 def choices(number: int = MANY, seed: int = SEED) -> list[dict[str, str]]:
     """Draw models, cards, numbers and switches; six of seven switches are those of the first choice."""
     draw = random.Random(seed)
-    return [_choice(draw, draw.choice(list(CATALOGUE))) for _ in range(number)]
+    return [_choice(draw, draw.choice(MODELS)) for _ in range(number)]
 
 
 def _choice(draw: random.Random, model: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from cria_tricks import recipes
 from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.hardware import T4
+from cria_tricks.models.catalogue import CATALOGUE
 from cria_tricks.recipe import Recipe
 from cria_tricks.settings import Tricks
 from cria_tricks.switches import FIELDS as DECLARED
@@ -52,6 +53,8 @@ class Field:
     number: str = ""
 
 
+MODELS = tuple(name for name, entry in CATALOGUE.items() if entry.hub)
+"""The models of the form: those that the commands beside an answer can plan and train by this name."""
 TARGETS = {
     "all": "all matrices of a block",
     "attention": "attention (q, k, v, o)",

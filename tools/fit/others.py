@@ -9,7 +9,6 @@ from typing import Any
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.gpus import GPUS
-from cria_tricks.models.catalogue import CATALOGUE
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles
 from cria_tricks.predict.toggles import Change, Setting
@@ -18,9 +17,9 @@ from cria_tricks.run.search import Steps
 from cria_tricks.run.ways import NothingFits
 from tools.fit import ways
 from tools.fit.answers import Asked, Choice, asked
-from tools.fit.fields import BY_NAME, OF_SETTING, SWITCHES, TARGETS, as_text
+from tools.fit.fields import BY_NAME, MODELS, OF_SETTING, SWITCHES, TARGETS, as_text
 
-LISTS: Mapping[str, Iterable[str]] = {"model": CATALOGUE, "card": GPUS, "targets": TARGETS}
+LISTS: Mapping[str, Iterable[str]] = {"model": MODELS, "card": GPUS, "targets": TARGETS}
 """The lists of the page beside the switches, of which some values may be impossible."""
 ADVICE = re.compile(r"(?:set|use) ([a-z_.]+)=([\w-]+)")
 """How a refusal ends: with what can be set in place of what was refused."""

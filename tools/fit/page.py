@@ -11,7 +11,6 @@ from typing import Any
 from cria_tricks import recipes
 from cria_tricks.common.units import human
 from cria_tricks.hardware.gpus import ALIASES, GPUS, find_gpu
-from cria_tricks.models.catalogue import CATALOGUE
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe
 from tools import notebooks
@@ -63,7 +62,7 @@ def facts(first: dict[str, Any], missing: str) -> dict[str, Any]:
         "default": fields.default(),
         "fields": {field.name: _limits(field) for field in FIELDS},
         "besides": (*others.LISTS, *fields.SWITCHES),
-        "models": [*CATALOGUE, CONFIG, NUMBERS],
+        "models": [*fields.MODELS, CONFIG, NUMBERS],
         "cards": list(GPUS),
         "aliases": ALIASES,
         "switches": fields.SWITCHES,
@@ -203,7 +202,7 @@ def _select(at: str, options: dict[str, str], value: str) -> str:
 
 
 def _models() -> dict[str, str]:
-    found = {name: f"{name} ({find_shape(name).weights / 1e9:.2f} billion)" for name in CATALOGUE}
+    found = {name: f"{name} ({find_shape(name).weights / 1e9:.2f} billion)" for name in fields.MODELS}
     return {**found, CONFIG: "your config.json ...", NUMBERS: "type the sizes yourself ..."}
 
 
