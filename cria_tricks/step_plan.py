@@ -4,64 +4,26 @@
 not call the libraries; only ``load/`` and ``trainer/`` do. So every switch can be read, compared and tested as data, on
 a machine without a GPU, for a machine that has one.
 
-The names that a plan may use are listed here, in :data:`NAMES`. A plan refuses any other name when it is made.
-Otherwise a wrong name would raise a ``KeyError`` only after the weights are loaded.
+What no keyword argument can express is the address of a function in this package, such as
+``techniques.tiled_mlp.tile_blocks``; :func:`function_at` finds it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.fields import flat
 from cria_tricks.hardware import Device
 
-NAMES: Mapping[str, tuple[Any, ...]] = {
-    # Edits of the loaded model, implemented in load/model.py
-    "after_load": (
-        "cast_without_cache",
-        "prepare_for_kbit_training",
-        "add_adapter",
-        "start_at_rounding_error",
-        "continue_from_adapter",
-        "adapter_inputs_uncast",
-        "fuse_adapters",
-        "fuse_blocks",
-        "fuse_blocks_by_triton",
-        "tile_mlps",
-        "checkpoint_blocks",
-        "compile_blocks",
-    ),
-    # Where frozen blocks wait: load/streaming.py
-    "streaming.source": ("memory", "file"),
-    # How micro-batches go through them: techniques/layer_by_layer.py, in trainer/one_pass.py
-    "streaming.layer_by_layer": (True,),
-    # Contexts around a forward pass: trainer/forward.py
-    "step_context": ("activation_offload", "overlapped_offload"),
-    # Losses: load/losses.py
-    "loss.kind": ("full", "chunked"),
-    # What trains over a frozen model: load/adapters.py
-    "peft.kind": ("lora", "head", "prompt_tuning", "side_network"),
-    # Attention functions: three of transformers, and ours in load/attention.py
-    "model.attn_implementation": ("eager", "sdpa", "flash_attention_2", "sdpa_expanded", "sdpa_by_document"),
-    # Optimizers: trainer/optimizer.py
-    "optimizer.bits": (32, 8),
-    "optimizer.paged": (False, True),
-    # Its steps as gradients arrive: techniques/optimizer_in_backward.py, made in trainer/optimizer.py
-    "optimizer.in_backward": (True, "clip"),
-    # When gradients are reduced: parallel/fsdp.py, in trainer/strategy.py
-    "parallel.reduce": ("micro_batch", "step"),
-    # Whether the residual stream is in pieces: parallel/sequence.py, in parallel/tensor.py
-    "parallel.sequence": (True,),
-    # How rows become batches: trainer/fit.py
-    "collator": ("packed_length",),
-}
-"""The names with which a plan may ask something of ``load/`` and ``trainer/``, by slot or by field of a slot."""
+COMPILE = "techniques.compile.compile_blocks"
+"""The edit that compiles parts of the model."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will run: keyword arguments for the libraries, and names for what no keyword argument can express.
+    """What will run: keyword arguments for the libraries, and addresses of functions for the rest.
 
     Every attribute but ``device`` and ``warnings`` is called a slot.
 
@@ -72,25 +34,25 @@ class Plan:
         peft: the ``kind`` of what trains over the frozen model, and its arguments, such as those of ``LoraConfig``;
             empty for full fine-tuning.
         collator: how rows become batches: ``packed_length`` in tokens if they are packed, else empty.
-        checkpointing: how many of the first ``blocks`` are checkpointed (``"all"`` or a number), whether they
-            ``keep_attention``, and then whether several rows have a mask (``masked``); the tokens of an MLP's tile
-            (``mlp_tile``, or True for as many as the model is wide); the tokens of a micro-batch from which inputs of
-            blocks travel to the host and back (``travels_from``); empty if nothing is recomputed.
+        checkpointing: how many of the first ``blocks`` are checkpointed (``"all"`` or a number); the address of what
+            makes their contexts, if they ``keep_attention``, and whether several rows have a mask (``masked``); the
+            tokens of an MLP's tile (``mlp_tile``, or True for as many as the model is wide); the tokens of a
+            micro-batch from which inputs of blocks travel to the host and back (``travels_from``); empty if nothing is
+            recomputed.
         streaming: from which ``source`` frozen blocks come when they run, and whether a window's micro-batches go
             through them ``layer_by_layer``; empty if the blocks stay on the device.
         training: the ``gradient_accumulation_steps`` of a process, and ``fp16`` or ``bf16``.
         optimizer: the ``bits`` of an element of its states, and whether the states are ``paged``; whether it takes its
             steps ``in_backward``, if it does.
         loss: the ``kind`` of the loss (``"full"`` or ``"chunked"``) and its settings.
-        after_load: the names of the edits of the loaded model, in order.
+        after_load: the edits of the loaded model, in order: addresses of functions that get the model and this plan,
+            and return the edited model.
         parallel: the ``strategy`` by which processes share the run, and the number of shares of the rows (``data``);
             for fsdp also when gradients are reduced (``reduce``); for tensor and ddp_tensor whether the residual stream
             is in pieces (``sequence``), if it is.
-        step_context: the names of the contexts around each forward pass of training, the outermost first.
+        step_context: the contexts around each forward pass of training, the outermost first: addresses of functions
+            that get the model and this plan, and make the context.
         warnings: the settings that have no effect here, each in one sentence.
-
-    Raises:
-        BadInput: if it asks for a name that is not in :data:`NAMES`.
     """
 
     device: Device
@@ -109,12 +71,6 @@ class Plan:
     warnings: tuple[str, ...] = ()
     _trick: str = ""
     _set_by: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        # Every change of a plan makes a new plan, so every name is checked here.
-        for where in NAMES:
-            for name in self._asked_for(where):
-                self._refuse_unknown(where, name)
 
     def with_(self, slot: str, **fields: Any) -> "Plan":
         """Return a plan with some fields of one slot set.
@@ -152,8 +108,6 @@ class Plan:
 
     def without(self, *edits: str) -> "Plan":
         """Return a plan without some edits of the loaded model."""
-        for edit in edits:
-            self._refuse_unknown("after_load", edit)  # otherwise a wrong name would drop nothing, silently
         return replace(self, after_load=tuple(name for name in self.after_load if name not in edits))
 
     def around(self, context: str) -> "Plan":
@@ -167,33 +121,22 @@ class Plan:
     @property
     def compiled(self) -> bool:
         """Whether parts of the model are compiled; operations and memory inside compiled kernels cannot be observed."""
-        return "compile_blocks" in self.after_load
+        return COMPILE in self.after_load
 
     @property
     def steps_by_torch(self) -> bool:
         """Whether the optimizer is torch's own AdamW, and not one of bitsandbytes."""
         return self.optimizer["bits"] == 32 and not self.optimizer["paged"]
 
-    def _asked_for(self, where: str) -> Iterable[Any]:
-        """Return the names that the plan asks for in a slot, or in a field of a slot.
-
-        Args:
-            where: a key of :data:`NAMES`: ``slot`` or ``slot.field``.
-        """
-        slot, _, name = where.partition(".")
-        fields = getattr(self, slot)
-        if not name:
-            return fields
-        return [value for field, value in fields.items() if field == name]
-
-    def _refuse_unknown(self, where: str, name: Any) -> None:
-        if name not in NAMES[where]:
-            known = ", ".join(map(str, NAMES[where]))
-            raise BadInput(f"trick {self._trick or '?'} asks for {where}={name}, which is none of {known}")
-
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data that can be written as JSON, for the report."""
         return {name: value for name, value in asdict(self).items() if not name.startswith("_")}
+
+
+def function_at(address: str) -> Callable[..., Any]:
+    """Return the function at an address in this package: ``techniques.tiled_mlp.tile_blocks``."""
+    module, _, name = address.rpartition(".")
+    return getattr(import_module(f"cria_tricks.{module}"), name)
 
 
 def diff(before: Plan, after: Plan) -> str:

@@ -42,7 +42,6 @@ from transformers import (
 from cria_tricks import BadInput, course
 from cria_tricks.course import (
     CARDS,
-    EDITS,
     T4,
     Theme,
     Traffic,
@@ -50,6 +49,7 @@ from cria_tricks.course import (
     find_shape,
     flops,
     forbid_cpu_repacking,
+    function_at,
     losses,
     quiet_libraries,
     resolve,
@@ -737,7 +737,7 @@ for prepared in (usual, left_alone):
 plan = resolve(with_settings(after, ["lora.r=8", "lora.alpha=16"]), T4)
 production = packed()
 for edit in plan.after_load:  # what the package does with a model that is loaded
-    production = EDITS[edit](production, plan)
+    production = function_at(edit)(production, plan)
 assert all(map(torch.equal, step(adapted(packed())), step(learnt(production))))
 
 kept = [kept_by_checkpointing(adapted(p(packed()))) for p in (usual, left_alone)]

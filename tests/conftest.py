@@ -109,6 +109,14 @@ def every_processor_is_slow_in_fp16():
         yield
 
 
+@pytest.fixture
+def no_twin(monkeypatch):
+    """Try no technique on a twin of the model, for tests that count calls; it is tried once on a machine."""
+    from cria_tricks.load import twin
+
+    monkeypatch.setattr(twin, "refuse", lambda plan, model, name: None)
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     """SmolLM2's tokenizer, whose padding token is its end token."""

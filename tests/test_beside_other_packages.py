@@ -107,12 +107,12 @@ SAME = """
 import sys, torch
 from peft.tuners.lora import torchao
 from transformers import LlamaConfig, LlamaForCausalLM
-from cria_tricks.load.adapters import add_lora
+from cria_tricks.load.adapters import with_lora
 from cria_tricks.models import peft_probes
 asks = torchao.is_torchao_available
 config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
 torch.manual_seed(0)
-adapted = add_lora(LlamaForCausalLM(config), r=2, target_modules=["embed_tokens", "v_proj"])
+adapted = with_lora(LlamaForCausalLM(config), r=2, target_modules=["embed_tokens", "v_proj"])
 print(torchao.is_torchao_available is asks)
 print(adapted)
 adapted.save_pretrained(sys.argv[1])

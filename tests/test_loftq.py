@@ -191,7 +191,7 @@ def test_a_resumed_run_keeps_the_checkpoints_adapter_and_does_not_start_it_again
         shutil.rmtree(tmp_path / "run" / name)
     for name in ("report.json", "report.md", "report.png"):
         (tmp_path / "run" / name).unlink()
-    monkeypatch.setattr(loftq, "start_at_rounding_error", lambda model: pytest.fail("started again"))
+    monkeypatch.setattr(loftq, "start_at_rounding_error", lambda model, plan: pytest.fail("started again"))
     train(recipe, tmp_path / "run", resume=True)
     resumed = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
     assert resumed.keys() == whole.keys()

@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from cria_tricks.trainer import forward, loop
+from cria_tricks.load import overlapped_offload
+from cria_tricks.trainer import loop
 from cria_tricks.trainer.training import Training
 from tests.helpers import prepare, train, trained_weights
 from tests.trainer_peer import by_trainer, forget_embeddings, same_weights
@@ -86,7 +87,7 @@ class AtTheStart(TrainerCallback):
 def test_each_forward_pass_is_in_the_contexts_of_the_plan(tiny_model, rows, tmp_path, monkeypatch):
     entered = []
     watch = lambda model, plan: contextlib.nullcontext(entered.append(model))  # noqa: E731
-    monkeypatch.setitem(forward.CONTEXTS, "activation_offload", watch)
+    monkeypatch.setattr(overlapped_offload, "offloaded", watch)
     sets = (LORA, "tricks.activation_offload=true", WINDOWS, "train.max_steps=1")
     _, loaded = train(tiny_model, rows, tmp_path, *sets, eval_rows=rows[:1])
     assert entered == [loaded.model] * 2, "each micro-batch, and no evaluation"

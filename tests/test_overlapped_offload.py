@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-import cria_tricks.trainer.forward
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4, Device
 from cria_tricks.load import overlapped_offload
@@ -337,11 +336,13 @@ def test_switch_in_a_step(tiny_model, monkeypatch, tmp_path, rows):
     """Of two blocks the first one's input travels, in each forward pass of the training and in no evaluation."""
     made: list[Overlapped] = []
 
+    overlapped = overlapped_offload.overlapped
+
     def make(model, plan):
-        made.append(overlapped_offload.overlapped(model, plan))
+        made.append(overlapped(model, plan))
         return made[-1]
 
-    monkeypatch.setitem(cria_tricks.trainer.forward.CONTEXTS, "overlapped_offload", make)
+    monkeypatch.setattr(overlapped_offload, "overlapped", make)
     settings = ["tricks.peft=lora", "lora.r=4", "train.max_steps=3", *ASKED]
     train(tiny_model, rows[:1], tmp_path, *settings, eval_rows=rows[:1])
     assert [there.bytes_to_host for there in made] == 3 * [4 * 24 * 256]  # fp32, 24 tokens, width 256
@@ -351,7 +352,7 @@ def test_switch_in_a_step(tiny_model, monkeypatch, tmp_path, rows):
 def test_the_plan_says_from_which_micro_batch_inputs_travel(tiny_model):
     """A number that follows from the card's rates: a faster card needs longer rows, and so does a small model."""
     recipe = with_settings(Recipe(), ["tricks.peft=lora", "tricks.precision=fp16", "tricks.attention=sdpa", *ASKED])
-    assert resolve(recipe, T4).step_context == ("overlapped_offload",)
+    assert resolve(recipe, T4).step_context == ("load.overlapped_offload.overlapped",)
     assert not resolve(recipe, T4).warnings
     target = Target(find_shape("smollm2"), T4)
     plan = target.resolve(recipe)

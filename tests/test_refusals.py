@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from benchmarks.estimate_error import DEVICES, PEFT, TOGGLES
 from cria_tricks.common.errors import BadInput
 from cria_tricks.load import model as load
-from cria_tricks.load.adapters import add_adapter
+from cria_tricks.load.adapters import add_lora
 from cria_tricks.load.model import built_empty
 from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.models.configs import KINDS
@@ -25,6 +25,7 @@ from cria_tricks.models.shape import GENERATES, shape_of
 from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
+from cria_tricks.step_plan import function_at
 from cria_tricks.switches.lora import ALL_LINEAR
 from tests.memory.cases import A100
 
@@ -100,9 +101,10 @@ def by_training(model: str, device: str, processes: int, recipe: Recipe) -> str:
     def build() -> None:
         plan = resolve(recipe, DEVICES[device], processes)
         made = built_empty(plan, AutoConfig.for_model(**MODELS[model]), model)
-        if "add_adapter" in plan.after_load:
-            with torch.device("meta"):
-                add_adapter(made, plan)
+        with torch.device("meta"):
+            for address in plan.after_load:
+                if address.startswith("load.adapters.add_"):
+                    function_at(address)(made, plan)
 
     return said(build)
 
@@ -217,5 +219,5 @@ def test_a_model_with_other_names_is_told_of_all_linear_which_trains_it(kind, fi
     )
     plan = resolve(with_settings(Recipe(), ["tricks.peft=lora", "lora.target_modules=all-linear"]), A100)
     with torch.device("meta"):
-        adapted = add_adapter(built_empty(plan, config, "this-one"), plan)
+        adapted = add_lora(built_empty(plan, config, "this-one"), plan)
     assert any(p.requires_grad for p in adapted.parameters())

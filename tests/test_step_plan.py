@@ -1,5 +1,6 @@
 """Toggles as data: what each writes into the plan, what it refuses, and what it warns of. No GPU needed."""
 
+import contextlib
 import inspect
 import json
 from dataclasses import replace
@@ -11,8 +12,8 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4, Device
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve, still_off
-from cria_tricks.step_plan import NAMES, Plan, diff
-from cria_tricks.switches import TECHNIQUES, technique_name
+from cria_tricks.step_plan import Plan, diff, function_at
+from cria_tricks.switches import NEEDS, TECHNIQUES, technique_name
 from cria_tricks.switches import lora as lora_switch
 from cria_tricks.techniques import (
     CARD,
@@ -31,6 +32,16 @@ from cria_tricks.techniques import (
 from cria_tricks.techniques import card as card_of
 
 A100 = Device("cuda", "NVIDIA A100", (8, 0), real_bf16=True, memory_bytes=40 * 2**30)
+ADD_LORA, ADD_HEAD, ADD_PROMPT, ADD_SIDE, USUAL_CASTS = (
+    f"load.adapters.{name}"
+    for name in ("add_lora", "add_trained_head", "add_prompt", "add_side_network", "prepare_for_kbit_training")
+)
+UNCAST = "techniques.lean_preparation.leave_inputs_uncast"
+NO_CACHE = "techniques.mixed_precision.cast_without_cache"
+CHECKPOINT = "techniques.gradient_checkpointing.checkpoint_blocks"
+COMPILE = "techniques.compile.compile_blocks"
+KEEP = "techniques.keep_attention.contexts"
+OFFLOADED, OVERLAPPED = "load.overlapped_offload.offloaded", "load.overlapped_offload.overlapped"
 CPU = Device("cpu", "some CPU", (0, 0), real_bf16=False, memory_bytes=16 * 2**30)
 
 
@@ -61,7 +72,11 @@ def test_the_capstone_on_a_t4():
     assert capstone.training["fp16"] is True
     assert capstone.checkpointing == {"blocks": "all"}
     assert capstone.optimizer == {"bits": 8, "paged": True}
-    assert capstone.after_load == ("add_adapter", "adapter_inputs_uncast", "checkpoint_blocks")
+    assert capstone.after_load == (
+        ADD_LORA,
+        UNCAST,
+        CHECKPOINT,
+    )
     assert capstone.warnings == ()
     json.dumps(capstone.to_dict())
 
@@ -86,7 +101,7 @@ LORA = {
     "kind": "lora", "r": 16, "lora_alpha": 32.0, "lora_dropout": 0.0, "use_rslora": False, "use_dora": False,
     "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 }  # fmt: skip
-ADAPTER = {"peft": LORA, "after_load": ("add_adapter",)}
+ADAPTER = {"peft": LORA, "after_load": (ADD_LORA,)}
 SLOW_BF16 = "precision=bf16: this CPU emulates bf16, so it saves memory but is slower than fp32"
 SLOW_FP16 = "precision=fp16: this CPU emulates fp16, so it saves memory but is far slower than fp32"
 
@@ -106,7 +121,7 @@ def four_bits(kind: str = "nf4", double: bool = False, dtype: str = "float32") -
             "load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": double,
             "bnb_4bit_compute_dtype": dtype,
         },
-        "peft": LORA, "after_load": ("prepare_for_kbit_training", "add_adapter"),
+        "peft": LORA, "after_load": (USUAL_CASTS, ADD_LORA),
     }  # fmt: skip
 
 
@@ -116,7 +131,7 @@ def training(**more) -> dict:
 
 def whole_matrices(**precision: bool) -> dict:
     """All weights train in 16 bits: autocast's cache is off."""
-    return training(**precision) | {"after_load": ("cast_without_cache",)}
+    return training(**precision) | {"after_load": (NO_CACHE,)}
 
 
 PLANS = [
@@ -125,18 +140,18 @@ PLANS = [
     (T4, "precision=fp16", whole_matrices(fp16=True)),
     (T4, "precision=fp16 peft=lora", training(fp16=True) | model("float16") | ADAPTER),
     (A100, "precision=bf16 peft=head", training(bf16=True) | model("bfloat16")
-     | {"peft": {"kind": "head"}, "after_load": ("add_adapter",)}),
+     | {"peft": {"kind": "head"}, "after_load": (ADD_HEAD,)}),
     (CPU, "precision=bf16", whole_matrices(bf16=True) | {"warnings": (SLOW_BF16,)}),
     (replace(CPU, real_bf16=True), "precision=bf16", whole_matrices(bf16=True)),
     (CPU, "precision=fp16", whole_matrices(fp16=True) | {"warnings": (SLOW_FP16,)}),
     (T4, "quantization=int8 peft=lora", ADAPTER | {"quantization": {"load_in_8bit": True},
-     "after_load": ("prepare_for_kbit_training", "add_adapter")}),
+     "after_load": (USUAL_CASTS, ADD_LORA)}),
     (A100, "quantization=int8 peft=lora precision=bf16", training(bf16=True) | model("bfloat16") | ADAPTER
-     | {"quantization": {"load_in_8bit": True}, "after_load": ("prepare_for_kbit_training", "add_adapter"),
+     | {"quantization": {"load_in_8bit": True}, "after_load": (USUAL_CASTS, ADD_LORA),
         "warnings": ("quantization=int8 computes its outlier columns in fp16, also with precision=bf16",)}),
     (replace(CPU, real_bf16=True), "quantization=int8 peft=lora precision=bf16", training(bf16=True)
      | model("bfloat16") | ADAPTER
-     | {"quantization": {"load_in_8bit": True}, "after_load": ("prepare_for_kbit_training", "add_adapter")}),
+     | {"quantization": {"load_in_8bit": True}, "after_load": (USUAL_CASTS, ADD_LORA)}),
     (CPU, "quantization=nf4 peft=lora", four_bits()),
     (CPU, "quantization=fp4 double_quantization=true peft=lora", four_bits("fp4", True)),
     (T4, "quantization=nf4 peft=lora precision=fp16", four_bits(dtype="float16") | training(fp16=True)
@@ -144,10 +159,10 @@ PLANS = [
     (CPU, "double_quantization=true", {"warnings": (
         "double_quantization has no effect: it packs the scales of 4-bit weights, and quantization is none",)}),
     (CPU, "peft=prompt_tuning", {"peft": {"kind": "prompt_tuning", "num_virtual_tokens": 16},
-     "after_load": ("add_adapter",)}),
-    (CPU, "peft=side_network", {"peft": {"kind": "side_network", "blocks": 2}, "after_load": ("add_adapter",)}),
+     "after_load": (ADD_PROMPT,)}),
+    (CPU, "peft=side_network", {"peft": {"kind": "side_network", "blocks": 2}, "after_load": (ADD_SIDE,)}),
     (T4, "lean_preparation=true peft=lora precision=fp16 quantization=nf4", four_bits(dtype="float16")
-     | training(fp16=True) | model("float16") | {"after_load": ("add_adapter", "adapter_inputs_uncast")}),
+     | training(fp16=True) | model("float16") | {"after_load": (ADD_LORA, UNCAST)}),
     (T4, "lean_preparation=true peft=lora", ADAPTER | {"warnings": (
         "lean_preparation has no effect: it avoids fp32 copies around LoRA in 16-bit arithmetic, and precision is "
         "fp32, peft lora",)}),
@@ -167,28 +182,28 @@ PLANS = [
         "expand_kv gains nothing without CUDA: the CPU's flash kernel takes grouped heads as they are",)}),
     (T4, "expand_kv=true", {"warnings": ("expand_kv has no effect: attention=eager needs no equal heads from outside; "
      "it acts on tricks.attention=sdpa",)}),
-    (T4, "gradient_checkpointing=true", {"checkpointing": {"blocks": "all"}, "after_load": ("checkpoint_blocks",)}),
-    (T4, "gradient_checkpointing=1", {"checkpointing": {"blocks": 1}, "after_load": ("checkpoint_blocks",)}),
+    (T4, "gradient_checkpointing=true", {"checkpointing": {"blocks": "all"}, "after_load": (CHECKPOINT,)}),
+    (T4, "gradient_checkpointing=1", {"checkpointing": {"blocks": 1}, "after_load": (CHECKPOINT,)}),
     (T4, "gradient_checkpointing=0", {}),
     (CPU, "gradient_checkpointing=true attention=sdpa keep_attention=true", model(attention="sdpa") | {
-     "checkpointing": {"blocks": "all", "keep_attention": True, "masked": False},
-     "after_load": ("checkpoint_blocks",)}),
+     "checkpointing": {"blocks": "all", "keep_attention": KEEP, "masked": False},
+     "after_load": (CHECKPOINT,)}),
     (CPU, "peft=head gradient_checkpointing=true keep_attention=true", {"peft": {"kind": "head"},
-     "after_load": ("add_adapter",), "warnings": (
+     "after_load": (ADD_HEAD,), "warnings": (
         "gradient_checkpointing has no effect: with peft=head no block below the head keeps activations",)}),
-    (T4, "gradient_checkpointing=true peft=head", {"peft": {"kind": "head"}, "after_load": ("add_adapter",),
+    (T4, "gradient_checkpointing=true peft=head", {"peft": {"kind": "head"}, "after_load": (ADD_HEAD,),
      "warnings": (
         "gradient_checkpointing has no effect: with peft=head no block below the head keeps activations",)}),
-    (T4, "activation_offload=true", {"step_context": ("activation_offload",)}),
-    (CPU, "activation_offload=true", {"step_context": ("activation_offload",), "warnings": (
+    (T4, "activation_offload=true", {"step_context": (OFFLOADED,)}),
+    (CPU, "activation_offload=true", {"step_context": (OFFLOADED,), "warnings": (
         "activation_offload gains nothing without CUDA, and costs a copy: activations are in host memory already",)}),
     (T4, "gradient_checkpointing=true activation_offload=overlapped", {
-     "step_context": ("overlapped_offload",), "checkpointing": {"blocks": "all"},
-     "after_load": ("checkpoint_blocks",)}),
-    (T4, "peft=head activation_offload=overlapped", {"peft": {"kind": "head"}, "after_load": ("add_adapter",),
+     "step_context": (OVERLAPPED,), "checkpointing": {"blocks": "all"},
+     "after_load": (CHECKPOINT,)}),
+    (T4, "peft=head activation_offload=overlapped", {"peft": {"kind": "head"}, "after_load": (ADD_HEAD,),
      "warnings": ("activation_offload has no effect: with peft=head no block below the head keeps activations",)}),
-    (card(7, 0), "compile=true", {"after_load": ("compile_blocks",)}),
-    (card(7, 0), "compile=true peft=lora", ADAPTER | {"after_load": ("add_adapter", "compile_blocks")}),
+    (card(7, 0), "compile=true", {"after_load": (COMPILE,)}),
+    (card(7, 0), "compile=true peft=lora", ADAPTER | {"after_load": (ADD_LORA, COMPILE)}),
     (CPU, "packing=true", {"collator": {"packed_length": 2048}}),
     (CPU, "packing=true attention=sdpa", model(attention="sdpa_by_document") | {"collator": {"packed_length": 2048}}),
     (T4, "chunked_loss=true peft=lora", ADAPTER | {"loss": {"kind": "chunked", "tokens_per_chunk": 256}}),
@@ -294,7 +309,7 @@ def test_compiling_on_a_cpu_needs_a_compiler(monkeypatch):
     assert asked == ["g++", "clang++", "mine"]
     monkeypatch.setattr("shutil.which", lambda name: name)
     found = plan(CPU, "compile=true")
-    assert (found.after_load, found.compiled, plan(CPU).compiled) == (("compile_blocks",), True, False)
+    assert (found.after_load, found.compiled, plan(CPU).compiled) == ((COMPILE,), True, False)
     assert found.warnings == (
         "compile: on a CPU the bytes of compiled kernels cannot be counted, so every peak is the whole process's",
     )
@@ -305,20 +320,35 @@ def test_two_plans_differ_in_these_lines():
     assert diff(before, before) == ""
     assert diff(before, after).splitlines() == [
         "training.gradient_accumulation_steps: 1 -> 2",
-        "after_load: () -> ('add_adapter',)",
-        "step_context: () -> ('activation_offload',)",
+        "after_load: () -> ('load.adapters.add_trained_head',)",
+        "step_context: () -> ('load.overlapped_offload.offloaded',)",
         "peft.kind: not set -> head",
     ]
     assert diff(after, before).splitlines()[0] == "peft.kind: head -> not set"
 
 
-def test_edits_are_appended_and_dropped_by_name():
-    a, b, c = NAMES["after_load"][:3]
-    x = NAMES["step_context"][0]
-    found = Plan(CPU).then(a).then(b).then(a).around(x).around(x).warn("one").warn("two")
-    assert (found.after_load, found.step_context, found.warnings) == ((a, b, a), (x, x), ("one", "two"))
-    assert found.without(a).after_load == (b,)
-    assert found.without(c) == found
+def test_edits_are_appended_and_dropped_by_address():
+    found = Plan(CPU).then("a").then("b").then("a").around("x").around("x").warn("one").warn("two")
+    assert (found.after_load, found.step_context, found.warnings) == (("a", "b", "a"), ("x", "x"), ("one", "two"))
+    assert found.without("a").after_load == ("b",)
+    assert found.without("c") == found
+
+
+@pytest.mark.parametrize("switch", [switch for module in TECHNIQUES for switch in module.TECHNIQUE.switches])
+def test_each_address_in_a_plan_is_that_of_a_function_of_a_model_and_a_plan(switch):
+    """With all that the switch needs, on the first of three machines that takes it."""
+    needs = (
+        NEEDS.get(switch, "").replace("{half}", "bf16" if switch == "attention=flash_attention_2" else "fp16").split()
+    )
+    recipe = with_settings(Recipe(), [n if "." in n else f"tricks.{n}" for n in (*needs, switch)])
+    for device in (T4, A100, CPU):
+        with contextlib.suppress(BadInput):
+            found = resolve(recipe, device)
+            break
+    for address in (*found.after_load, *found.step_context):
+        assert list(inspect.signature(function_at(address)).parameters)[:2] == ["model", "plan"], address
+    if "keep_attention" in found.checkpointing:
+        assert callable(function_at(found.checkpointing["keep_attention"]))
 
 
 def test_a_finer_choice_replaces_only_what_it_names():
@@ -376,7 +406,7 @@ def test_full_fine_tuning_in_16_bits_keeps_fp32_master_weights():
 
 def test_lean_preparation_leaves_the_upcast_out():
     lean = plan(T4, "precision=fp16", "quantization=nf4", "peft=lora", "lean_preparation=true")
-    assert lean.after_load == ("add_adapter", "adapter_inputs_uncast")
+    assert lean.after_load == (ADD_LORA, UNCAST)
 
 
 @pytest.mark.parametrize(

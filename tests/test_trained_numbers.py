@@ -7,11 +7,12 @@ from transformers import AutoConfig
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.load import trained_numbers
-from cria_tricks.load.adapters import add_adapter
+from cria_tricks.load.adapters import add_lora
 from cria_tricks.load.model import built_empty
 from cria_tricks.models.configs import KINDS
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
+from cria_tricks.step_plan import function_at
 from tests.test_families import SMALL, config_of
 
 ALL = "lora.target_modules=all-linear"
@@ -51,7 +52,7 @@ def test_the_count_is_what_peft_makes(kind, settings):
     counted = trained_numbers.count(*empty(kind, settings))
     model, plan = empty(kind, settings)
     with torch.device("meta"):
-        adapted = add_adapter(model, plan)
+        adapted = function_at(plan.after_load[0])(model, plan)
     assert counted == sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
 
 
@@ -75,4 +76,4 @@ def test_what_peft_cannot_adapt_is_refused_before_weights_are_loaded(kind, setti
         trained_numbers.count(*empty(kind, settings))
     model, plan = empty(kind, settings)
     with pytest.raises((BadInput, ValueError)), torch.device("meta"):
-        add_adapter(model, plan)
+        add_lora(model, plan)

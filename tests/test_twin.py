@@ -163,7 +163,7 @@ def test_a_fused_part_that_computes_something_else_is_found(technique, tmp_path,
     honest = fused.products, fused.PLAIN.rms_norm
     monkeypatch.setattr(fused, "products", lambda x, matrices: [2 * y for y in honest[0](x, matrices)])
     wrong = fused.PLAIN._replace(rms_norm=lambda x, weight, epsilon: honest[1](x, weight, 1.0))
-    monkeypatch.setitem(twin.TRIALS, "fused blocks", twin._fused(lambda model: fused.fuse_blocks(model, wrong)))
+    monkeypatch.setitem(twin.TRIALS, "fused blocks", twin._fused(lambda model: fused.fuse_blocks(model, parts=wrong)))
     assert "gradients with and without it differ by" in shown("llama", technique)[technique]
 
 

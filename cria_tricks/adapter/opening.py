@@ -23,7 +23,7 @@ from cria_tricks.common.units import DTYPE
 from cria_tricks.hardware import Device, this_device
 from cria_tricks.load import host_memory
 from cria_tricks.load.adapter_files import SIDE_NETWORK, load_side_network
-from cria_tricks.load.adapters import add_side_network
+from cria_tricks.load.adapters import with_copies
 from cria_tricks.load.model import forbid_cpu_repacking, quiet_libraries
 from cria_tricks.models import identity, pretrained
 from cria_tricks.recipe import Recipe, from_toml
@@ -111,7 +111,7 @@ def _loaded(folder: Path, below: models.Weights | None, device: Device, dtype: t
         # transformers keeps how a folder of packed weights was read, and could not undo that to save unpacked ones.
         model._weight_conversions = None
     if below and (folder / SIDE_NETWORK).is_file():
-        add_side_network(model, json.loads((folder / SIDE_NETWORK).read_text())["blocks"])
+        with_copies(model, json.loads((folder / SIDE_NETWORK).read_text())["blocks"])
         load_side_network(model, folder)
     elif below:
         model = pretrained.adapter(model, folder)

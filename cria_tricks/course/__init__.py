@@ -22,7 +22,7 @@ _NAMES = {
     "hardware.trust": "verdict=verdict_of",
     "load": "losses",
     "load.cache": "in_place=cache_in_place",
-    "load.model": "EDITS forbid_cpu_repacking load=load_base load_tokenizer quiet_libraries",
+    "load.model": "forbid_cpu_repacking load=load_base load_tokenizer quiet_libraries",
     "load.refusals": "refuse=refuse_plan",
     "models.facts": "facts_of",
     "load.stages": "find_blocks",
@@ -32,7 +32,7 @@ _NAMES = {
     "recipe": "with_settings",
     "resolve": "resolve",
     "settings": "Train",
-    "step_plan": "diff",
+    "step_plan": "diff function_at",
     # bytes and seconds, predicted
     "bill": "step_time",
     "bill.bill": "CONTEXT=CUDA_CONTEXT",

@@ -269,7 +269,7 @@ def _launch(device: Device) -> float:
     # imported late for the same reason
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from cria_tricks.load.adapters import add_lora
+    from cria_tricks.load.adapters import with_lora
 
     widths = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     recipe = with_settings(Recipe(), ["tricks.peft=lora", "tricks.attention=sdpa", "lora.r=2"])
@@ -277,7 +277,7 @@ def _launch(device: Device) -> float:
     for layers in (2, 10):
         config = LlamaConfig(**widths, vocab_size=64, num_hidden_layers=layers, use_cache=False)
         model = LlamaForCausalLM(config).to(device.kind)
-        adapted = add_lora(model, r=2, target_modules=list(recipe.lora.target_modules))
+        adapted = with_lora(model, r=2, target_modules=list(recipe.lora.target_modules))
         ids = torch.zeros(1, 4, dtype=torch.long, device=device.kind)
 
         def run(adapted: Any = adapted, ids: torch.Tensor = ids) -> None:

@@ -6,12 +6,12 @@ No other module calls peft to add a new one. ``models/pretrained.py`` loads save
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import bitsandbytes as bnb
 import torch
-from peft import LoraConfig, PeftConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PeftConfig, PromptTuningConfig, get_peft_model, prepare_model_for_kbit_training
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.integrations import dequantize_module_weight
 
@@ -22,17 +22,17 @@ from cria_tricks.switches.lora import ALL_LINEAR
 from cria_tricks.techniques import side_network
 
 
-def add_adapter(model: Any, plan: Plan) -> Any:
-    """Freeze a model, and add the trained part that ``plan.peft`` describes.
-
-    Raises:
-        BadInput: if the model has no place for that part.
-    """
-    arguments = dict(plan.peft)
-    return ADAPTERS[arguments.pop("kind")](model, **arguments)
+def prepare_for_kbit_training(model: Any, plan: Plan) -> Any:
+    """Make peft's usual preparation, which casts the weights that are not quantised to fp32."""
+    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # that is an edit of its own
 
 
-def add_lora(model: Any, **arguments: Any) -> Any:
+def add_lora(model: Any, plan: Plan) -> Any:
+    """Freeze a model, and add the LoRA of a plan to it; raises what :func:`with_lora` does."""
+    return with_lora(model, **_arguments(plan))
+
+
+def with_lora(model: Any, **arguments: Any) -> Any:
     """Freeze a model, and add LoRA to it.
 
     Args:
@@ -49,6 +49,10 @@ def add_lora(model: Any, **arguments: Any) -> Any:
     return _trained_in_fp32(adapted)
 
 
+def _arguments(plan: Plan) -> dict[str, Any]:
+    return {name: value for name, value in plan.peft.items() if name != "kind"}
+
+
 def _adapted(model: Any, config: PeftConfig) -> Any:
     peft_probes.ignore_unusable()
     return get_peft_model(model, config)
@@ -62,21 +66,26 @@ def lora_config(**arguments: Any) -> LoraConfig:
     return LoraConfig(task_type="CAUSAL_LM", **arguments)
 
 
-def add_trained_head(model: Any) -> Any:
+def add_trained_head(model: Any, plan: Plan) -> Any:
     """Freeze a model, and train a copy of its output head."""
     # With dummy targets no linear layer gets LoRA. peft only copies the head, trains the copy, and saves it like an
     # adapter. It warns if the head is tied to the embedding; we separate the two on purpose.
     warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
     head = _name_of(model, model.get_output_embeddings())
-    return add_lora(model, target_modules=DUMMY_TARGET_MODULES, modules_to_save=[head])
+    return with_lora(model, target_modules=DUMMY_TARGET_MODULES, modules_to_save=[head])
 
 
-def add_prompt(model: Any, **arguments: Any) -> Any:
-    """Freeze a model, and put learnt vectors before each row; the arguments are those of ``PromptTuningConfig``."""
-    return _trained_in_fp32(_adapted(model, PromptTuningConfig(task_type="CAUSAL_LM", **arguments)))
+def add_prompt(model: Any, plan: Plan) -> Any:
+    """Freeze a model, and put learnt vectors before each row."""
+    return _trained_in_fp32(_adapted(model, PromptTuningConfig(task_type="CAUSAL_LM", **_arguments(plan))))
 
 
-def add_side_network(model: Any, blocks: int) -> Any:
+def add_side_network(model: Any, plan: Plan) -> Any:
+    """Freeze a model, and put the copies of a plan beside its last blocks; raises what :func:`with_copies` does."""
+    return with_copies(model, **_arguments(plan))
+
+
+def with_copies(model: Any, blocks: int) -> Any:
     """Freeze a model, and put a trained copy beside each of its last blocks, in place.
 
     Args:
@@ -163,12 +172,3 @@ def modules_named(model: torch.nn.Module, name: str) -> list[torch.nn.Module]:
 def _name_of(model: torch.nn.Module, wanted: torch.nn.Module) -> str:
     """Return the last part of a module's path, such as ``lm_head``."""
     return next(path for path, module in model.named_modules() if module is wanted).rsplit(".", 1)[-1]
-
-
-ADAPTERS: dict[str, Callable[..., Any]] = {
-    "lora": add_lora,
-    "head": add_trained_head,
-    "prompt_tuning": add_prompt,
-    "side_network": add_side_network,
-}
-"""The function that adds each ``kind`` of ``Plan.peft`` to a model."""

@@ -102,14 +102,14 @@ def _planned_shapes(model: Any, plan: Plan) -> dict[str, list[int]]:
     return found
 
 
-def start_at_adapter(model: Any, folder: Path) -> Any:
+def start_at_adapter(model: Any, plan: Plan) -> Any:
     """Overwrite the numbers of a new adapter with those of a trained one, in place, and return the model.
 
     Args:
         model: a new ``PeftModel`` with LoRA.
-        folder: the folder of the trained adapter, which :func:`refuse_other` has compared.
+        plan: what will run; :func:`refuse_other` has compared its adapter.
     """
-    found = set_peft_model_state_dict(model, load_file(folder / pretrained.ADAPTER))
+    found = set_peft_model_state_dict(model, load_file(Path(plan.peft["continue_from"]) / pretrained.ADAPTER))
     missing = [name for name in found.missing_keys if "lora_" in name]
     assert not [*missing, *found.unexpected_keys], f"peft does not know its own names: {missing}"
     return model

@@ -1,4 +1,4 @@
-"""Run parts of a loaded model by the functions of ``techniques/``: fused_lora, fused_blocks and tiled_mlp.
+"""Run parts of a loaded model by the functions of ``techniques/``: fused_lora and fused_blocks.
 
 The modules stay those of transformers and peft, and so do their names, their weights and the adapter's file. Only their
 ``forward`` is replaced. That of a matrix calls peft's own wherever peft would not compute W x + s B A x, e.g. while the
@@ -19,9 +19,9 @@ from peft.tuners.lora.layer import ParamWrapper
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
+from cria_tricks.step_plan import Plan
 from cria_tricks.techniques.fused_blocks import gated, rms_norm, rotate
 from cria_tricks.techniques.fused_lora import Matrix, gated_mlp, products
-from cria_tricks.techniques.tiled_mlp import tiled
 
 TOGETHER = ("q_proj", "k_proj", "v_proj")
 """Matrices of attention that multiply the same input."""
@@ -44,7 +44,7 @@ NORMS = tuple(f"{family}RMSNorm" for family in ("Granite", "Llama", "Mistral", "
 """transformers' norms that compute what ``rms_norm`` does; the same test reads them."""
 
 
-def fuse(model: torch.nn.Module) -> torch.nn.Module:
+def fuse(model: torch.nn.Module, plan: Plan | None = None) -> torch.nn.Module:
     """Replace the forward passes of all matrices with adapters, and of the MLPs around them, in place.
 
     Raises:
@@ -97,7 +97,7 @@ def by_triton(device: Device) -> Parts:
     return Parts(triton_blocks.rms_norm, kernel_or_plain, triton_blocks.rotate)
 
 
-def fuse_blocks(model: torch.nn.Module, parts: Parts = PLAIN) -> torch.nn.Module:
+def fuse_blocks(model: torch.nn.Module, plan: Plan | None = None, parts: Parts = PLAIN) -> torch.nn.Module:
     """Replace the forward passes of norms, MLPs and rotary positions in place, after :func:`fuse`."""
     for module in model.modules():
         kind = type(module).__name__
@@ -110,27 +110,9 @@ def fuse_blocks(model: torch.nn.Module, parts: Parts = PLAIN) -> torch.nn.Module
     return model
 
 
-def tile_mlps(model: torch.nn.Module, tile: int) -> torch.nn.Module:
-    """Replace the forward passes of all blocks' MLPs in place, after the functions above: they run a tile at a time.
-
-    Args:
-        model: a transformers model, whose blocks name their MLP ``mlp``.
-        tile: tokens of a tile.
-    """
-    for path, module in model.named_modules():
-        if path.endswith(".mlp"):
-            module.forward = _in_tiles(module, tile)
-    return model
-
-
-def _in_tiles(module: Any, tile: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    plain = module.forward
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        # The parameters are looked up at each pass, because FSDP puts other tensors into the modules.
-        return tiled(plain, x, tile, [weight for weight in module.parameters() if weight.requires_grad])
-
-    return forward
+def fuse_blocks_by_triton(model: torch.nn.Module, plan: Plan) -> torch.nn.Module:
+    """Do as :func:`fuse_blocks`, by Triton kernels."""
+    return fuse_blocks(model, plan, by_triton(plan.device))
 
 
 def _norm(module: Any, parts: Parts) -> Callable[[torch.Tensor], torch.Tensor]:

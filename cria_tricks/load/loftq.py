@@ -32,7 +32,7 @@ from cria_tricks.techniques.lora import start_of
 
 
 @torch.no_grad()
-def start_at_rounding_error(model: Any) -> Any:
+def start_at_rounding_error(model: Any, plan: Plan | None = None) -> Any:
     """Overwrite the two matrices of every adapter beside a quantised weight, in place, and return the model.
 
     The weights are read again from the base's files, one after the other, so that only one is in memory unquantised.
@@ -40,6 +40,7 @@ def start_at_rounding_error(model: Any) -> Any:
 
     Args:
         model: a new ``PeftModel`` with LoRA, whose base was quantised while it was loaded from a folder.
+        plan: what will run; it is not read.
 
     Raises:
         BadInput: if a weight is not in the files, or another one is, or it holds NaN or infinity.

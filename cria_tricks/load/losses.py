@@ -30,25 +30,15 @@ def find(plan: Plan, autocast: Callable[[], Any]) -> Loss:
     Returns:
         A function from a model and a batch to the summed loss, fp32, not divided by anything.
     """
-    return LOSSES[plan.loss["kind"]](plan, autocast)
+    if plan.loss["kind"] == "full":
+        return full_loss_sum  # it calls the model's own forward, which runs in autocast already
 
-
-def _full(plan: Plan, autocast: Callable[[], Any]) -> Loss:
-    # This loss calls the model's own forward, which runs in autocast already.
-    return full_loss_sum
-
-
-def _chunked(plan: Plan, autocast: Callable[[], Any]) -> Loss:
-    def loss_sum(model: Any, batch: Batch) -> torch.Tensor:
+    def chunked(model: Any, batch: Batch) -> torch.Tensor:
         # Autocast is around the model's own forward (trainer/forward.py). The chunked loss calls modules below it.
         with autocast():
             return chunked_loss_sum(model, batch, plan.loss["tokens_per_chunk"])
 
-    return loss_sum
-
-
-LOSSES: dict[str, Callable[[Plan, Callable[[], Any]], Loss]] = {"full": _full, "chunked": _chunked}
-"""The function that makes the loss of each ``kind`` of ``Plan.loss``."""
+    return chunked
 
 
 class LossSum(torch.nn.Module):

@@ -1,7 +1,6 @@
 """Load a model as a plan wants it: quantised, edited and ready to train."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,7 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 import transformers
-from peft import prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -22,22 +19,19 @@ from cria_tricks import models
 from cria_tricks.common import packages
 from cria_tricks.common.errors import BadInput, first_line
 from cria_tricks.load import continued, loftq, quiet, streaming, trained_numbers, twin
-from cria_tricks.load.adapters import add_adapter, modules_named
-from cria_tricks.load.fused import by_triton, fuse, fuse_blocks, tile_mlps
+from cria_tricks.load.adapters import modules_named
+from cria_tricks.load.fused import by_triton
 from cria_tricks.load.refusals import refuse
 from cria_tricks.models import Weights, ends, pretrained, quantised
 from cria_tricks.models.configs import MORE_THAN_TEXT
 from cria_tricks.models.facts import Facts
 from cria_tricks.models.shape import BESIDE_HEAD
 from cria_tricks.processes.numbers import processes
-from cria_tricks.step_plan import Plan
-from cria_tricks.switches import tiled_mlp
-from cria_tricks.techniques import compile, keep_attention, mixed_precision
+from cria_tricks.step_plan import Plan, function_at
+from cria_tricks.switches import fused_blocks, lora
 
 CAUSAL = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 """The names of transformers' classes for models that predict the next token."""
-STARTS = ("start_at_rounding_error", "continue_from_adapter")
-"""The edits that overwrite new trained weights. A resumed run leaves them out."""
 
 
 @dataclass
@@ -85,6 +79,7 @@ def load(plan: Plan, weights: Weights) -> Loaded:
     Raises:
         BadInput: if the model cannot be loaded, or a weight that a GPU will quantise is NaN or infinite.
     """
+    edits = [function_at(address) for address in plan.after_load]
     quiet_libraries()
     weights = models.fetch(weights)
     arguments = dict(plan.model)
@@ -105,8 +100,8 @@ def load(plan: Plan, weights: Weights) -> Loaded:
         model = pretrained.causal_lm(weights.path, weights.name, **arguments)
     model.config.use_cache = False  # no KV cache, because training reads every token once
     forbid_cpu_repacking(model)
-    for edit in plan.after_load:
-        model = EDITS[edit](model, plan)
+    for edit in edits:
+        model = edit(model, plan)
     if on_host:
         on_host.start()
     return Loaded(model, weights)
@@ -150,11 +145,11 @@ def count_trainable(
             f"model {weights.name}: has {known} positions for rows, and they may have {longest} tokens; set "
             f"data.max_length={known}"
         )
-    if "start_at_rounding_error" in plan.after_load:
+    if lora.AT_ROUNDING_ERROR in plan.after_load:
         loftq.refuse_unreadable(model, plan, Path(weights.path))
-    if "continue_from_adapter" in plan.after_load:
+    if lora.AT_ADAPTER in plan.after_load:
         continued.refuse_other(model, plan)
-    if "add_adapter" in plan.after_load:
+    if plan.peft:
         return trained_numbers.count(model, plan)
     return sum(p.numel() for p in model.parameters())
 
@@ -183,7 +178,7 @@ def refuse_unfit(plan: Plan, weights: Weights) -> Any:
     Raises:
         BadInput: if it is no causal language model, does not fit the plan, or its files contradict its config.
     """
-    if "fuse_blocks_by_triton" in plan.after_load:
+    if fused_blocks.BY_TRITON in plan.after_load:
         by_triton(plan.device)  # refused here, before weights are read
     config = pretrained.config(weights.path, weights.name)
     _refuse_other_rounding(plan, config, weights.name)
@@ -289,11 +284,6 @@ def _number(config: Any, field: str) -> int:
     return found if type(found) is int else 0
 
 
-def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """List the blocks of a transformers model, which it marks itself by their base class."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
 def untied_ends(model: torch.nn.Module) -> tuple[Any, Any, Any] | None:
     """Return the embedding, the last norm and the head of an untied model; ``None`` if the two matrices are one."""
     causal_lm: Any = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
@@ -313,76 +303,3 @@ def forbid_cpu_repacking(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             module.support_avx512bf16_for_cpu = False
-
-
-def _cast_without_cache(model: Any, plan: Plan) -> Any:
-    mixed_precision.cast_without_cache(model.base_model)
-    return model
-
-
-def _adapter_inputs_uncast(model: Any, plan: Plan) -> Any:
-    # peft casts the wide input of each adapter up to fp32, the dtype of the adapter's thin matrices. Under autocast
-    # that is needless: the product runs in 16 bits, and autocast casts the thin matrices down for it.
-    for module in model.modules():
-        if hasattr(module, "cast_input_dtype_enabled"):
-            module.cast_input_dtype_enabled = False
-    return model
-
-
-def _tile_mlps(model: Any, plan: Plan) -> Any:
-    width = model.config.get_text_config().hidden_size
-    return tile_mlps(model, tiled_mlp.tokens_of(plan.checkpointing["mlp_tile"], width))
-
-
-def _checkpoint_blocks(model: Any, plan: Plan) -> Any:
-    # transformers' own method, which takes the arguments of torch's checkpoint. It knows no first k blocks.
-    wanted = plan.checkpointing["blocks"]
-    arguments: dict[str, Any] = {"use_reentrant": False}
-    if plan.checkpointing.get("keep_attention"):
-        arguments["context_fn"] = keep_attention.contexts
-    # The method has its new name since transformers 5.2x; transformers 6 has no other.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(arguments)
-    if wanted != "all":
-        for block in blocks_of(model)[wanted:]:
-            block.gradient_checkpointing = False  # type: ignore[assignment]
-    return model
-
-
-def _compile_blocks(model: Any, plan: Plan) -> Any:
-    # Compile block by block, in place, because the graph of one block serves all blocks. With dynamic=True it also
-    # serves rows of every length, whichever came first. So a resumed run gets the kernels of an uninterrupted one.
-    blocks = blocks_of(model)
-    if not blocks:
-        raise BadInput(
-            f"tricks.compile=true: {type(model).__name__} is not built of blocks that can be compiled one by one; set "
-            "tricks.compile=false"
-        )
-    # All blocks share one code, but it needs a graph for each case: rows with a mask or without, one row or several,
-    # training or evaluation, and the first block, whose input needs no gradient. These are more than 8, after which
-    # torch by default gives up and compiles no more.
-    torch._dynamo.config.recompile_limit = 32
-    for block in blocks:
-        block.compile(dynamic=True, backend=compile.BACKEND)
-    return model
-
-
-EDITS: dict[str, Callable[[Any, Plan], Any]] = {
-    "cast_without_cache": _cast_without_cache,
-    # peft's usual preparation, which casts the weights that are not quantised to fp32. Gradient checkpointing is an
-    # edit of its own.
-    "prepare_for_kbit_training": lambda model, plan: prepare_model_for_kbit_training(
-        model, use_gradient_checkpointing=False
-    ),
-    "add_adapter": add_adapter,
-    "start_at_rounding_error": lambda model, plan: loftq.start_at_rounding_error(model),
-    "continue_from_adapter": lambda model, plan: continued.start_at_adapter(model, Path(plan.peft["continue_from"])),
-    "adapter_inputs_uncast": _adapter_inputs_uncast,
-    "fuse_adapters": lambda model, plan: fuse(model),
-    "fuse_blocks": lambda model, plan: fuse_blocks(model),
-    "fuse_blocks_by_triton": lambda model, plan: fuse_blocks(model, by_triton(plan.device)),
-    "tile_mlps": _tile_mlps,
-    "checkpoint_blocks": _checkpoint_blocks,
-    "compile_blocks": _compile_blocks,
-}
-"""The function that makes each edit named in ``Plan.after_load``; it returns the edited model."""

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from cria_tricks.load.model import blocks_of
 from cria_tricks.measure.memory import every_tensor
+from cria_tricks.models.pretrained import blocks_of
 from cria_tricks.step_plan import Plan
 from cria_tricks.switches.activation_offload import SMALL
 from cria_tricks.techniques.activation_offload import Offloaded, fill, room_for
@@ -226,6 +226,11 @@ class Overlapped(Offloaded):
                 self._fetched(below)
                 self._ahead = reference
                 return
+
+
+def offloaded(model: Any, plan: Plan) -> Offloaded:
+    """Make the context around a forward pass in which all that autograd saves travels, but for the model's tensors."""
+    return Offloaded(every_tensor(model))
 
 
 def overlapped(model: Any, plan: Plan) -> Overlapped:

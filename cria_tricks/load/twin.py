@@ -26,11 +26,12 @@ from cria_tricks.common import packages
 from cria_tricks.common.errors import BadInput, first_line
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.tokens import IGNORED
-from cria_tricks.load.adapters import add_lora
+from cria_tricks.load.adapters import with_lora
 from cria_tricks.load.fused import fuse, fuse_blocks
 from cria_tricks.load.losses import chunked_loss_sum, full_loss_sum
 from cria_tricks.models import weight_files
 from cria_tricks.step_plan import Plan
+from cria_tricks.switches import fused_blocks, fused_lora
 from cria_tricks.switches.packing import IMPLEMENTATION
 from cria_tricks.techniques.packing import PackedRows
 
@@ -91,9 +92,9 @@ def refuse(plan: Plan, model: Any, name: str) -> None:
         wanted["checkpointing"] = "set tricks.gradient_checkpointing=false"
     if plan.loss["kind"] == "chunked":
         wanted["chunked loss"] = "set tricks.chunked_loss=false"
-    if "fuse_adapters" in plan.after_load:
+    if fused_lora.FUSE in plan.after_load:
         wanted["fused adapters"] = "set tricks.fused_lora=false"
-    if {"fuse_blocks", "fuse_blocks_by_triton"} & {*plan.after_load}:
+    if {fused_blocks.FUSE, fused_blocks.BY_TRITON} & {*plan.after_load}:
         wanted["fused blocks"] = "set tricks.fused_blocks=false"
     family = f"models of kind {model.config.model_type}"
     for technique, said in tried(model, plan.model.get("attn_implementation", ""), list(wanted)).items():
@@ -379,7 +380,7 @@ def _fused(fuse: Callable[[Any], Any]) -> Callable[[Any], None]:
         linear = [path for path, module in twin.named_modules() if isinstance(module, LINEAR) and module is not head]
         plain = {"r": 2, "lora_alpha": 4, "target_modules": linear, "init_lora_weights": False}
         torch.default_generator.manual_seed(0)
-        adapted = add_lora(copied, **plain)  # B is drawn, too, because gradients of A are zero where it is
+        adapted = with_lora(copied, **plain)  # B is drawn, too, because gradients of A are zero where it is
         expected = _gradients(adapted, lambda: full_loss_sum(adapted, batch))
         fuse(adapted)
         _compare_gradients(_gradients(adapted, lambda: full_loss_sum(adapted, batch)), expected)

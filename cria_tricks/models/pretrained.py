@@ -23,6 +23,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cria_tricks.common import packages
 from cria_tricks.common.errors import BadInput, first_line
@@ -413,3 +414,8 @@ def loaded(from_pretrained: Callable[..., Any], folder: str | Path | None, name:
         else:
             said = f"{first_line(error)}; is the folder whole?"
         raise BadInput(f"model {name}: cannot be loaded: {said}") from None
+
+
+def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """List the blocks of a transformers model, which it marks itself by their base class."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

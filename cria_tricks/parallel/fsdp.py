@@ -161,7 +161,8 @@ def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
     # These imports take a second, and only a run over several cards needs them.
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from cria_tricks.load.model import blocks_of, untied_ends
+    from cria_tricks.load.model import untied_ends
+    from cria_tricks.models.pretrained import blocks_of
 
     assert world.mesh is not None
     options: Any = {"mesh": world.mesh["data"], "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}

@@ -19,9 +19,10 @@ from transformers import AutoConfig
 
 from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.lines import ANSWERS, EVALUATION, Line
-from cria_tricks.load.model import blocks_of, quiet_libraries
+from cria_tricks.load.model import quiet_libraries
 from cria_tricks.measure.memory import LiveBytes, every_tensor
 from cria_tricks.models.configs import find_config
+from cria_tricks.models.pretrained import blocks_of
 from cria_tricks.predict.cuda_on_cpu import kernels_of
 from cria_tricks.predict.fake_model import fake_model, flash_attention_2, known_values, refuse_data_dependent_shapes
 from cria_tricks.recipe import Recipe

@@ -25,9 +25,10 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from cria_tricks.bill.constants import BLOCK
 from cria_tricks.common.errors import BadInput
 from cria_tricks.load import streaming
-from cria_tricks.load.model import EDITS, STARTS, blocks_of, built_empty, forbid_cpu_repacking
-from cria_tricks.step_plan import Plan
-from cria_tricks.switches import adamw_8bit
+from cria_tricks.load.model import built_empty, forbid_cpu_repacking
+from cria_tricks.models.pretrained import blocks_of
+from cria_tricks.step_plan import COMPILE, Plan, function_at
+from cria_tricks.switches import adamw_8bit, fused_blocks, lora
 from cria_tricks.techniques import packing
 
 
@@ -57,11 +58,11 @@ def fake_model(plan: Plan, config: Any, fake: FakeTensorMode) -> Any:
             _quantise(model, plan)
             forbid_cpu_repacking(model)
         for edit in plan.after_load:
-            if edit == "fuse_blocks_by_triton":  # kernels cannot run on tensors without data; these save the same
-                edit = "fuse_blocks"
+            if edit == fused_blocks.BY_TRITON:  # kernels cannot run on tensors without data; these save the same
+                edit = fused_blocks.FUSE
             # A dry run could not count the memory inside compiled blocks, and tensors without data hold no start.
-            if edit not in ("compile_blocks", *STARTS):
-                model = EDITS[edit](model, plan)
+            if edit not in (COMPILE, *lora.STARTS):
+                model = function_at(edit)(model, plan)
     with fake:
         _hand_over(model)
         if plan.streaming:

@@ -25,7 +25,7 @@ from cria_tricks.data.table import mapped
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.gpus import this_host
 from cria_tricks.kwanzaa import augment
-from cria_tricks.load.model import STARTS, count_trainable, load, load_tokenizer, quiet_libraries, refuse_unfit
+from cria_tricks.load.model import count_trainable, load, load_tokenizer, quiet_libraries, refuse_unfit
 from cria_tricks.measure.memory import Meter, every_tensor
 from cria_tricks.measure.monitor import Monitor
 from cria_tricks.measure.profiler import Profile
@@ -43,6 +43,7 @@ from cria_tricks.run.allocator import in_force
 from cria_tricks.run.job import Job
 from cria_tricks.step_plan import Plan
 from cria_tricks.switches.folds import for_shape
+from cria_tricks.switches.lora import AT_ADAPTER, STARTS
 from cria_tricks.trainer import samples
 from cria_tricks.trainer.fit import guarded, summed_up, training
 from cria_tricks.trainer.progress import ShowProgress
@@ -64,7 +65,7 @@ def prepare(job: Job) -> None:
     begun = job.folders.start
     if begun:  # a checkpoint's weights take the place of any other start
         plan = plan.without(*STARTS)
-    continues = "continue_from_adapter" in plan.after_load
+    continues = AT_ADAPTER in plan.after_load
     revision = continued.revision(recipe) if continues else job.folders.revision
     weights = models.fetch(models.find(recipe.model), revision)
     job.weights = weights

@@ -21,13 +21,15 @@ TECHNIQUE = Technique(
     },
     needs={"activation_offload=overlapped": "gradient_checkpointing=true"},
 )
+OVERLAPPED = "load.overlapped_offload.overlapped"
+"""The context in which copies overlap with the computing."""
 SMALL = 2**17
 """If copies overlap, a tensor of fewer bytes stays on the card. PCIe 3.0 carries so many in 11 us, and the host takes
 17 us to start a copy (``hardware/reached.py``: ``LINK`` and ``LAUNCH``)."""
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Put the context around every forward pass; ``trainer/forward.py`` gives it the model's weights.
+    """Put the context around every forward pass; ``load/overlapped_offload.py`` gives it the model's weights.
 
     Raises:
         BadInput: if copies cannot overlap with what else is on.
@@ -41,9 +43,9 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
                 "activation_offload has no effect: with peft=head no block below the head keeps activations"
             )
         _refuse_to_overlap(recipe)
-        plan = plan.around("overlapped_offload")
+        plan = plan.around(OVERLAPPED)
     else:
-        plan = plan.around("activation_offload")
+        plan = plan.around("load.overlapped_offload.offloaded")
     if plan.device.kind != "cuda":
         return plan.warn(
             "activation_offload gains nothing without CUDA, and costs a copy: activations are in host memory already"

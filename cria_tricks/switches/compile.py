@@ -8,7 +8,7 @@ from dataclasses import replace
 from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.recipe import Recipe
-from cria_tricks.step_plan import Plan
+from cria_tricks.step_plan import COMPILE, Plan
 from cria_tricks.technique import Field, Technique
 
 TECHNIQUE = Technique(
@@ -34,7 +34,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if device.kind == "cpu" and not shutil.which(compiler):
         raise BadInput(f"tricks.compile=true: no C++ compiler {compiler} here; install it, or set tricks.compile=false")
-    plan = plan.then("compile_blocks")
+    plan = plan.then(COMPILE)
     if device.kind == "cpu":
         return plan.warn(
             "compile: on a CPU the bytes of compiled kernels cannot be counted, so every peak is the whole process's"

@@ -23,6 +23,7 @@ from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.switches import TECHNIQUES, int8
+from cria_tricks.switches.activation_offload import OVERLAPPED
 
 LONGEST = 2**20
 """The longest row for which copies are tried to hide [tokens]."""
@@ -171,7 +172,7 @@ def as_long_rows_run(recipe: Recipe, shape: Shape, device: Device, tokens: int) 
 
 def for_shape(plan: Plan, recipe: Recipe, shape: Shape) -> Plan:
     """Write into a plan what depends on the model's shape: which micro-batches are too short to travel."""
-    if "overlapped_offload" not in plan.step_context:
+    if OVERLAPPED not in plan.step_context:
         return plan
     least = travels_from(recipe, shape, plan.device)
     plan = plan.refine("checkpointing", travels_from=least)

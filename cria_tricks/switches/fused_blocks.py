@@ -20,6 +20,9 @@ TECHNIQUE = Technique(
     fields={"fused_blocks": Field("Speed", "Fused norms, activation and RoPE", search="free")},
     needs=dict.fromkeys(("fused_blocks=true", "fused_blocks=triton"), "peft=lora"),
 )
+FUSE = "load.fused.fuse_blocks"
+BY_TRITON = "load.fused.fuse_blocks_by_triton"
+"""The edits of the blocks."""
 KINDS = ("granite", "llama", "mistral", "mixtral", "qwen2", "qwen3", "smollm3")
 """Kinds of model whose norms are those of Llama, and whose whole heads are rotated."""
 
@@ -37,8 +40,8 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
         raise BadInput("tricks.fused_blocks=true: torch.compile fuses a block itself; set tricks.compile=false")
     if tricks.fused_blocks == "triton":
         refuse_without_triton(plan.device)
-        return plan.then("fuse_blocks_by_triton")
-    return plan.then("fuse_blocks")
+        return plan.then(BY_TRITON)
+    return plan.then(FUSE)
 
 
 def refuse_without_triton(device: Device) -> None:
@@ -59,7 +62,7 @@ def refuse_without_triton(device: Device) -> None:
 
 def refuse_model(plan: Plan, facts: Facts) -> None:
     """Refuse a model whose norms or rotary positions have other formulas."""
-    if not {"fuse_blocks", "fuse_blocks_by_triton"} & set(plan.after_load) or facts.kind in KINDS:
+    if not {FUSE, BY_TRITON} & {*plan.after_load} or facts.kind in KINDS:
         return
     raise BadInput(
         f"tricks.fused_blocks=true: the norms or rotary positions of {facts.name}, a model of kind {facts.kind}, have "

@@ -17,6 +17,8 @@ TECHNIQUE = Technique(
     fields={"fused_lora": Field("Speed", "Fused LoRA backward", search="free")},
     needs={"fused_lora=true": "peft=lora"},
 )
+FUSE = "load.fused.fuse"
+"""The edit of the adapters."""
 
 
 def fuses(recipe: Recipe) -> bool:
@@ -40,7 +42,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
         )
     if tricks.compile:
         raise BadInput("tricks.fused_lora=true: torch.compile fuses a block itself; set tricks.compile=false")
-    return plan.then("fuse_adapters")
+    return plan.then(FUSE)
 
 
 def bill(step: Step, recipe: Recipe) -> Step:

@@ -23,6 +23,8 @@ TECHNIQUE = Technique(
         )
     },
 )
+CHECKPOINT = "techniques.gradient_checkpointing.checkpoint_blocks"
+"""The edit of the blocks."""
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
@@ -35,13 +37,13 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
             "gradient_checkpointing has no effect: with peft=head no block below the head keeps activations"
         )
     if wanted is True:
-        return plan.with_("checkpointing", blocks="all").then("checkpoint_blocks")
+        return plan.with_("checkpointing", blocks="all").then(CHECKPOINT)
     if recipe.tricks.peft == "side_network":
         raise BadInput(
             f"tricks.gradient_checkpointing={wanted}: side_network has its copies beside the last blocks, which the "
             "first blocks are not; set tricks.gradient_checkpointing=true"
         )
-    return plan.with_("checkpointing", blocks=wanted).then("checkpoint_blocks")
+    return plan.with_("checkpointing", blocks=wanted).then(CHECKPOINT)
 
 
 def kept_blocks(recipe: Recipe, shape: Shape) -> int:

@@ -14,7 +14,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     """Ask peft for a trained copy of the head over a frozen model."""
     if recipe.tricks.peft != "head":
         return plan
-    return plan.with_("peft", kind="head").then("add_adapter")
+    return plan.with_("peft", kind="head").then("load.adapters.add_trained_head")
 
 
 def bill(step: Step, recipe: Recipe) -> Step:

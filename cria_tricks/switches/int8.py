@@ -7,7 +7,7 @@ from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
-from cria_tricks.switches.nf4 import refuse_without_adapter
+from cria_tricks.switches.nf4 import USUAL_CASTS, refuse_without_adapter
 from cria_tricks.technique import Technique
 
 TECHNIQUE = Technique(
@@ -34,7 +34,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
         )
     if recipe.tricks.precision == "bf16" and plan.device.kind == "cuda":
         plan = plan.warn("quantization=int8 computes its outlier columns in fp16, also with precision=bf16")
-    return plan.with_("quantization", load_in_8bit=True).then("prepare_for_kbit_training")
+    return plan.with_("quantization", load_in_8bit=True).then(USUAL_CASTS)
 
 
 def bill(step: Step, recipe: Recipe) -> Step:

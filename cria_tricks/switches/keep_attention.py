@@ -28,6 +28,8 @@ TECHNIQUE = Technique(
     },
     needs={"keep_attention=true": "attention=sdpa expand_kv=true gradient_checkpointing=true"},
 )
+KEEP = "techniques.keep_attention.contexts"
+"""What makes the two contexts of a checkpointed block."""
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
@@ -49,7 +51,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
         raise _refused("a compiled block chooses itself what it keeps; set tricks.compile=false")
     if recipe.parallel.strategy in ("tensor", "ddp_tensor"):
         raise _refused("the heads of a block are shared among processes; use parallel.strategy=ddp or fsdp")
-    return plan.with_("checkpointing", keep_attention=True, masked=recipe.train.batch_size > 1)
+    return plan.with_("checkpointing", keep_attention=KEEP, masked=recipe.train.batch_size > 1)
 
 
 def _refused(why: str) -> BadInput:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from cria_tricks.bill.step import Step
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.switches.nf4 import USUAL_CASTS
 from cria_tricks.technique import ON_OFF, Field, Technique
 
 TECHNIQUE = Technique(
@@ -18,6 +19,8 @@ TECHNIQUE = Technique(
     },
     needs={"lean_preparation=true": "peft=lora precision={half}"},
 )
+UNCAST = "techniques.lean_preparation.leave_inputs_uncast"
+"""The edit of the adapters."""
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
@@ -30,7 +33,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
             "lean_preparation has no effect: it avoids fp32 copies around LoRA in 16-bit arithmetic, and "
             f"precision is {tricks.precision}, peft {tricks.peft}"
         )
-    return plan.without("prepare_for_kbit_training").then("adapter_inputs_uncast")
+    return plan.without(USUAL_CASTS).then(UNCAST)
 
 
 def bill(step: Step, recipe: Recipe) -> Step:

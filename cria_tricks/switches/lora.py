@@ -14,6 +14,10 @@ from cria_tricks.technique import Field, Technique
 
 ALL_LINEAR = "all-linear"
 """peft's name for all linear layers but the head."""
+AT_ROUNDING_ERROR = "load.loftq.start_at_rounding_error"
+AT_ADAPTER = "load.continued.start_at_adapter"
+STARTS = (AT_ROUNDING_ERROR, AT_ADAPTER)
+"""The edits that overwrite a new adapter. A resumed run leaves them out."""
 TECHNIQUE = Technique(
     claim="reparametrised",
     lesson="lora",
@@ -58,10 +62,10 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         target_modules=list(dict.fromkeys(lora.target_modules)),
-    ).then("add_adapter")
+    ).then("load.adapters.add_lora")
     if lora.init == "default":
         start = lora.continue_from
-        return plan.with_("peft", continue_from=start).then("continue_from_adapter") if start else plan
+        return plan.with_("peft", continue_from=start).then(AT_ADAPTER) if start else plan
     if lora.continue_from:
         raise BadInput("lora.init=loftq: lora.continue_from says where B A starts; set lora.init=default")
     if recipe.tricks.quantization == "none":
@@ -71,7 +75,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
         )
     if lora.dora:
         raise BadInput("lora.init=loftq with lora.dora=true: peft sets DoRA's magnitudes first; set lora.dora=false")
-    return plan.then("start_at_rounding_error")
+    return plan.then(AT_ROUNDING_ERROR)
 
 
 def refuse_unestimated(recipe: Recipe, shape: Shape) -> None:

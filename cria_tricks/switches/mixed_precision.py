@@ -42,7 +42,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     if recipe.tricks.peft != "none":  # all that is loaded is frozen, so it needs no fp32 master copy
         plan = plan.with_("model", dtype=DTYPE[precision])
     if recipe.tricks.peft in ("none", "side_network"):  # else no matrix of a block trains
-        plan = plan.then("cast_without_cache")
+        plan = plan.then("techniques.mixed_precision.cast_without_cache")
     return plan.with_("training", **{precision: True})
 
 

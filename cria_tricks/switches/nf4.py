@@ -36,6 +36,8 @@ TECHNIQUE = Technique(
         "double_quantization=true": "peft=lora quantization=nf4",
     },
 )
+USUAL_CASTS = "load.adapters.prepare_for_kbit_training"
+"""The edit that prepares a quantised model for training; ``lean_preparation`` leaves it out."""
 SCALES = 256
 """With double quantization, this many scales form a block of their own, with one fp32 scale."""
 
@@ -57,7 +59,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
         bnb_4bit_quant_type=tricks.quantization,
         bnb_4bit_use_double_quant=tricks.double_quantization,
         bnb_4bit_compute_dtype=DTYPE[tricks.precision],
-    ).then("prepare_for_kbit_training")
+    ).then(USUAL_CASTS)
 
 
 def refuse_without_adapter(recipe: Recipe) -> None:

@@ -24,7 +24,9 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
             "tricks.packing=true with tricks.peft=prompt_tuning: peft drops the position ids, so the documents of a "
             "row would see each other; set tricks.packing=false"
         )
-    return plan.with_("peft", kind="prompt_tuning", num_virtual_tokens=recipe.prompt.tokens).then("add_adapter")
+    return plan.with_("peft", kind="prompt_tuning", num_virtual_tokens=recipe.prompt.tokens).then(
+        "load.adapters.add_prompt"
+    )
 
 
 def bill(step: Step, recipe: Recipe) -> Step:

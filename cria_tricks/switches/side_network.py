@@ -22,7 +22,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
         if recipe.side != Side():
             plan = plan.warn(f"the side.* settings have no effect: tricks.peft is {recipe.tricks.peft}")
         return plan
-    return plan.with_("peft", kind="side_network", blocks=recipe.side.blocks).then("add_adapter")
+    return plan.with_("peft", kind="side_network", blocks=recipe.side.blocks).then("load.adapters.add_side_network")
 
 
 def refuse_model(plan: Plan, facts: Facts) -> None:

@@ -53,7 +53,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
         return plan.warn(
             f"tiled_mlp has no effect: no micro-batch has more than {most:,} tokens, and a tile has {tile:,}"
         )
-    return plan.with_("checkpointing", mlp_tile=tile).then("tile_mlps")
+    return plan.with_("checkpointing", mlp_tile=tile).then("techniques.tiled_mlp.tile_blocks")
 
 
 def _row(recipe: Recipe) -> int:
@@ -68,7 +68,7 @@ def tokens_of(wanted: bool | int, width: int) -> int:
 
 def refuse_model(plan: Plan, facts: Facts) -> None:
     """Refuse a model of another kind than those whose MLP can be tiled."""
-    if "tile_mlps" not in plan.after_load or facts.kind in PLAIN_BLOCKS:
+    if "mlp_tile" not in plan.checkpointing or facts.kind in PLAIN_BLOCKS:
         return
     raise BadInput(
         f"tricks.tiled_mlp: the MLP of {facts.name}, a model of kind {facts.kind}, is not one that can be tiled: it "

@@ -16,10 +16,14 @@ Shapes: N elements of every input and of the output, tiles of at most I of them.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
 from torch.autograd.function import once_differentiable
+
+from cria_tricks.common.errors import BadInput
+from cria_tricks.step_plan import Plan
 
 REFERENCE = ("_Fused",)
 PLAIN = """
@@ -88,3 +92,29 @@ def fused(function: Callable[..., torch.Tensor], tile: int = 1024) -> Callable[.
         return _Fused.apply(graph, tile, *inputs)
 
     return run
+
+
+def compile_blocks(model: Any, plan: Plan) -> Any:
+    """Compile a transformers model block by block, in place, and return it.
+
+    The graph of one block serves all blocks. With ``dynamic=True`` it also serves rows of every length, whichever came
+    first. So a resumed run gets the kernels of an uninterrupted one.
+
+    Raises:
+        BadInput: if the model is not built of blocks.
+    """
+    from cria_tricks.models.pretrained import blocks_of  # here, because only the switch needs transformers
+
+    blocks = blocks_of(model)
+    if not blocks:
+        raise BadInput(
+            f"tricks.compile=true: {type(model).__name__} is not built of blocks that can be compiled one by one; set "
+            "tricks.compile=false"
+        )
+    # All blocks share one code, but it needs a graph for each case: rows with a mask or without, one row or several,
+    # training or evaluation, and the first block, whose input needs no gradient. These are more than 8, after which
+    # torch by default gives up and compiles no more.
+    torch._dynamo.config.recompile_limit = 32
+    for block in blocks:
+        block.compile(dynamic=True, backend=BACKEND)
+    return model

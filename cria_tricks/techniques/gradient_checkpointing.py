@@ -18,8 +18,12 @@ Ours     30 lines, one block at a time. The switch takes torch's non-reentrant c
 Shapes: s = B T D elements, a block's input; a = all that the block saves inside for its backward pass; L blocks.
 """
 
+from typing import Any
+
 import torch
 from torch.autograd.function import once_differentiable
+
+from cria_tricks.step_plan import Plan, function_at
 
 REFERENCE = ("_Recompute",)
 PLAIN = """
@@ -91,3 +95,23 @@ def checkpointed(block: torch.nn.Module, x_BTD: torch.Tensor) -> torch.Tensor:
         ``block(x)``, shape (B, T, D); it and its gradients equal the plain ones bit for bit.
     """
     return _Recompute.apply(block, x_BTD, *(p for p in block.parameters() if p.requires_grad))
+
+
+def checkpoint_blocks(model: Any, plan: Plan) -> Any:
+    """Checkpoint the blocks of a transformers model as a plan says, by transformers' own method, and return the model.
+
+    That method takes the arguments of torch's checkpoint. It knows no first k blocks.
+    """
+    from cria_tricks.models.pretrained import blocks_of  # here, because only the switch needs transformers
+
+    wanted = plan.checkpointing["blocks"]
+    arguments: dict[str, Any] = {"use_reentrant": False}
+    if "keep_attention" in plan.checkpointing:
+        arguments["context_fn"] = function_at(plan.checkpointing["keep_attention"])
+    # The method has its new name since transformers 5.2x; transformers 6 has no other.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(arguments)
+    if wanted != "all":
+        for block in blocks_of(model)[wanted:]:
+            block.gradient_checkpointing = False  # type: ignore[assignment]
+    return model

@@ -10,14 +10,16 @@ Needs    precision fp16 or bf16, and peft = lora; without 16-bit arithmetic ther
 Breaks   in fp16, models that were trained in bf16 and whose residual stream exceeds 65504, the largest fp16 number; the
          usual preparation keeps that stream in fp32
 Sources  peft ``prepare_model_for_kbit_training`` and ``cast_input_dtype_enabled`` (peft 0.21 source)
-Ours     one edit of the loaded model left out and one added; both are in ``load/model.py``
+Ours     one edit of the loaded model left out (``load/adapters.py``), and one added, which is below
 
 Shapes: embedding (V, D); an adapter's input (B, T, D_in).
 """
 
-from cria_tricks.switches.lean_preparation import switch_on  # noqa: F401 (the technique is what it leaves out)
+from typing import Any
 
-REFERENCE = ("switch_on",)
+from cria_tricks.step_plan import Plan
+
+REFERENCE = ("leave_inputs_uncast",)
 PLAIN = """
 import torch
 from peft import LoraConfig, get_peft_model
@@ -35,3 +37,15 @@ arguments = TrainingArguments(
     "plain", max_steps=1, bf16=True, use_cpu=not torch.cuda.is_available()
 )
 """
+
+
+def leave_inputs_uncast(model: Any, plan: Plan | None = None) -> Any:
+    """Have peft leave the inputs of adapters in 16 bits, in place, and return the model.
+
+    peft casts the wide input of each adapter up to fp32, the dtype of the adapter's thin matrices. Under autocast that
+    is needless: the product runs in 16 bits, and autocast casts the thin matrices down for it.
+    """
+    for module in model.modules():
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = False
+    return model

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from cria_tricks.step_plan import Plan
+
 REFERENCE = ("half_linear", "LossScale.step", "cast_without_cache")
 PLAIN = """
 import torch
@@ -101,8 +103,8 @@ class LossScale:
         return True
 
 
-def cast_without_cache(decoder: torch.nn.Module) -> None:
-    """Switch autocast's cache off while a decoder runs, unless it writes an answer.
+def cast_without_cache(model: Any, plan: Plan | None = None) -> Any:
+    """Switch autocast's cache off while the decoder of a model runs, unless it writes an answer.
 
     The cache keeps the 16-bit copy of each trained weight until the forward pass ends, in case the weight is used once
     more. A decoder uses each weight once, so the cache saves no cast, but holds the copies that a checkpointed block or
@@ -119,5 +121,6 @@ def cast_without_cache(decoder: torch.nn.Module) -> None:
     def as_before(_: Any, arguments: Any, result: Any) -> None:
         torch.set_autocast_cache_enabled(before.pop())
 
-    decoder.register_forward_pre_hook(off, with_kwargs=True)
-    decoder.register_forward_hook(as_before, always_call=True)  # also after an error
+    model.base_model.register_forward_pre_hook(off, with_kwargs=True)
+    model.base_model.register_forward_hook(as_before, always_call=True)  # also after an error
+    return model

@@ -31,12 +31,14 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from cria_tricks.step_plan import Plan
+from cria_tricks.switches.tiled_mlp import tokens_of
 from cria_tricks.techniques.gradient_checkpointing import generators_of, restore, states_of
 
 REFERENCE = ("_Keep", "_Tiles", "tiled")
 PLAIN = """
 from transformers import AutoModelForCausalLM
-from cria_tricks.load.fused import tile_mlps  # neither peft nor transformers has it
+from cria_tricks.techniques.tiled_mlp import tile_mlps  # neither peft nor transformers has it
 
 # 16 tokens a tile here; take 4096 for a model of 8B.
 model = tile_mlps(AutoModelForCausalLM.from_pretrained(base, dtype="float32"), 16)
@@ -146,3 +148,32 @@ def tiled(mlp: Mlp, x_BTD: torch.Tensor, tile: int, weights: Sequence[torch.Tens
     learns = x_BTD.requires_grad
     kept_1ND = _Keep.apply(x_BTD.reshape(1, tokens.numel(), -1), *weights[:1])
     return _Tiles.apply(kept_1ND, mlp, tile, learns, *weights).view(*tokens, -1)
+
+
+def tile_mlps(model: torch.nn.Module, tile: int) -> torch.nn.Module:
+    """Replace the forward passes of all blocks' MLPs in place: they run a tile at a time.
+
+    Args:
+        model: a transformers model, whose blocks name their MLP ``mlp``.
+        tile: tokens of a tile.
+    """
+    for path, module in model.named_modules():
+        if path.endswith(".mlp"):
+            module.forward = _in_tiles(module, tile)
+    return model
+
+
+def _in_tiles(module: Any, tile: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    plain = module.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        # The parameters are looked up at each pass, because FSDP puts other tensors into the modules.
+        return tiled(plain, x, tile, [weight for weight in module.parameters() if weight.requires_grad])
+
+    return forward
+
+
+def tile_blocks(model: Any, plan: Plan) -> Any:
+    """Do as :func:`tile_mlps`, with tiles of as many tokens as a plan says."""
+    width = model.config.get_text_config().hidden_size
+    return tile_mlps(model, tokens_of(plan.checkpointing["mlp_tile"], width))

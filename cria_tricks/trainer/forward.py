@@ -5,32 +5,25 @@ them.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from accelerate.utils.operations import convert_outputs_to_fp32
 
-from cria_tricks.load import losses, overlapped_offload
-from cria_tricks.measure.memory import every_tensor
-from cria_tricks.step_plan import Plan
-from cria_tricks.techniques.activation_offload import Offloaded
+from cria_tricks.load import losses
+from cria_tricks.step_plan import Plan, function_at
 
-CONTEXTS: dict[str, Callable[[Any, Plan], contextlib.AbstractContextManager[Any]]] = {
-    "activation_offload": lambda model, plan: Offloaded(every_tensor(model)),
-    "overlapped_offload": overlapped_offload.overlapped,
-}
-"""For each name in ``Plan.step_context``: makes, from a model, the context around its forward pass."""
 _HALF_PRECISION = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """The precisions with 16-bit autocast -> the dtype of that autocast."""
 
 
 @contextlib.contextmanager
 def contexts(model: Any, plan: Plan) -> Iterator[None]:
-    """Enter the contexts that the plan names, around a forward pass."""
+    """Enter the contexts of a plan around a forward pass."""
     with contextlib.ExitStack() as entered:
-        for name in plan.step_context:
-            entered.enter_context(CONTEXTS[name](model, plan))
+        for address in plan.step_context:
+            entered.enter_context(function_at(address)(model, plan))
         yield
 
 

@@ -21,6 +21,7 @@ from cria_tricks.processes.world import World
 from cria_tricks.settings import Train
 from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoint, Checkpoints
+from cria_tricks.switches.lean_preparation import UNCAST
 from cria_tricks.techniques.optimizer_in_backward import StepInBackward
 from cria_tricks.trainer import forward, random_state, shares
 from cria_tricks.trainer.headroom import LargestActivation, too_little_room
@@ -120,7 +121,7 @@ class Training:
         self.device = torch.device(self.plan.device.kind)
         # Only with lean preparation in fp16 is the residual stream itself in fp16.
         fp16 = bool(self.plan.training.get("fp16"))
-        self.stream_may_overflow = fp16 and "adapter_inputs_uncast" in self.plan.after_load
+        self.stream_may_overflow = fp16 and UNCAST in self.plan.after_load
 
     def loss(self, batch: Batch, tokens: torch.Tensor) -> torch.Tensor:
         """Run the forward pass of a micro-batch: its part of the window's mean loss per trained token."""

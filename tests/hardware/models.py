@@ -7,11 +7,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cria_tricks.load import losses
-from cria_tricks.load.model import EDITS
 from cria_tricks.models.shape import Shape, shape_of
 from cria_tricks.recipe import Recipe
 from cria_tricks.resolve import resolve
-from cria_tricks.step_plan import Plan
+from cria_tricks.step_plan import Plan, function_at
 
 WIDTHS = {
     "hidden_size": 64,
@@ -36,7 +35,7 @@ def model(recipe: Recipe, attention: str = "eager", **widths) -> tuple[LlamaForC
     made = made.to(getattr(torch, plan.model["dtype"]))
     made.config.use_cache = False
     for edit in plan.after_load:
-        made = EDITS[edit](made, plan)
+        made = function_at(edit)(made, plan)
     return made.train(), plan
 
 

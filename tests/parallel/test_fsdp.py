@@ -12,7 +12,8 @@ from cria_tricks import models
 from cria_tricks.bill.calls import totals
 from cria_tricks.common.errors import BadInput
 from cria_tricks.load import losses
-from cria_tricks.load.model import blocks_of, load
+from cria_tricks.load.model import load
+from cria_tricks.models.pretrained import blocks_of
 from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import dtensor, fsdp
 from cria_tricks.processes.world import World

@@ -16,7 +16,8 @@ from cria_tricks.bill.calls import totals
 from cria_tricks.common.errors import BadInput, Diverged
 from cria_tricks.data.batches import PadToLongest, real_tokens
 from cria_tricks.data.tokens import IGNORED
-from cria_tricks.load.adapters import add_adapter
+from cria_tricks.load import overlapped_offload
+from cria_tricks.load.adapters import add_lora
 from cria_tricks.load.stages import KINDS, cut, find_blocks
 from cria_tricks.measure.counting import SavedBytes
 from cria_tricks.measure.memory import every_tensor
@@ -28,7 +29,6 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.store.checkpoints import Checkpoints
 from cria_tricks.trainer.fit import fit, training
-from cria_tricks.trainer.forward import CONTEXTS
 from cria_tricks.trainer.pipeline_stage import Part
 from tests.helpers import difference, prepare, train
 from tests.parallel.pipelines import (
@@ -280,7 +280,7 @@ def test_parts_make_the_whole(kind, tied):
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **widths, num_hidden_layers=3, vocab_size=128, tie_word_embeddings=tied)
     plan = resolve(with_settings(Recipe(), ["tricks.peft=lora", "lora.target_modules=q_proj,v_proj"]))
-    model = add_adapter(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), plan).eval()
+    model = add_lora(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), plan).eval()
     ids = torch.randint(0, 128, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = x = model(input_ids=ids).logits
@@ -295,7 +295,8 @@ def contexts_of_a_run(folder: Path) -> tuple[int, list[float]]:
     """How often this stage entered the plan's context in one step of four micro-batches, and the losses."""
     entered = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(CONTEXTS, "activation_offload", lambda model, plan: contextlib.nullcontext(entered.append(model)))
+        watch = lambda model, plan: contextlib.nullcontext(entered.append(model))  # noqa: E731
+        patch.setattr(overlapped_offload, "offloaded", watch)
         history, _ = trained(folder, "tricks.activation_offload=true", "train.max_steps=1", "train.eval_steps=9")
     return len(entered), [entry["loss"] for entry in history if "loss" in entry]
 

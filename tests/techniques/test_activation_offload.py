@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import cria_tricks.trainer.forward
 from cria_tricks.hardware import T4
+from cria_tricks.load import overlapped_offload
 from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
@@ -148,7 +148,7 @@ def test_switch_in_a_step(tiny_model, monkeypatch, tmp_path, rows):
         made.append(Offloaded(model.parameters()))
         return made[-1]
 
-    monkeypatch.setitem(cria_tricks.trainer.forward.CONTEXTS, "activation_offload", make)
+    monkeypatch.setattr(overlapped_offload, "offloaded", make)
     settings = ["tricks.peft=lora", "lora.r=4", "train.max_steps=3", "tricks.activation_offload=true"]
     for extra in ("tricks.gradient_checkpointing=false", "tricks.gradient_checkpointing=true"):
         train(tiny_model, rows[:1], tmp_path / extra, *settings, extra, eval_rows=rows[:1])
@@ -161,8 +161,8 @@ def test_switch_in_a_step(tiny_model, monkeypatch, tmp_path, rows):
 
 def test_a_plan_for_a_t4_has_the_context_and_one_for_a_cpu_says_what_it_is_worth(tiny_model):
     recipe = with_settings(Recipe(), ["tricks.activation_offload=true"])
-    assert resolve(recipe, T4).step_context == ("activation_offload",)
+    assert resolve(recipe, T4).step_context == ("load.overlapped_offload.offloaded",)
     assert not resolve(recipe, T4).warnings
     _, plan, _ = prepare(tiny_model, "tricks.activation_offload=true")
-    assert plan.step_context == ("activation_offload",)
+    assert plan.step_context == ("load.overlapped_offload.offloaded",)
     assert "gains nothing without CUDA" in " ".join(plan.warnings)

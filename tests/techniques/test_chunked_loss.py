@@ -181,7 +181,7 @@ class Watch(TrainerCallback):
         self.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def test_switch(tiny_model, rows, tmp_path, monkeypatch):
+def test_switch(tiny_model, rows, tmp_path, monkeypatch, no_twin):
     """Over peft with a frozen head: the head never runs, only trained tokens come in, the gradients stay."""
     called = []
 

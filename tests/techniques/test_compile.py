@@ -192,7 +192,7 @@ def test_its_bytes_are_the_processs_and_that_is_said(tiny_model, rows, tmp_path,
 
 def test_where_no_kernel_can_be_made_it_is_refused(monkeypatch):
     recipe = with_settings(Recipe(), ["tricks.compile=true"])
-    assert resolve(recipe, T4).after_load == ("compile_blocks",)
+    assert resolve(recipe, T4).after_load == ("techniques.compile.compile_blocks",)
     assert not resolve(recipe, T4).warnings
     old = Device("cuda", "Tesla P100", (6, 0), real_bf16=False, memory_bytes=16 * 2**30)
     with pytest.raises(BadInput, match=r"capability 7\.0, and Tesla P100 has 6\.0; set tricks\.compile=false"):
@@ -203,6 +203,6 @@ def test_where_no_kernel_can_be_made_it_is_refused(monkeypatch):
 
 
 def test_a_model_without_blocks_is_refused(tiny_model, monkeypatch):
-    monkeypatch.setattr("cria_tricks.load.model.GradientCheckpointingLayer", torch.nn.Conv3d)
+    monkeypatch.setattr("cria_tricks.models.pretrained.GradientCheckpointingLayer", torch.nn.Conv3d)
     with pytest.raises(BadInput, match="not built of blocks"):
         prepare(tiny_model, "tricks.compile=true")

@@ -15,7 +15,6 @@ from cria_tricks import recipes
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.load import fused
-from cria_tricks.load import model as load_model
 from cria_tricks.load.refusals import refuse
 from cria_tricks.measure.counting import SavedBytes
 from cria_tricks.measure.memory import LiveBytes
@@ -218,8 +217,7 @@ def test_switch(tiny_model, rows, tmp_path, monkeypatch):
         name: lambda *given, ours=ours, name=name: ran.update([name]) or ours(*given)
         for name, ours in fused.PLAIN._asdict().items()
     }
-    edit = {"fuse_blocks": lambda model, plan: fused.fuse_blocks(model, fused.Parts(**counted))}
-    monkeypatch.setattr(load_model, "EDITS", load_model.EDITS | edit)
+    monkeypatch.setattr(fused, "fuse_blocks", functools.partial(fused.fuse_blocks, parts=fused.Parts(**counted)))
     settings = (*LORA, "train.max_steps=6", "train.batch_size=2", "train.learning_rate=1e-3", "train.save_steps=100")
     losses = {}
     for switch in ("false", "true"):
@@ -242,7 +240,7 @@ def test_a_rotation_is_found_behind_a_decorator_and_never_left_out_silently():
             return turn(self, *arguments)
 
     model = Attention()
-    assert fused.fuse_blocks(model, fused.PLAIN._replace(rotate=lambda *_: "ours")).forward(*range(4)) == "ours"
+    assert fused.fuse_blocks(model, parts=fused.PLAIN._replace(rotate=lambda *_: "ours")).forward(*range(4)) == "ours"
     other = Attention()
     other.forward = types.MethodType(lambda self: None, other)
     with pytest.raises(BadInput, match=r"does not call apply_rotary_pos_emb; set tricks\.fused_blocks=false"):
@@ -262,7 +260,7 @@ def test_switch_refuses_other_formulas():
         ):
             refuse(plan, facts_of(shape), 1)
     refuse(plan, facts_of(find_shape("qwen3-0.6b")), 1)
-    assert "fuse_blocks" in plan.after_load
+    assert "load.fused.fuse_blocks" in plan.after_load
     (warning,) = resolve(with_settings(Recipe(), [BLOCKS])).warnings
     assert warning.startswith("fused_blocks has no effect: ")
 

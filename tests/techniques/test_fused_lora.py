@@ -247,7 +247,7 @@ def test_mechanism_nothing_stays_alive(more):
 # The switch.
 
 
-def test_switch(tiny_model, tokenizer, rows, tmp_path, monkeypatch):
+def test_switch(tiny_model, tokenizer, rows, tmp_path, monkeypatch, no_twin):
     """A run takes our functions for every block, follows peft's losses, and its adapter's file is peft's."""
     ran: Counter[str] = Counter()
     for name in ("gated_mlp", "products"):
@@ -295,7 +295,7 @@ def test_switch_says_where_it_falls_back(switch):
     plan = resolve(with_settings(Recipe(), [*LORA, FUSED, switch]))
     (warning,) = plan.warnings
     assert warning.startswith(f"fused_lora has no effect with {switch.split('=')[0]}: ")
-    assert "fuse_adapters" not in plan.after_load
+    assert "load.fused.fuse" not in plan.after_load
     shape = find_shape("llama-3.2-1b")
     bills = [folds.estimate(with_settings(Recipe(), [*LORA, *more, switch]), shape, T4) for more in ((FUSED,), ())]
     assert bills[0].peak_bytes == bills[1].peak_bytes

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.load import losses
-from cria_tricks.load.model import blocks_of
 from cria_tricks.measure.counting import SavedBytes, flops, peak_bytes
+from cria_tricks.models.pretrained import blocks_of
 from cria_tricks.techniques import gradient_checkpointing
 from cria_tricks.techniques.gradient_checkpointing import checkpointed
 from tests.helpers import prepare, train

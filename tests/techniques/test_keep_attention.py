@@ -264,6 +264,10 @@ def test_heads_that_processes_share_are_refused(strategy):
 
 def test_prepared_blocks_have_the_contexts(four_blocks):  # noqa: F811
     _, plan, loaded = prepare(four_blocks, *ON, KEEP)
-    assert plan.checkpointing == {"blocks": "all", "keep_attention": True, "masked": False}
+    assert plan.checkpointing == {
+        "blocks": "all",
+        "keep_attention": "techniques.keep_attention.contexts",
+        "masked": False,
+    }
     for layer in loaded.model.model.layers:
         assert layer._gradient_checkpointing_func.keywords["context_fn"] is keep_attention.contexts

@@ -60,7 +60,7 @@ def test_mechanism_saved(tiny_model):
 def test_switch(tiny_model):
     """Adapters take their inputs as they come, the embedding stays in 16 bits, what trains is in fp32."""
     _, plan, lean = prepare(tiny_model, *HALF, LEAN)
-    assert "prepare_for_kbit_training" not in plan.after_load
+    assert "load.adapters.prepare_for_kbit_training" not in plan.after_load
     assert lean.model.get_input_embeddings().weight.dtype == torch.bfloat16
     switched = [m.cast_input_dtype_enabled for m in lean.model.modules() if hasattr(m, "cast_input_dtype_enabled")]
     assert switched == [False] * 14

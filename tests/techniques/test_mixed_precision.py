@@ -8,9 +8,9 @@ from transformers import DynamicCache
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
-from cria_tricks.load.model import blocks_of
 from cria_tricks.measure.counting import SavedBytes
 from cria_tricks.measure.memory import LiveBytes
+from cria_tricks.models.pretrained import blocks_of
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.techniques.mixed_precision import LossScale, half_linear
@@ -192,7 +192,7 @@ def test_switch_no_copy_of_a_matrix_outlives_its_block(peft, tiny_model, rows):
         _, plan, loaded = prepare(
             tiny_model, "tricks.precision=bf16", "tricks.gradient_checkpointing=true", f"tricks.peft={peft}"
         )
-        assert plan.after_load[0] == "cast_without_cache"
+        assert plan.after_load[0] == "techniques.mixed_precision.cast_without_cache"
         if cached:
             loaded.model.base_model._forward_pre_hooks.clear()
             loaded.model.base_model._forward_hooks.clear()
@@ -225,4 +225,4 @@ def test_autocast_caches_again_where_a_model_answers(tiny_model):
 @pytest.mark.parametrize("peft", ["lora", "head", "prompt_tuning"])
 def test_adapters_are_cast_as_autocast_does_it(peft):
     plan = resolve(with_settings(Recipe(), ["tricks.precision=fp16", f"tricks.peft={peft}"]), T4)
-    assert "cast_without_cache" not in plan.after_load
+    assert "techniques.mixed_precision.cast_without_cache" not in plan.after_load

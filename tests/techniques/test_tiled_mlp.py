@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cria_tricks import recipes
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
-from cria_tricks.load import fused
 from cria_tricks.load.refusals import refuse
 from cria_tricks.measure.counting import SavedBytes, flops, peak_bytes
 from cria_tricks.models.configs import KINDS
@@ -21,6 +20,7 @@ from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.switches import folds
+from cria_tricks.techniques import tiled_mlp
 from cria_tricks.techniques.tiled_mlp import tiled
 from tests.hardware import models
 from tests.helpers import difference, prepare, train
@@ -300,7 +300,7 @@ def test_switch(tiny_model, rows, tmp_path, monkeypatch):
         ran[x.shape[:-1].numel() > tile] += 1
         return tiled(mlp, x, tile, weights)
 
-    monkeypatch.setattr(fused, "tiled", counted)
+    monkeypatch.setattr(tiled_mlp, "tiled", counted)
     settings = (*LORA, "train.max_steps=6", "train.batch_size=2", "train.learning_rate=1e-3", "train.save_steps=100")
     losses = {}
     for tile in ("false", "8", "4096"):
@@ -335,7 +335,7 @@ def test_switch_refuses_and_warns():
     (warning,) = asked("tricks.tiled_mlp=4096", "data.max_length=2048", "train.batch_size=2").warnings
     assert warning == "tiled_mlp has no effect: no micro-batch has more than 4,096 tokens, and a tile has 4,096"
     plan = resolve(with_settings(Recipe(), ["tricks.tiled_mlp=2048", "data.max_length=4096"]))
-    assert plan.after_load == ("tile_mlps",)
+    assert plan.after_load == ("techniques.tiled_mlp.tile_blocks",)
     with pytest.raises(BadInput, match=r"^tricks\.tiled_mlp: the MLP of mixtral-8x7b, .*; set tricks"):
         refuse(plan, facts_of(find_shape("mixtral-8x7b")), 1)
     for model in ("llama-3.1-8b", "phi-4-mini", "gemma-3-1b", "olmo-2-1b"):
