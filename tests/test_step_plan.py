@@ -337,10 +337,8 @@ def test_edits_are_appended_and_dropped_by_address():
 @pytest.mark.parametrize("switch", [switch for module in TECHNIQUES for switch in module.TECHNIQUE.switches])
 def test_each_address_in_a_plan_is_that_of_a_function_of_a_model_and_a_plan(switch):
     """With all that the switch needs, on the first of three machines that takes it."""
-    needs = (
-        NEEDS.get(switch, "").replace("{half}", "bf16" if switch == "attention=flash_attention_2" else "fp16").split()
-    )
-    recipe = with_settings(Recipe(), [n if "." in n else f"tricks.{n}" for n in (*needs, switch)])
+    needs = NEEDS.get(switch, "").replace("{half}", "fp16").split()
+    recipe = with_settings(Recipe(), [n if "." in n else f"tricks.{n}" for n in ("precision=fp16", *needs, switch)])
     for device in (T4, A100, CPU):
         with contextlib.suppress(BadInput):
             found = resolve(recipe, device)
