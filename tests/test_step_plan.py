@@ -363,7 +363,7 @@ def test_a_finer_choice_replaces_only_what_it_names():
 
 def test_what_is_still_off_and_would_work():
     found = still_off(with_settings(Recipe(), ["tricks.peft=lora", "tricks.precision=fp16"]), T4)
-    assert found == [
+    known = [
         "tricks.quantization=int8 or nf4 or fp4",
         "tricks.lean_preparation=true",
         "tricks.fused_lora=true",
@@ -379,6 +379,9 @@ def test_what_is_still_off_and_would_work():
         "tricks.paged_optimizer=true",
         "tricks.optimizer_in_backward=clip",
     ]
+    assert [one for one in found if one in known] == known, "in the order of switching on"
+    no_effect = {"double_quantization", "expand_kv", "keep_attention", "stream_layers", "layer_by_layer"}
+    assert not no_effect & {one.removeprefix("tricks.").partition("=")[0] for one in found}
     several = still_off(
         with_settings(Recipe(), ["tricks.peft=lora", "tricks.precision=fp16", "train.batch_size=2"]), T4
     )

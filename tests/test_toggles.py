@@ -18,7 +18,7 @@ from cria_tricks.load import overlapped_offload
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import Plan
-from cria_tricks.switches import TECHNIQUES
+from cria_tricks.switches import TECHNIQUES, needed
 from cria_tricks.techniques import compile
 from tests.helpers import train
 from tests.sweeps import toggle
@@ -54,49 +54,25 @@ def refusal(switches: tuple[str, ...]) -> str:
 WORKING, REFUSED = [], []
 for combination in ALONE + PAIRS:
     (REFUSED if refusal(combination) else WORKING).append(combination)
-# A pair that is refused for want of something to train is tried again over LoRA.
-over_lora = [(*pair, "peft=lora") for pair in REFUSED if not any(switch.startswith("peft=") for switch in pair)]
-WORKING += [combination for combination in over_lora if not refusal(combination)]
 
 
 def field(switch: str) -> str:
     return switch.partition("=")[0]
 
 
-def over_what_attention_needs(switches: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Kept attention needs checkpointed blocks and a kernel, and the other toggle of a pair may need LoRA."""
-    found = []
-    for blocks in ("gradient_checkpointing=1", "gradient_checkpointing=true"):
-        whole = switches
-        for need in (blocks, "attention=sdpa"):
-            if not any(switch.split("=")[0] == need.split("=")[0] for switch in whole):
-                whole = (*whole, need)
-        found += [whole, (*whole, "peft=lora")]
-    return found
-
-
-def over_what_streaming_needs(switches: tuple[str, ...]) -> tuple[str, ...]:
-    """Streamed blocks need checkpointing and a frozen base; the other toggle of a pair may be one of these."""
+def over_what_it_needs(switches: tuple[str, ...]) -> tuple[str, ...]:
+    """A set with all that its switches act on, but for fields that it has already."""
     whole = switches
-    for need in ("gradient_checkpointing=true", "peft=lora"):
-        if not any(field(switch) == field(need) for switch in whole):
-            whole = (*whole, need)
+    for switch in switches:
+        for name, value in needed(switch.replace("=8", "=true")):
+            if name not in map(field, whole):
+                whole = (*whole, f"{name}={value}")
     return whole
 
 
-def streams(switches: tuple[str, ...]) -> bool:
-    """Whether one of the switches is that of streamed blocks."""
-    return any(field(switch) == "stream_layers" for switch in switches)
-
-
 for combination in REFUSED:
-    if streams(combination):
-        WORKING += [whole for whole in [over_what_streaming_needs(combination)] if not refusal(whole)]
-    elif "keep_attention=true" in combination:
-        WORKING += [whole for whole in over_what_attention_needs(combination) if not refusal(whole)][:1]
-    elif OVERLAPPED in combination:  # the blocks whose inputs travel are checkpointed
-        larger = [(*combination, "gradient_checkpointing=true", *more) for more in ((), ("peft=lora",))]
-        WORKING += [whole for whole in larger if not refusal(whole)][:1]
+    whole = over_what_it_needs(combination)
+    WORKING += [larger for larger in (whole, (*whole, "peft=lora")) if not refusal(larger)][:1]
 
 
 def warnings_of(switches: tuple[str, ...]) -> frozenset[str] | None:
@@ -174,11 +150,11 @@ def test_only_what_cannot_work_is_refused():
             {"packing=true", "peft=prompt_tuning"} <= set(switches),
             {"gradient_checkpointing=1", "peft=side_network"} <= set(switches),
             "gradient_accumulation=2" in switches and any(field(one) == "optimizer_in_backward" for one in switches),
-            "keep_attention=true" in switches,  # its pairs lack checkpointing, sdpa or both; see above
+            "keep_attention=true" in switches,  # its pairs lack checkpointing, sdpa or both
             {"compile=true", "tiled_mlp=8"} <= set(switches),
             {OVERLAPPED, "layer_by_layer=true"} <= set(switches),
-            streams(switches),  # its pairs lack checkpointing, an adapter or both; see above
-            OVERLAPPED in switches,  # its pairs lack checkpointing, and compile goes with none of them; see above
+            any(field(one) == "stream_layers" for one in switches),  # its pairs lack checkpointing, an adapter or both
+            OVERLAPPED in switches,  # its pairs lack checkpointing, and compile goes with none
             {"attention=flash_attention_2", "fused_blocks=triton"} & set(switches),  # no CUDA card here
         )
         assert any(reasons), switches

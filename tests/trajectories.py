@@ -17,7 +17,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.load import overlapped_offload
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.switches import TECHNIQUES
+from cria_tricks.switches import TECHNIQUES, needed
 from tests.helpers import tiny_llama, train
 from tests.sweeps import toggle
 
@@ -32,14 +32,10 @@ def exact_toggles() -> dict[str, list[str]]:
     found = {}
     for trick in TECHNIQUES:
         for switch in trick.TECHNIQUE.switches if trick.TECHNIQUE.claim.startswith("exact") else ():
-            settings = toggle(switch)
-            if switch == "expand_kv=true":
-                settings.append("tricks.attention=sdpa")  # what it acts on
-            if switch == "activation_offload=overlapped" or switch.startswith("stream_layers"):
-                settings.append("tricks.gradient_checkpointing=true")  # what it acts on
-            if switch == "layer_by_layer=true":
-                settings += ["tricks.stream_layers=true", "tricks.gradient_checkpointing=true"]
-                settings.append("tricks.gradient_accumulation=3")
+            settings = [
+                *toggle(switch),
+                *(f"tricks.{name}={value}" for name, value in needed(switch) if name != "peft"),
+            ]
             if switch == "tiled_mlp=true":
                 settings = ["tricks.tiled_mlp=16"]  # shorter than most documents
             if switch == "gradient_accumulation=8":
@@ -80,7 +76,7 @@ def every_run() -> dict[str, list[str]]:
     runs = {switch: [ALL_AT_ONCE, *settings] for switch, settings in alone.items()}
     for in_windows in ("gradient_accumulation=8", "layer_by_layer=true"):
         runs[in_windows][0] = IN_WINDOWS
-    for left_out in (("fused", "tiled"), ("compile",)):  # torch.compile changes blocks itself and refuses ours
+    for left_out in (("fused", "tiled", "keep"), ("compile",)):  # torch.compile changes blocks itself and refuses ours
         others = [setting for setting in together if not any(word in setting for word in left_out)]
         runs[f"all but {' and '.join(left_out)}"] = [ONE_BY_ONE, "tricks.gradient_accumulation=8", *others]
     return runs

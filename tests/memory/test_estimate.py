@@ -9,7 +9,7 @@ from cria_tricks.bill import block, block_operations
 from cria_tricks.bill.bill import CONTEXT, WORKSPACES, Bill
 from cria_tricks.bill.constants import TOKENS_PER_CHUNK
 from cria_tricks.common.errors import BadInput
-from cria_tricks.switches import TECHNIQUES, technique_name
+from cria_tricks.switches import NEEDS, TECHNIQUES, technique_name
 from tests.memory.cases import A100, CPU, EVERYTHING, GIB, T4, bill, counted, recipe, skip_experts_shaped_by_numbers
 from tests.sweeps import sample
 
@@ -207,6 +207,12 @@ SAMPLE = [
     ("llama-3.1-8b", 3, "lora lora.dora=true int8 fp16 sdpa chunked checkpoint overlap", 1, 2048, A100),
     ("smollm2", 3, "lora fp16 sdpa chunked checkpoint overlap", 1, 64, T4),
 ]
+
+for technique in TECHNIQUES:  # each switch by itself, in 16 bits with all that it needs
+    for switch in technique.TECHNIQUE.switches:
+        needs = NEEDS.get(switch, "").replace("{half}", "bf16").split()
+        settings = (need if "." in need else f"tricks.{need}" for need in (*needs, switch))
+        SAMPLE.append(("smollm2", 3, f"bf16 {' '.join(settings)}", 1, 1024, A100))
 
 
 @pytest.mark.parametrize(
