@@ -32,14 +32,12 @@ def exact_toggles() -> dict[str, list[str]]:
     found = {}
     for trick in TECHNIQUES:
         for switch in trick.TECHNIQUE.switches if trick.TECHNIQUE.claim.startswith("exact") else ():
-            settings = [
-                *toggle(switch),
-                *(f"tricks.{name}={value}" for name, value in needed(switch) if name != "peft"),
-            ]
+            settings = toggle(switch) + [f"tricks.{name}={value}" for name, value in needed(switch)]
             if switch == "tiled_mlp=true":
                 settings = ["tricks.tiled_mlp=16"]  # shorter than most documents
-            if switch == "gradient_accumulation=8":
-                settings = ["tricks.gradient_accumulation=3"]  # windows of 3, 3 and 2 documents
+            # Windows of 3, 3 and 2 documents.
+            windows = "tricks.gradient_accumulation=3"
+            settings = [windows if one.startswith("tricks.gradient_accumulation=") else one for one in settings]
             try:
                 resolve(with_settings(Recipe(), [*LORA, *settings]))
             except BadInput:
