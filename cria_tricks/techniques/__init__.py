@@ -41,4 +41,7 @@ def card(technique: ModuleType) -> dict[str, str]:
     pattern = rf"^({'|'.join(CARD)}) +(.*(?:\n[ ]{{4,}}\S.*)*)"
     for line in re.finditer(pattern, lines, flags=re.MULTILINE):
         found[line[1]] = " ".join(line[2].split())
-    return found | {"Shapes": " ".join(shapes.split())}
+    found["Shapes"] = " ".join(shapes.split())
+    missing = [line for line in CARD if not found.get(line)]
+    assert not missing, f"the card of {technique_name(technique)} has no line {', '.join(missing)}"
+    return found
