@@ -13,8 +13,8 @@ from cria_tricks import models
 from cria_tricks.bench.case import WARM_UP, Setup, free_memory, stamp
 from cria_tricks.bench.results import Case
 from cria_tricks.hardware import this_device
-from cria_tricks.load.cache import for_answers
-from cria_tricks.measure.attention import attention_kernel
+from cria_tricks.load.answering import for_answers
+from cria_tricks.measure.counting import attention_kernel
 from cria_tricks.measure.memory import Meter, every_tensor
 from cria_tricks.techniques.flash_decoding import for_chat
 

@@ -8,7 +8,7 @@ import torch
 
 from cria_tricks.bench.case import Rows
 from cria_tricks.bench.results import folder_of
-from cria_tricks.data.kwanzaa_lengths import row_lengths
+from cria_tricks.data.lengths import row_lengths
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.hardware import this_device
 

@@ -37,8 +37,7 @@ from cria_tricks.hardware.cards import CARDS
 from cria_tricks.hardware.device import Device
 from cria_tricks.load.refusals import refuse
 from cria_tricks.models.catalogue import CATALOGUE, CONFIGS
-from cria_tricks.models.facts import facts_of
-from cria_tricks.models.shape import shape_of
+from cria_tricks.models.shape import facts_of, shape_of
 from cria_tricks.predict.dry_run import DryRun, dry_run
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve

@@ -29,7 +29,7 @@ from benchmarks.common import path_of, write
 from cria_tricks.bench import tables
 from cria_tricks.bench.case import stamp
 from cria_tricks.hardware import this_device
-from cria_tricks.load import loftq
+from cria_tricks.load import starts
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run.train import train
 from cria_tricks.techniques.lora import start_of
@@ -115,7 +115,7 @@ def shuffled_errors() -> Iterator[None]:
     def start(error: torch.Tensor, r: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         return start_of(error[torch.randperm(len(error), generator=draw)], r, scale)
 
-    with mock.patch.object(loftq, "start_of", start):
+    with mock.patch.object(starts, "start_of", start):
         yield
 
 

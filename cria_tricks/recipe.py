@@ -10,9 +10,7 @@ import tomli_w
 from pydantic import AfterValidator, Field, ValidationError
 
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.fields import find_field, in_one_line, line_of, names_of, unknown_field
-from cria_tricks.common.names import same
-from cria_tricks.common.values import parts
+from cria_tricks.common.fields import find_field, in_one_line, line_of, names_of, parts, same, unknown_field
 from cria_tricks.models import adapter_config
 from cria_tricks.models.catalogue import short_name
 from cria_tricks.settings import NAMED_SETS, Data, Eval, Frozen, Lora, Parallel, Prompt, Side, Train, Tricks

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.names import hint, nearest, same
+from cria_tricks.common.fields import hint, nearest, same
 from cria_tricks.hardware import Device, this_device
 from cria_tricks.models.catalogue import ALIASES, short_name
 from cria_tricks.recipe import Recipe, from_toml, with_settings

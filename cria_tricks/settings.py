@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cria_tricks.common.values import AllOrNumber, AutoOrTokens, Duration, Trackers
+from cria_tricks.common.fields import AllOrNumber, AutoOrTokens, Duration, Trackers
 
 BATCH = 8
 """The rows that ``cria eval`` answers together, when nothing else is asked for."""

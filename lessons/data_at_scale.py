@@ -854,5 +854,5 @@ course.check(3, numbers_in_a_band, of_bands, "one of the numbers 4, 8, 16 and 32
 # - huggingface/datatrove, `src/datatrove/pipeline/dedup/minhash.py` at commit 03a9d9a9: near duplicates on files.
 # - Rae et al. 2021 (Gopher), arXiv 2112.11446, appendix A.1.1, table A1 (repetition). Penedo et al. 2024 (FineWeb),
 #   arXiv 2406.17557, section 3.3.
-# - Ours: in `cria_tricks/data/`, `table.py`, `stream.py`, `duplicates.py`; `cria_tricks/trainer/shares.py`;
+# - Ours: in `cria_tricks/data/`, `table.py`, `stream.py`, `duplicates.py`; `cria_tricks/trainer/training.py`;
 #   `tests/data/test_table.py`, `tests/data/test_stream.py`.

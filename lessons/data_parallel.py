@@ -899,4 +899,4 @@ course.check(
 #   (`train_batch_size` is per device; `average_tokens_across_devices`). torch 2.13: `torch/nn/parallel/distributed.py`;
 #   the limits of 10 and 30 minutes: `init_process_group`. Predicted times of calls: `cria_tricks/predict/links.py`.
 # - NVIDIA's T4 datasheet, for the rates. Kaggle's two T4s: public notes of November 2025; we have not measured there.
-# - Ours: `cria_tricks/parallel/ddp.py`, `cria_tricks/trainer/shares.py`, `tests/parallel/test_ddp.py`.
+# - Ours: `cria_tricks/parallel/ddp.py`, `cria_tricks/trainer/training.py`, `tests/parallel/test_ddp.py`.

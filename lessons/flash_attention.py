@@ -832,5 +832,5 @@ course.check(
 # - flash-attn: `csrc/flash_attn/flash_api.cpp` (the message), `flash_attn/cute/softmax.py` (`rescale_threshold`, the
 #   rule of exercise 3, in FlashAttention-4).
 # - Ours: `flash_attention.py` and `expand_kv.py` in `cria_tricks/techniques/`, `attention.py` and `model.py` (Gemma 2)
-#   in `cria_tricks/load/`, `cria_tricks/hardware/attention_kernels.py`, `cria_tricks/measure/attention.py`,
+#   in `cria_tricks/load/`, `cria_tricks/hardware/attention_kernels.py`, `cria_tricks/measure/counting.py`,
 #   `cria_tricks/bill/step_time.py` (the estimate of section 4), and their tests.

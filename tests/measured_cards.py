@@ -4,7 +4,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.bench import measured_card, parts
+from cria_tricks.bench import cases, measured_card
 from cria_tricks.bench.accept import predicted, step_of
 from cria_tricks.bench.case import prepared, settings_of
 from cria_tricks.bench.measured_card import MeasuredCard, MeasuredDevice, PartRecord, Provenance
@@ -27,9 +27,9 @@ def made_up(name: str = "t4", times: float = 1.0) -> MeasuredCard:
     """Make up a card whose bytes are those of the bill, and whose steps take ``times`` the predicted seconds."""
     card = GPUS[name].card
     device = card.device
-    settings = parts.settings_for(device, short=True)
+    settings = cases.settings_for(device, short=True)
     with pretend(device):
-        cases = [_case(one, card, times) for one in parts.planned("ladder", settings, device)]
+        made = [_case(one, card, times) for one in cases.planned("ladder", settings, device)]
     rates = {"flops products fp16": 0.3 * card.half_flops, "flops products fp32": 0.3 * card.full_flops}
     done = PartRecord(status="done", seconds=70)
     return MeasuredCard(
@@ -41,7 +41,7 @@ def made_up(name: str = "t4", times: float = 1.0) -> MeasuredCard:
         settings=settings,
         parts=dict.fromkeys(("calibrate", "ladder"), done),
         calibration=Calibration(device.name, device.kind, 2, VERSIONS, DAY[:10], "llama-3.2-1b", 17e-6, 6e9, rates),
-        cases=tuple(cases),
+        cases=tuple(made),
     )  # fmt: skip
 
 
@@ -53,10 +53,10 @@ def _device(device: Device) -> MeasuredDevice:
     )  # fmt: skip
 
 
-def _case(one: parts.Planned, card: Card, times: float) -> Case:
+def _case(one: cases.Planned, card: Card, times: float) -> Case:
     device = card.device
     recipe, _, _ = prepared(one.case.words, one.setup)
-    bill = estimate(recipe, parts.find_shape(recipe.model), device)
+    bill = estimate(recipe, cases.find_shape(recipe.model), device)
     case = Case(
         part="ladder", bench=one.bench, name=one.case.name, against=one.case.against, status="ok",
         settings=tuple(settings_of(one.case.words, device)), model=recipe.model, rows=1,

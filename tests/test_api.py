@@ -19,7 +19,7 @@ from cria_tricks.recipe import with_settings
 from cria_tricks.run import api
 
 PACKAGE = Path(cria_tricks.__file__).parent
-EXAMPLES = ("run.api", "models.catalogue", "common.errors", "common.fields", "common.names", "recipe", "recipes")
+EXAMPLES = ("run.api", "models.catalogue", "common.errors", "common.fields", "common.fields", "recipe", "recipes")
 
 
 def forms(tmp_path: Path) -> list:

@@ -15,7 +15,7 @@ from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput
 from cria_tricks.load.model import load_tokenizer
 from cria_tricks.recipe import Recipe, from_toml, with_settings
-from cria_tricks.run import continued
+from cria_tricks.run import ready
 
 TINY = "random:tiny"
 SMALL = ("lora.r=3", "lora.alpha=6", "lora.target_modules=q_proj,v_proj", "tricks.quantization=none")
@@ -243,7 +243,7 @@ def test_only_its_own_base_is_fetched_at_the_commit_of_then(model, commit, first
     (folder / "manifest.json").unlink()
     atomic_files.write_manifest(folder)
     asked = [f"model={folder}", f"model={model.replace('ADAPTER', str(folder))}"]
-    assert continued.revision(with_settings(Recipe(), asked)) == commit
+    assert ready.revision_of_start(with_settings(Recipe(), asked)) == commit
 
 
 def test_a_broken_config_is_one_line(tmp_path):

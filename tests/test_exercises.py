@@ -4,7 +4,7 @@ import numpy
 import pytest
 import torch
 
-from cria_tricks.course.exercises import equal
+from cria_tricks.course.notebook import equal
 
 
 @pytest.mark.parametrize("answer", [True, numpy.bool_(True), torch.tensor(True)], ids=["Python", "numpy", "torch"])

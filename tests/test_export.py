@@ -25,11 +25,10 @@ from transformers import (
 )
 
 from cria_tricks.adapter import export as exporting
-from cria_tricks.adapter.export import export
+from cria_tricks.adapter.export import export, modelfile, ollama_template
 from cria_tricks.adapter.folder import save, verify
-from cria_tricks.adapter.ollama import modelfile, ollama_template
 from cria_tricks.common.errors import BadInput
-from cria_tricks.data.contract_prompt import CONTRACT
+from cria_tricks.data.sources import CONTRACT
 from cria_tricks.data.tokens import DATE
 from cria_tricks.recipe import Recipe
 from cria_tricks.settings import Data

@@ -17,8 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cria_tricks.common.errors import BadInput
 from cria_tricks.load.refusals import refuse
 from cria_tricks.models.configs import KINDS
-from cria_tricks.models.facts import facts_of
-from cria_tricks.models.shape import shape_of
+from cria_tricks.models.shape import facts_of, shape_of
 from cria_tricks.predict.model_settings import needed
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve

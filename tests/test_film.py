@@ -13,7 +13,7 @@ from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.predict.dry_run import dry_run, fake_training, later_step
 from cria_tricks.predict.film import SAVED, Film, film
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.report import film_answer, film_picture
+from cria_tricks.report import film_answer
 from cria_tricks.report.film_answer import FilmAnswer
 from cria_tricks.resolve import resolve
 from tools import films, ladder
@@ -166,7 +166,7 @@ def test_the_data_keeps_the_peaks_and_names_the_largest_tensors():
     shown = filmed("capstone")
     data = json.loads(json.dumps(FilmAnswer(shown, ABOUT).data()))
     kept = list(film_answer.kept_moments(shown))
-    totals = film_picture.stacked(data)[-1]
+    totals = film_answer.stacked(data)[-1]
     assert totals == [shown.totals()[moment] for moment in kept]
     assert {name: totals[peak] for name, _, _, peak in data["parts"]} == FilmAnswer(shown, ABOUT).peaks()
     assert totals[data["peak"]] == max(shown.totals())

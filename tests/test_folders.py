@@ -12,8 +12,7 @@ from cria_tricks.common.errors import BadInput, Unwritten
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.store import run_folder
 from cria_tricks.store.checkpoints import describe
-from cria_tricks.store.free_folder import numbered, taken
-from cria_tricks.store.run_folder import Folders
+from cria_tricks.store.run_folder import Folders, numbered, taken
 
 Usage = namedtuple("Usage", "total used free")
 MIB_32 = 33_554_432

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from cria_tricks.adapter import folder
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
-from cria_tricks.load import loftq
+from cria_tricks.load import starts
 from cria_tricks.load.model import count_trainable, refuse_unfit
 from cria_tricks.measure.memory import LiveBytes, every_tensor
 from cria_tricks.models import Weights, weight_files
@@ -115,7 +115,7 @@ def test_each_matrix_begins_as_near_to_its_original_as_the_rank_allows(kind, sca
     for path, layer in layers.items():
         weight = layer.get_base_layer().weight
         assert torch.equal(weight.data, adapted(plain)[path].get_base_layer().weight.data), "the base is as it was"
-        error = stored[path.removeprefix("base_model.model.") + ".weight"] - loftq.unpacked(weight)
+        error = stored[path.removeprefix("base_model.model.") + ".weight"] - starts.unpacked(weight)
         left = (error - layer.get_delta_weight("default")).norm().item()
         assert left == pytest.approx(least(error, 8), rel=LOFTQ), path
         assert left < error.norm().item()
@@ -137,7 +137,7 @@ def test_only_one_matrix_at_a_time_is_unquantised(tiny_model):
     live.track_all(every_tensor(model))
     before = live.live
     with live:
-        loftq.start_at_rounding_error(model)
+        starts.start_at_rounding_error(model)
     # Its original and what it unpacks to. Later, beside the error, the square of its shorter side, its eigenvectors
     # and the thin matrices. Half of one more for all that is small.
     assert live.peak - before <= 2.5 * 4 * elements
@@ -191,7 +191,7 @@ def test_a_resumed_run_keeps_the_checkpoints_adapter_and_does_not_start_it_again
         shutil.rmtree(tmp_path / "run" / name)
     for name in ("report.json", "report.md", "report.png"):
         (tmp_path / "run" / name).unlink()
-    monkeypatch.setattr(loftq, "start_at_rounding_error", lambda model, plan: pytest.fail("started again"))
+    monkeypatch.setattr(starts, "start_at_rounding_error", lambda model, plan: pytest.fail("started again"))
     train(recipe, tmp_path / "run", resume=True)
     resumed = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
     assert resumed.keys() == whole.keys()
@@ -241,7 +241,7 @@ def test_the_originals_are_found_under_shorter_and_longer_names(tiny_model, tmp_
     base = prepare(tiny_model, *NF4)[2].model.get_base_model()
     linears = {path: layer.get_base_layer() for path, layer in adapted(base).items()}
     head = base.get_output_embeddings()
-    names = [key for _, key, _ in loftq.originals(linears, head, tiny_model)]
+    names = [key for _, key, _ in starts.originals(linears, head, tiny_model)]
     assert len(names) == 2 * 7
     for number, rename in enumerate((lambda name: name.removeprefix("model."), lambda name: f"language_model.{name}")):
 
@@ -249,7 +249,7 @@ def test_the_originals_are_found_under_shorter_and_longer_names(tiny_model, tmp_
             return {rename(name): tensor for name, tensor in tensors.items()}
 
         place = changed(tiny_model, tmp_path / str(number), all_renamed)
-        found = [key for _, key, _ in loftq.originals(linears, head, Path(place.path))]
+        found = [key for _, key, _ in starts.originals(linears, head, Path(place.path))]
         assert found == list(map(rename, names))
 
 
@@ -276,4 +276,4 @@ def test_another_matrix_of_the_same_shape_is_refused(tiny_model, tmp_path):
     )
     model.get_base_model().name_or_path = turned.path
     with pytest.raises(BadInput, match=r"lora.init=loftq: .*q_proj.weight in .* is not the weight that was quantised"):
-        loftq.start_at_rounding_error(model)
+        starts.start_at_rounding_error(model)

@@ -117,7 +117,7 @@ def test_only_the_files_that_clean_texts_import_the_extra_for_data():
                     words = ast.unparse(node)
                     found |= {path.name for name in ("datasketch", "py3langid") if name in words}
     assert at_the_top == set(), "a run that does not need them would fail"
-    assert anywhere == {"duplicates.py", "filters.py"}
+    assert anywhere == {"duplicates.py", "prepare.py"}
 
 
 @pytest.mark.parametrize("folder", ["tests", "tools", "benchmarks"])

@@ -8,7 +8,7 @@ import nbformat
 import pytest
 
 from cria_tricks import course
-from cria_tricks.course import predictions
+from cria_tricks.course import notebook
 from tools import notebooks, pages
 from tools.executed import LessonError
 
@@ -32,17 +32,17 @@ SAID = [
 
 @pytest.mark.parametrize(("guess", "answer", "unit", "said"), SAID)
 def test_what_is_said(guess, answer, unit, said):
-    assert predictions.verdict(guess, answer, unit) == said
+    assert notebook.verdict(guess, answer, unit) == said
 
 
 @pytest.mark.parametrize("untouched", [0, 0.0, None, ""])
 def test_an_untouched_form_gets_the_answer_alone(untouched):
-    assert predictions.verdict(untouched, 12, "GB") == "It is 12 GB."
-    assert predictions.verdict(predictions.NO_GUESS, "rise") == "The answer: rise."
+    assert notebook.verdict(untouched, 12, "GB") == "It is 12 GB."
+    assert notebook.verdict(notebook.NO_GUESS, "rise") == "The answer: rise."
 
 
 def test_words_in_the_place_of_a_number_stop_nothing():
-    assert predictions.verdict("many", 12, "GB") == "It is 12 GB. Your guess is no number: 'many'."
+    assert notebook.verdict("many", 12, "GB") == "It is 12 GB. Your guess is no number: 'many'."
 
 
 def test_a_script_prints_it(capsys):
@@ -55,7 +55,7 @@ END = "So it is 12.\n\n## 2. The end\nWords."
 
 def code(source, *answers, tags=(), **more):
     """A cell that was executed, with what its calls of ``course.reveal`` handed over."""
-    said = [{"text/plain": f"It is {one}.", predictions.PREDICTION: {"answer": one, "unit": "MiB"}} for one in answers]
+    said = [{"text/plain": f"It is {one}.", notebook.PREDICTION: {"answer": one, "unit": "MiB"}} for one in answers]
     outputs = [nbformat.v4.new_output("display_data", data) for data in said]
     return nbformat.v4.new_code_cell(source, metadata={"tags": list(tags), **more}, outputs=outputs)
 

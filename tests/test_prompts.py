@@ -9,8 +9,8 @@ import pytest
 from cria_tricks.adapter.chat import Format, prompt_format, try_format, write_prompt
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput
-from cria_tricks.data.contract_prompt import CONTRACT
 from cria_tricks.data.rows import Chat
+from cria_tricks.data.sources import CONTRACT
 from cria_tricks.data.tokens import IGNORED, chunks, document, token_row
 from cria_tricks.recipe import Recipe
 from tests.helpers import prepare

@@ -9,8 +9,7 @@ import pytest
 from cria_tricks import recipes
 from cria_tricks.bill.bill import Bill
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.fields import ALIASES, GONE, find_field
-from cria_tricks.common.names import plain
+from cria_tricks.common.fields import ALIASES, GONE, find_field, plain
 from cria_tricks.hardware import T4, Device
 from cria_tricks.hardware.cards import Host
 from cria_tricks.hardware.gpus import COLAB, KAGGLE

@@ -20,8 +20,7 @@ from cria_tricks.load.adapters import add_lora
 from cria_tricks.load.model import built_empty
 from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.models.configs import KINDS
-from cria_tricks.models.facts import facts_of
-from cria_tricks.models.shape import GENERATES, shape_of
+from cria_tricks.models.shape import GENERATES, facts_of, shape_of
 from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve

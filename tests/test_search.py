@@ -14,8 +14,8 @@ from cria_tricks.hardware.trust import MARGIN
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.run import candidates, search
-from cria_tricks.run.ways import NothingFits
+from cria_tricks.run import search
+from cria_tricks.run.search import NothingFits
 from cria_tricks.switches import TECHNIQUES
 
 
@@ -51,7 +51,7 @@ def test_the_fastest_set_fits_with_a_margin_and_no_neighbour_that_fits_is_faster
     assert chosen.seconds == pytest.approx(seconds(chosen.recipe), rel=1e-9)
     blocks = target.shape.layers
     for value in (False, *range(1, blocks), True):  # all numbers of checkpointed blocks, beside the chosen toggles
-        other = candidates.changed(chosen.recipe, {"gradient_checkpointing": value}, chosen.recipe.train.batch_size)
+        other = search.changed(chosen.recipe, {"gradient_checkpointing": value}, chosen.recipe.train.batch_size)
         if target.works(other) and target.memory(other).needed_bytes <= limit:
             assert seconds(other) >= chosen.seconds * 0.999
 
@@ -86,9 +86,9 @@ def test_only_toggles_that_claim_to_be_exact_are_free():
     claims = {}
     for trick in TECHNIQUES:
         claims |= {switch.partition("=")[0]: trick.TECHNIQUE.claim for switch in trick.TECHNIQUE.switches}
-    for name in (*candidates.LONG, *candidates.FREE, "gradient_checkpointing", "gradient_accumulation", "attention"):
+    for name in (*search.LONG, *search.FREE, "gradient_checkpointing", "gradient_accumulation", "attention"):
         assert claims[name] in ("exact", "exact within rounding", "exact without clipping"), name
-    assert all(claims[name] not in ("exact",) for name in candidates.ALLOWED)
+    assert all(claims[name] not in ("exact",) for name in search.ALLOWED)
 
 
 def test_steps_in_the_backward_pass_are_tried_where_no_norm_is_limited():
@@ -99,7 +99,7 @@ def test_steps_in_the_backward_pass_are_tried_where_no_norm_is_limited():
     target = Target(find_shape(free.model), T4)
     for recipe, rows in ((limited, {False: {1, 2}}), (free, {False: {1, 2}, True: {2}})):
         tried: dict[bool, set[int]] = {}
-        for one in candidates.candidates(target, recipe, candidates.LONG, ()):
+        for one in search.candidates(target, recipe, search.LONG, ()):
             tried.setdefault(one.tricks.optimizer_in_backward, set()).add(one.train.batch_size)
             assert target.works(one) or not one.tricks.optimizer_in_backward
         assert tried == rows

@@ -13,7 +13,7 @@ import pytest
 from cria_tricks.bench import results
 from cria_tricks.common.figures import save
 from cria_tricks.common.themes import THEMES
-from cria_tricks.data.kwanzaa_lengths import row_lengths
+from cria_tricks.data.lengths import row_lengths
 from tests.measured_cards import made_up, written
 from tests.test_results import OFF, case
 from tools import compared, figures, tables

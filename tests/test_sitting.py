@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cria_tricks.bench import accept, measured_card, parts, sensors, sitting
+from cria_tricks.bench import accept, cases, measured_card, sitting
 from cria_tricks.bench.case import Setup, bytes_by_dry_run, measure, prepared
 from cria_tricks.bench.cases import ToMeasure
 from cria_tricks.common.errors import BadInput
@@ -37,12 +37,12 @@ def quick(monkeypatch):
         )
 
     monkeypatch.setattr(calibrate, "measure", made_up)
-    monkeypatch.setattr(parts.cases, "ladder", lambda device: LADDER)
+    monkeypatch.setattr(cases.cases, "ladder", lambda device: LADDER)
 
 
 def begun(out: Path, **changed) -> sitting.Sitting:
     """A sitting on this CPU, which says nothing."""
-    settings = parts.settings_for(this_device(), short=True).model_copy(update=changed)
+    settings = cases.settings_for(this_device(), short=True).model_copy(update=changed)
     return sitting.Sitting(out, settings, "cria bench", lambda line: None)
 
 
@@ -100,8 +100,8 @@ def test_a_killed_process_loses_one_case_at_most(tmp_path, run_cria, monkeypatch
         running.send_signal(signal.SIGKILL)
     kept = measured_card.read(file).cases
     assert 2 <= len(kept) < LADDER_STEPS
-    ladder_steps = parts.cases.ladder(this_device())[:LADDER_STEPS]
-    monkeypatch.setattr(parts.cases, "ladder", lambda device: ladder_steps)
+    ladder_steps = cases.cases.ladder(this_device())[:LADDER_STEPS]
+    monkeypatch.setattr(cases.cases, "ladder", lambda device: ladder_steps)
     code, _, stderr = run_cria(*words)
     assert code == 0, stderr
     card = measured_card.read(file)
@@ -156,7 +156,7 @@ def test_unsteady_times_are_measured_once_more_and_the_steadier_kept(tmp_path, m
 
     monkeypatch.setattr(sitting, "measure", fake)
     measuring = begun(tmp_path)
-    one = parts.Planned("together", LADDER[0], Setup("tiny", 64, 3), dry=False)
+    one = cases.Planned("together", LADDER[0], Setup("tiny", 64, 3), dry=False)
     assert measuring._measured("ladder", one).seconds == (1.0, 2.0, 2.0)
     steady = measuring._measured("ladder", one)
     assert (steady.seconds, calls) == ((1.0, 1.1, 1.1), ["off"] * 3)
@@ -171,36 +171,36 @@ def test_an_unknown_part_is_told(tmp_path, run_cria):
 
 def test_each_switch_alone_is_measured_on_a_model_that_fits_without_any():
     for short in (True, False):
-        assert parts.settings_for(T4, short=short).alone_shape == "smollm2", "fp32 of Llama-3.2-1B does not fit"
-    large = parts.settings_for(GPUS["a100-80"].device, short=True)
+        assert cases.settings_for(T4, short=short).alone_shape == "smollm2", "fp32 of Llama-3.2-1B does not fit"
+    large = cases.settings_for(GPUS["a100-80"].device, short=True)
     assert large.alone_shape == large.shape == "llama-3.2-1b"
 
 
 @pytest.mark.parametrize("short", [True, False])
 def test_every_planned_case_has_its_baseline_and_can_be_made_on_a_t4(short):
-    settings = parts.settings_for(T4, short=short)
+    settings = cases.settings_for(T4, short=short)
     with pretend(T4):
         for part in ("ladder", "alone", "errors"):
-            planned = parts.planned(part, settings, T4)
+            planned = cases.planned(part, settings, T4)
             names = {one.case.name for one in planned}
             assert len(names) == len(planned) > 8
             for one in planned:
-                prepared(one.case.words, one.setup, parts.lengths_of(one, T4))
+                prepared(one.case.words, one.setup, cases.lengths_of(one, T4))
                 assert short or not one.case.against or one.case.against in names
 
 
 def test_the_short_ladder_leaves_out_what_a_t4_cannot_hold():
-    whole = [one.case.name for one in parts.planned("ladder", parts.settings_for(T4, short=False), T4)]
-    short = [one.case.name for one in parts.planned("ladder", parts.settings_for(T4, short=True), T4)]
+    whole = [one.case.name for one in cases.planned("ladder", cases.settings_for(T4, short=False), T4)]
+    short = [one.case.name for one in cases.planned("ladder", cases.settings_for(T4, short=True), T4)]
     assert short == whole[whole.index("ladder_peft") :]
     assert whole[0] == "off"
 
 
 @pytest.mark.parametrize("number", [10, 17], ids=["packed", "two rows, two micro-batches"])
 def test_the_rows_of_an_error_set_take_what_both_counts_say(number):
-    settings = parts.settings_for(this_device(), short=True)
-    one = parts.planned("errors", settings, this_device())[number - 1]
-    lengths = parts.lengths_of(one, this_device())
+    settings = cases.settings_for(this_device(), short=True)
+    one = cases.planned("errors", settings, this_device())[number - 1]
+    lengths = cases.lengths_of(one, this_device())
     case = measure(one.bench, one.case.name, one.case.words, one.setup, "", lengths)
     assert case.seconds == (), "only bytes"
     counted = bytes_by_dry_run(*prepared(one.case.words, one.setup, lengths))
@@ -241,17 +241,17 @@ class FakeNVML:
 
 
 def test_the_sensors_are_read_while_a_case_runs(monkeypatch):
-    monkeypatch.setattr(sensors, "pynvml", FakeNVML())
+    monkeypatch.setattr(sitting, "pynvml", FakeNVML())
     values = iter([{"celsius": 40.0, "clock_mhz": 300.0}, {"celsius": 70.0, "clock_mhz": 900.0, "utilisation": 1.0}])
-    monkeypatch.setattr(sensors, "ask", lambda card: next(values, {"celsius": 71.0, "clock_mhz": 910.0}))
-    monkeypatch.setattr(sensors, "SECONDS", 0.02)
-    with sensors.Watch("a card") as watch:
+    monkeypatch.setattr(sitting, "ask", lambda card: next(values, {"celsius": 71.0, "clock_mhz": 910.0}))
+    monkeypatch.setattr(sitting, "SECONDS", 0.02)
+    with sitting.Watch("a card") as watch:
         while len(watch._readings) < 3:
             time.sleep(0.01)
     found = watch.found()
     assert found.throttled == ("power cap", "thermal slowdown"), "an idle card's reason is none"
     assert 900 <= found.median_clock_mhz <= 910
     assert found.highest_celsius == 71
-    with sensors.Watch(None) as nothing:
+    with sitting.Watch(None) as nothing:
         pass
     assert nothing.found() is None

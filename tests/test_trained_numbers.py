@@ -6,7 +6,7 @@ from transformers import AutoConfig
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
-from cria_tricks.load import trained_numbers
+from cria_tricks.load import adapters
 from cria_tricks.load.adapters import add_lora
 from cria_tricks.load.model import built_empty
 from cria_tricks.models.configs import KINDS
@@ -49,7 +49,7 @@ def empty(kind: str, settings: tuple[str, ...]):
     ("kind", "settings"), CASES, ids=lambda part: part if isinstance(part, str) else " ".join(part)
 )
 def test_the_count_is_what_peft_makes(kind, settings):
-    counted = trained_numbers.count(*empty(kind, settings))
+    counted = adapters.count(*empty(kind, settings))
     model, plan = empty(kind, settings)
     with torch.device("meta"):
         adapted = function_at(plan.after_load[0])(model, plan)
@@ -59,7 +59,7 @@ def test_the_count_is_what_peft_makes(kind, settings):
 def test_no_layer_is_put_into_the_model():
     model, plan = empty("mixtral", (ALL,))
     before = {path: type(module) for path, module in model.named_modules()}
-    trained_numbers.count(model, plan)
+    adapters.count(model, plan)
     assert {path: type(module) for path, module in model.named_modules()} == before
 
 
@@ -73,7 +73,7 @@ def test_no_layer_is_put_into_the_model():
 )
 def test_what_peft_cannot_adapt_is_refused_before_weights_are_loaded(kind, settings, said):
     with pytest.raises(BadInput, match=f"lora.target_modules: .*{said}"):
-        trained_numbers.count(*empty(kind, settings))
+        adapters.count(*empty(kind, settings))
     model, plan = empty(kind, settings)
     with pytest.raises((BadInput, ValueError)), torch.device("meta"):
         add_lora(model, plan)

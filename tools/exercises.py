@@ -6,7 +6,7 @@ from typing import Any
 from IPython.display import display
 
 from cria_tricks import course
-from cria_tricks.course.exercises import CHECKS
+from cria_tricks.course.notebook import CHECKS
 from tools import made_of, processors
 
 MEASURED: list[list[str]] = []

@@ -10,7 +10,7 @@ from typing import Any
 from cria_tricks.common.themes import THEMES
 from cria_tricks.hardware import T4
 from cria_tricks.recipe import Recipe
-from cria_tricks.report import film_picture
+from cria_tricks.report import film_answer
 from cria_tricks.run import api
 from tools import ladder
 
@@ -37,8 +37,8 @@ def files(films: dict[str, dict[str, Any]]) -> dict[str, str]:
     peak is seen to be lower.
     """
     first, *_ = films.values()
-    home = {"title": TITLE, "top": film_picture.scale([*films.values()]), "films": films}
-    found = {f"home-{theme}.svg": film_picture.svg(first, theme) for theme in THEMES}
+    home = {"title": TITLE, "top": film_answer.scale([*films.values()]), "films": films}
+    found = {f"home-{theme}.svg": film_answer.svg(first, theme) for theme in THEMES}
     return {"home.js": BEGIN + json.dumps(home, separators=(",", ":")) + END, **found}
 
 

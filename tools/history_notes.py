@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.data.contract_prompt import CONTRACT
+from cria_tricks.data.sources import CONTRACT
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("train", "eval")

@@ -26,8 +26,7 @@ from cria_tricks.common.markdown_table import table
 from cria_tricks.common.units import between, human
 from cria_tricks.hardware import reached
 from cria_tricks.hardware.cards import Card, Gpu
-from cria_tricks.hardware.datasheets import DATASHEETS
-from cria_tricks.hardware.gpus import GPUS, by_datasheet
+from cria_tricks.hardware.gpus import DATASHEETS, GPUS, by_datasheet
 from cria_tricks.hardware.reached import Reached
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import plan_data

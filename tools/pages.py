@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # MkDocs loads thi
 from cria_tricks import recipes
 from cria_tricks.bill.bill import Bill
 from cria_tricks.course.drawing import DARK, LIGHT
-from cria_tricks.course.predictions import NO_GUESS, PREDICTION
+from cria_tricks.course.notebook import NO_GUESS, PREDICTION
 from cria_tricks.hardware import T4
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles

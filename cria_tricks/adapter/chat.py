@@ -13,9 +13,9 @@ from transformers import LogitsProcessorList
 from cria_tricks.adapter.folder import PROVENANCE, RECIPE
 from cria_tricks.adapter.opening import open_folder
 from cria_tricks.common.errors import BadInput, first_line, usable_path
-from cria_tricks.data.contract_prompt import CONTRACT
+from cria_tricks.data.sources import CONTRACT
 from cria_tricks.data.tokens import DATE
-from cria_tricks.load import cache
+from cria_tricks.load import answering
 from cria_tricks.load.adapters import without_adapter
 from cria_tricks.load.answering import RefuseNaN
 from cria_tricks.models import ends, pretrained
@@ -182,7 +182,7 @@ def answer(
     with torch.no_grad():
         out = model.generate(
             **prompt,
-            **cache.for_answers(model, asked + max_new_tokens),
+            **answering.for_answers(model, asked + max_new_tokens),
             max_new_tokens=max_new_tokens,
             do_sample=False,
             pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,

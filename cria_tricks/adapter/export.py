@@ -12,6 +12,11 @@ transformers in three ways:
 The proof reads the file again with transformers. Each weight must be the model's, rounded to the file's type. The
 logits must be those of the model's own code over these weights, so the settings are right. Template, special tokens and
 the tokens of a prompt must be the same. What 8 bits do to the model's logits is reported.
+
+The Modelfile tells Ollama the prompt format, the system message and the stops. Ollama does not run the Jinja template
+of a GGUF file. It recognises some common ones; for others it would give the model a prompt that it was not trained on,
+without an error. So the pieces between the messages are read off from a conversation that the Jinja template writes,
+are compared with it on other ones, and go into the Modelfile.
 """
 
 import json
@@ -29,9 +34,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cria_tricks.adapter import folder as artifact
 from cria_tricks.adapter.chat import prompt_format, trained_system, write_prompt
-from cria_tricks.adapter.ollama import adds_bos, modelfile, ollama_template
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, usable_path
+from cria_tricks.data.tokens import DATE
 from cria_tricks.load import host_memory
 from cria_tricks.load.model import quiet_libraries
 from cria_tricks.models import ends, pretrained
@@ -317,3 +322,68 @@ def _refuse_other_tokens(file: Path, reader: Any, read: Any, tokenizer: Any, tex
     ids = Tokenizer.from_str(json.dumps(parts)).encode(text, add_special_tokens=False).ids
     if ids != tokenizer(text, add_special_tokens=False)["input_ids"]:
         raise BadInput(f"{file.name}: its tokenizer cuts a prompt into other tokens than the model's")
+
+
+ROLES = {"s": "system", "u": "user", "a": "assistant"}
+TRIED = ("u", "su", "uau", "suauau")
+"""The conversations on which the pieces are compared with the Jinja template, by the roles of their messages."""
+
+
+def adds_bos(tokenizer: Any) -> bool:
+    """Tell whether the tokenizer puts the BOS token before a text."""
+    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+
+
+def ollama_template(tokenizer: Any) -> str:
+    """Return the chat template in Ollama's language, which is that of Go; empty if it is not made of fixed pieces."""
+    # llama.cpp puts this token before every prompt, and two of them would be another prompt than in training.
+    bos = tokenizer.bos_token if adds_bos(tokenizer) else ""
+
+    def jinja(roles: str, *texts: str) -> str:
+        messages = [{"role": ROLES[role], "content": text} for role, text in zip(roles, texts, strict=True)]
+        # Some templates write today's date. The Modelfile has the date that was in the training rows.
+        written = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, date_string=DATE)
+        return written.removeprefix(bos)
+
+    try:
+        # No template contains these words, so they mark where a message goes.
+        before_system, _, rest = jinja("suau", "SYSTEM-7", "USER-7", "ANSWER-7", "LAST-7").partition("SYSTEM-7")
+        after_system, _, rest = rest.partition("USER-7")
+        after_user, _, rest = rest.partition("ANSWER-7")
+        after_answer = rest.partition("LAST-7")[0]
+        without_system = jinja("u", "USER-7").partition("USER-7")[0]
+        for roles in TRIED:
+            texts = [f"Say {number}, please." for number in range(len(roles))]
+            found = without_system
+            for role, text in zip(roles, texts, strict=True):
+                if role == "s":
+                    found = before_system + text + after_system
+                else:
+                    found += text + (after_user if role == "u" else after_answer)
+            if found != jinja(roles, *texts):
+                return ""
+    except Exception:  # a template is a small program, and may refuse these conversations in its own words
+        return ""
+    pieces = (before_system, after_system, after_user, after_answer, without_system)
+    if any("{{" in piece or '"""' in piece for piece in pieces):  # Ollama would read these as its own signs
+        return ""
+    system = "{{ if .System }}" + before_system + "{{ .System }}" + after_system
+    user = '{{ if eq $m.Role "user" }}{{ $m.Content }}' + after_user
+    answer = '{{ else if eq $m.Role "assistant" }}{{ $m.Content }}' + after_answer
+    # Ollama joins all system messages in .System. They are in .Messages, too, so the loop leaves them out.
+    loop = "{{ range $i, $m := .Messages }}" + user + answer + "{{ end }}{{ end }}"
+    return system + "{{ else }}" + without_system + "{{ end }}" + loop
+
+
+def modelfile(file: str, ollamas: str, stops: Sequence[str], system: str | None = None) -> str:
+    """Return the text of a Modelfile for a GGUF file beside it; ``system`` is written where the user gives no other."""
+    template = "# The chat template is not made of fixed pieces: write a TEMPLATE by hand, or Ollama guesses one."
+    if ollamas:
+        template = f'TEMPLATE """{ollamas}"""'
+    lines = [f"FROM ./{file}", template]
+    if system:
+        lines.append(f'SYSTEM """{system}"""')
+    lines += [f'PARAMETER stop "{stop}"' for stop in stops]
+    # Greedy decoding, as in ``cria chat``: the same question gets the same answer.
+    lines.append("PARAMETER temperature 0")
+    return "\n".join(lines) + "\n"

@@ -24,7 +24,7 @@ from transformers import AutoConfig, TrainerCallback
 from cria_tricks import models
 from cria_tricks.bench.results import Case
 from cria_tricks.bill.bill import Bill
-from cria_tricks.bill.constants import TOKENS_PER_CHUNK
+from cria_tricks.bill.operation import TOKENS_PER_CHUNK
 from cria_tricks.common.errors import BadInput, Interrupted, OutOfMemory, first_line, is_out_of_memory
 from cria_tricks.common.version import versions
 from cria_tricks.data.tokens import IGNORED

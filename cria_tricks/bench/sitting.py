@@ -1,17 +1,23 @@
-"""Measure a card part by part, and keep what was measured: a sitting that was stopped goes on where it was."""
+"""Measure a card part by part, and keep what was measured: a sitting that was stopped goes on where it was.
 
+While a case runs, the card's sensors are read: its clock, its temperature, and why its clock is held down.
+"""
+
+import contextlib
 import datetime
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pynvml
 import torch
 
 from cria_tricks.adapter.provenance import commit
-from cria_tricks.bench import cases, measured_card, parts, sensors, tables
+from cria_tricks.bench import cases, measured_card, tables
 from cria_tricks.bench.accept import UNSTEADY, predicted
 from cria_tricks.bench.case import Setup, bytes_by_dry_run, estimated, measure, prepared
 from cria_tricks.bench.measured_card import (
@@ -23,7 +29,7 @@ from cria_tricks.bench.measured_card import (
     PartRecord,
     Provenance,
 )
-from cria_tricks.bench.results import Case
+from cria_tricks.bench.results import Case, Sensors
 from cria_tricks.common import atomic_files, interrupts
 from cria_tricks.common.console import Aside, doing
 from cria_tricks.common.errors import BadInput
@@ -33,6 +39,7 @@ from cria_tricks.doctor import calibrate
 from cria_tricks.hardware import Device, calibration, this_device
 from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.gpus import by_datasheet
+from cria_tricks.measure.monitor import PATIENCE, ask, open_cards
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles
 
@@ -67,7 +74,7 @@ class Sitting:
         self.device = this_device()
         self.say = say
         self.file = out / NAME
-        self.sensors = sensors.open_card()
+        self.sensors = open_card()
         self.card = MeasuredCard(
             device=_measured_device(self.device, self.sensors),
             versions=versions(),
@@ -82,7 +89,7 @@ class Sitting:
     def run(self, wanted: Sequence[PartName]) -> None:
         """Measure these parts, but for what is in the file already; it is written again after each case."""
         for part in wanted:
-            why = parts.skipped(part, self.card.settings, self.device)
+            why = cases.skipped(part, self.card.settings, self.device)
             if why:
                 self.say(f"{part}: skipped, because {why}")
                 self._record(part, PartRecord(status="skipped", why=why))
@@ -119,24 +126,24 @@ class Sitting:
         self.say(f"{part}: took {duration(spent)}")
 
     def _calibrate(self) -> None:
-        seconds = parts.CALIBRATED[self.card.settings.short]
+        seconds = cases.CALIBRATED[self.card.settings.short]
         self._keep(calibration=calibrate.measure(lambda name: self.say(f"  {name}"), seconds=seconds))
 
     def _planned(self, part: PartName) -> None:
         """Measure the cases of a part that are not in the file."""
-        planned = parts.planned(part, self.card.settings, self.device)
+        planned = cases.planned(part, self.card.settings, self.device)
         for number, one in enumerate(planned, 1):
             if self._known(one.bench, one.case.name):
                 continue
             with doing(Aside(), f"measuring {one.bench}.{one.case.name}, {number} of {len(planned)}"):
                 self._add(self._measured(part, one))
 
-    def _measured(self, part: PartName, one: parts.Planned) -> Case:
+    def _measured(self, part: PartName, one: cases.Planned) -> Case:
         """Measure one case; if its times are unsteady, once more, and keep the steadier measurement."""
-        lengths = parts.lengths_of(one, self.device)
+        lengths = cases.lengths_of(one, self.device)
         tried: list[Case] = []
         while not tried or (unsteadiness(tried[-1]) > UNSTEADY and len(tried) < ATTEMPTS):
-            with sensors.Watch(self.sensors) as watch:
+            with Watch(self.sensors) as watch:
                 case = measure(one.bench, one.case.name, one.case.words, one.setup, one.case.against, lengths)
             tried.append(case.model_copy(update={"sensors": watch.found()}))
         case = min(tried, key=unsteadiness)
@@ -157,7 +164,7 @@ class Sitting:
     def _longest(self) -> None:
         """Search the longest row; lengths that were tried already are not tried again."""
         settings = self.card.settings
-        recipe = parts.longest_recipe(settings, self.device)
+        recipe = cases.longest_recipe(settings, self.device)
         said = toggles.longest(toggles.Target(find_shape(recipe.model), self.device), recipe)
         words = cases.words(recipe, toggles.switched_on(recipe))
 
@@ -228,9 +235,9 @@ def _measured_device(device: Device, card: Any) -> MeasuredDevice:
         memory_bytes=device.memory_bytes,
         host_memory_bytes=psutil.virtual_memory().total,
         threads=calibration.threads(),
-        driver=sensors.driver() if card else "",
+        driver=driver() if card else "",
         cuda=torch.version.cuda or "",
-        highest_clock_mhz=sensors.highest_clock(card) if card else None,
+        highest_clock_mhz=highest_clock(card) if card else None,
     )
 
 
@@ -277,3 +284,81 @@ def unsteadiness(case: Case) -> float:
     if not case.seconds:
         return 1.0
     return statistics.median(case.seconds) / min(case.seconds)
+
+
+SECONDS = 0.5
+"""The time between two readings [s]."""
+REASONS = {
+    "power cap": "nvmlClocksThrottleReasonSwPowerCap",
+    "hardware slowdown": "nvmlClocksThrottleReasonHwSlowdown",
+    "thermal slowdown": "nvmlClocksThrottleReasonSwThermalSlowdown",
+    "hardware thermal slowdown": "nvmlClocksThrottleReasonHwThermalSlowdown",
+    "power brake": "nvmlClocksThrottleReasonHwPowerBrakeSlowdown",
+    "fixed by its owner": "nvmlClocksThrottleReasonApplicationsClocksSetting",
+}
+"""Our name of a reason -> the name of its bit in NVML. An idle card has a reason, too, which says nothing."""
+
+
+def open_card() -> Any:
+    """Open the sensors of the card that is measured; ``None`` on a CPU, or without NVML."""
+    if not torch.cuda.is_available():
+        return None
+    return open_cards([torch.cuda.get_device_properties(0)])[0]
+
+
+def driver() -> str:
+    """Return the version of NVIDIA's driver; empty without NVML."""
+    with contextlib.suppress(pynvml.NVMLError):
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    return ""
+
+
+def highest_clock(card: Any) -> float | None:
+    """Return the highest clock that the multiprocessors may have [MHz]; ``None`` if NVML does not say."""
+    with contextlib.suppress(pynvml.NVMLError):
+        return float(pynvml.nvmlDeviceGetMaxClockInfo(card, pynvml.NVML_CLOCK_SM))
+    return None
+
+
+class Watch:
+    """Read the sensors in a background thread, inside ``with watch:``.
+
+    Args:
+        card: from :func:`open_card`; with ``None`` nothing is read.
+    """
+
+    def __init__(self, card: Any):
+        self.card = card
+        self._readings: list[dict[str, float]] = []
+        self._throttled: list[str] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sensors", daemon=True)
+
+    def __enter__(self) -> "Watch":
+        if self.card:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        if self.card:
+            self._thread.join(PATIENCE)
+
+    def _run(self) -> None:
+        while not self._stop.wait(SECONDS):
+            self._readings.append(ask(self.card))
+            with contextlib.suppress(pynvml.NVMLError):
+                bits = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self.card)
+                self._throttled += [reason for reason, name in REASONS.items() if bits & getattr(pynvml, name)]
+
+    def found(self) -> Sensors | None:
+        """Sum up the readings; ``None`` if there is no card."""
+        if not self.card:
+            return None
+        clocks = [reading["clock_mhz"] for reading in self._readings if "clock_mhz" in reading]
+        degrees = [reading["celsius"] for reading in self._readings if "celsius" in reading]
+        return Sensors(
+            median_clock_mhz=statistics.median(clocks) if clocks else None,
+            highest_celsius=max(degrees, default=None),
+            throttled=tuple(dict.fromkeys(self._throttled)),
+        )

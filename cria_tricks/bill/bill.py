@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cria_tricks.bill.lines import ANSWERS, EVALUATION, STATE, Line, Moment
+from cria_tricks.bill.operation import ANSWERS, EVALUATION, STATE, Line, Moment
 from cria_tricks.bill.step import Step
 from cria_tricks.hardware.trust import verdict
 

@@ -11,8 +11,7 @@ In the code n is the number of tokens of a micro-batch.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cria_tricks.bill.constants import FP32
-from cria_tricks.bill.operation import ATTENDED, LOG_SUM_EXP, TILED, Operation
+from cria_tricks.bill.operation import ATTENDED, FP32, LOG_SUM_EXP, TILED, Operation
 from cria_tricks.bill.step import Step
 
 

@@ -1,4 +1,4 @@
-r"""Describe the collectives of a step for the estimate; ``measure/collectives.py`` counts those of a real step.
+r"""Describe the collectives of a step for the estimate; ``measure/counting.py`` counts those of a real step.
 
 The size of a collective is that of the whole tensor that it makes or consumes: the input of an all-reduce or a
 reduce-scatter, the output of an all-gather, the tensor that is broadcast or sent. How many of these bytes each

@@ -8,11 +8,10 @@ optimizer states, and, if tokens are generated, the KV cache. Weight gradients a
 from dataclasses import replace
 
 from cria_tricks.bill import block
-from cria_tricks.bill.constants import FP32, TOKENS_PER_CHUNK
 from cria_tricks.bill.fused_operations import tiled
-from cria_tricks.bill.lines import ANSWERS, EVALUATION, Line, Moment
 from cria_tricks.bill.loss import cast_copies
 from cria_tricks.bill.moments import batch_line
+from cria_tricks.bill.operation import ANSWERS, EVALUATION, FP32, TOKENS_PER_CHUNK, Line, Moment
 from cria_tricks.bill.step import Step
 
 

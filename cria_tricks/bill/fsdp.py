@@ -25,9 +25,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cria_tricks.bill.constants import FP32
-from cria_tricks.bill.lines import STATE, Line, Moment, smaller
 from cria_tricks.bill.moments import moments
+from cria_tricks.bill.operation import FP32, STATE, Line, Moment, smaller
 from cria_tricks.bill.step import Step
 
 EMBEDDING = "embedding"

@@ -1,16 +1,14 @@
 """Bill a block with hand-written backward passes (fused_lora, fused_blocks and tiled_mlp in ``techniques/``) [bytes].
 
-Short names as in ``product_operations.py``: n tokens, and one element takes a bytes in the compute dtype, x bytes in a
+Short names as in ``block_operations.py``: n tokens, and one element takes a bytes in the compute dtype, x bytes in a
 product's input, and o bytes in its result.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from cria_tricks.bill.block_operations import walk
-from cria_tricks.bill.constants import FP32
-from cria_tricks.bill.operation import GATED, TILED, NormBytes, Operation
-from cria_tricks.bill.product_operations import product_of
+from cria_tricks.bill.block_operations import product_of, walk
+from cria_tricks.bill.operation import FP32, GATED, TILED, NormBytes, Operation
 from cria_tricks.bill.step import Step
 
 TOGETHER = ("q_proj", "k_proj", "v_proj")

@@ -1,7 +1,6 @@
 """Bill the end of the forward pass and the beginning of the backward pass: last norm, head and logits."""
 
-from cria_tricks.bill.constants import FP32
-from cria_tricks.bill.lines import Line
+from cria_tricks.bill.operation import FP32, Line
 from cria_tricks.bill.step import Step
 
 

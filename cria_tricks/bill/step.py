@@ -5,9 +5,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from cria_tricks.bill.constants import FP32, TOKENS_PER_CHUNK
-from cria_tricks.bill.lines import Line
-from cria_tricks.bill.operation import BlockTensors, NormBytes, Operation, Product, ProductBytes, WaitingBytes
+from cria_tricks.bill.operation import (
+    FP32,
+    TOKENS_PER_CHUNK,
+    BlockTensors,
+    Line,
+    NormBytes,
+    Operation,
+    Product,
+    ProductBytes,
+    WaitingBytes,
+)
 from cria_tricks.hardware.device import Device
 from cria_tricks.models.shape import Shape
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cria_tricks.bill import launches, moved_bytes, products
-from cria_tricks.bill.constants import FP32
+from cria_tricks.bill.operation import FP32
 from cria_tricks.bill.step import Step
 from cria_tricks.hardware.cards import Card
 from cria_tricks.recipe import Recipe

@@ -14,7 +14,7 @@ import typer
 from cria_tricks.cli.app import MACHINE, Json, app, aside, screen
 from cria_tricks.common.atomic_files import only_writer
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.names import hint, nearest
+from cria_tricks.common.fields import hint, nearest
 
 if TYPE_CHECKING:
     from cria_tricks.bench.measured_card import PartName
@@ -48,7 +48,7 @@ def bench(
     wanted = _parts(part or [])
     if out.exists() and not out.is_dir():
         raise BadInput(f"--out {out}: is a file; name a folder")
-    from cria_tricks.bench import parts, sitting
+    from cria_tricks.bench import cases, sitting
     from cria_tricks.hardware import profile as held_to
     from cria_tricks.hardware import this_device
     from cria_tricks.load.model import quiet_libraries
@@ -58,7 +58,7 @@ def bench(
     held = held_to(profile) if profile else contextlib.nullcontext()
     out.mkdir(parents=True, exist_ok=True)
     with only_writer(out), held, contextlib.redirect_stdout(sys.stderr):
-        settings = parts.settings_for(this_device(), short=short, profile=profile)
+        settings = cases.settings_for(this_device(), short=short, profile=profile)
         measuring = sitting.Sitting(out, settings, " ".join(["cria", *sys.argv[1:]]), _say)
         measuring.run(wanted)
         report = measuring.report()

@@ -23,8 +23,8 @@ from rich.text import Text
 from cria_tricks.cli.app import LEARN, MACHINE, Json, app, aside, screen
 from cria_tricks.common.console import table
 from cria_tricks.common.errors import BadInput
+from cria_tricks.common.fields import hint, nearest, plain
 from cria_tricks.common.lessons import number_of
-from cria_tricks.common.names import hint, nearest, plain
 from cria_tricks.common.units import human
 
 

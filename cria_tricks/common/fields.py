@@ -1,16 +1,16 @@
-"""Find the field of a recipe that a user means, and say in one line what is wrong with a field, and where.
+"""Find the field of a recipe that a user means, convert what was typed for it, and say in one line what is wrong.
 
-The field ``train.learning_rate`` belongs to the group ``train``. A user may also type ``learning_rate`` or ``lr``.
+The field ``train.learning_rate`` belongs to the group ``train``. A user may also type ``learning_rate`` or ``lr``. In
+all names letter case, spaces, ``-`` and ``_`` do not matter, and a wrong one gets a hint.
 """
 
+import difflib
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ValidationError
-
-from cria_tricks.common.names import hint, nearest, plain
+from pydantic import BaseModel, BeforeValidator, ValidationError, ValidationInfo
 
 ALIASES: dict[str, str] = {
     "lr": "train.learning_rate",
@@ -209,3 +209,143 @@ def in_one_line(error: ValidationError, known: Sequence[str]) -> str:
     if first["type"] == "model_type":
         return f"{key} = {reprlib.repr(first['input'])}: {a_group(key, known)}"
     return f"{key} = {reprlib.repr(first['input'])}: {message[0].lower()}{message[1:]}{near}"
+
+
+def plain(name: str) -> str:
+    """Reduce a name to the form in which names are compared.
+
+    Examples:
+        >>> plain("Flash-Attention")
+        'flash_attention'
+    """
+    return name.strip().lower().replace("-", "_").replace(" ", "_")
+
+
+def same(name: str, known: Iterable[str]) -> str | None:
+    """Find the known name that was meant.
+
+    Args:
+        name: as it was typed.
+        known: the right names.
+
+    Returns:
+        The known name, or ``None`` if none fits or several do.
+
+    Examples:
+        >>> same("SmolLM2", ["smollm2", "llama-3.2-1b"])
+        'smollm2'
+    """
+    found = [other for other in known if plain(other) == plain(name)]
+    return found[0] if len(found) == 1 else None  # a choice among several would be a guess
+
+
+def repeated(names: Sequence[str]) -> str | None:
+    """Find the first name that occurs more than once; ``None`` if there is none."""
+    return next((name for name in names if names.count(name) > 1), None)
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Find the known name that looks most like a wrong one.
+
+    Args:
+        name: as it was typed.
+        known: the right names.
+        cutoff: the least similarity by ``difflib``, from 0 (any two names) to 1 (equal names).
+
+    Returns:
+        The known name, or ``None`` if none is similar enough.
+    """
+    by_plain = {plain(other): other for other in known}
+    found = difflib.get_close_matches(plain(name), by_plain, n=1, cutoff=cutoff)
+    if not found:
+        return None
+    return by_plain[found[0]]
+
+
+def hint(near: str | None, otherwise: str) -> str:
+    """Return the end of an error message: the question whether the nearest name was meant, or another hint.
+
+    Args:
+        near: the known name that looks most like the wrong one, if there is one.
+        otherwise: the hint if no known name is similar.
+
+    Examples:
+        >>> hint("smoke", "there are smoke, kwanzaa")
+        'did you mean smoke?'
+        >>> hint(None, "there are smoke, kwanzaa")
+        'there are smoke, kwanzaa'
+    """
+    return f"did you mean {near}?" if near else otherwise
+
+
+def seconds(value: Any) -> Any:
+    """Convert ``"1h30m"``, ``"20m"``, ``"90s"`` or ``"90"`` to seconds; leave a value that is no text to pydantic."""
+    if not isinstance(value, str):
+        return value
+    # Every part may be missing, but not all of them: (?=.) asks for one character at least.
+    parts = re.fullmatch(r"(?=.)(?:(\d{1,6})h)?(?:(\d{1,6})m)?(?:(\d{1,6})s)?", value.replace(" ", ""))
+    if parts:
+        return float(sum(int(number or 0) * unit for number, unit in zip(parts.groups(), (3600, 60, 1), strict=True)))
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError("must be a time such as 90s, 20m or 1h30m") from None
+
+
+Duration = Annotated[float, BeforeValidator(seconds)]
+"""Seconds; written as ``"90s"``, ``"20m"`` or ``"1h30m"``, or as a number."""
+
+
+def parts(text: str) -> list[str]:
+    """Split a list as it is typed: ``"[q_proj, v_proj]"`` -> ["q_proj", "v_proj"]."""
+    found = [part.strip(" \"'") for part in text.strip("[] ").split(",")]
+    return [part for part in found if part]
+
+
+def _words(value: Any) -> Any:
+    """Convert ``"none"`` to (), ``"tensorboard"`` to ("tensorboard",), and a list to a tuple."""
+    words = value
+    if isinstance(words, str):
+        words = (words,)
+    if isinstance(words, list):
+        words = tuple(words)
+    if words == ("none",):
+        return ()
+    return words
+
+
+Trackers = Annotated[tuple[Literal["tensorboard", "trackio"], ...], BeforeValidator(_words)]
+"""The trackers that get the history during the run: ``"none"``, one name, or a list of names."""
+
+
+def _switch_or_number(value: Any, info: ValidationInfo, number_of: str) -> Any:
+    """Convert ``"true"``, ``"false"`` or ``"8"``, as ``--set`` gives them, and 0 to False; take no other value."""
+    found = value
+    if isinstance(value, str) and info.mode == "python":  # in a file, which has types, a text is wrong
+        text = value.strip().lower()
+        found = {"true": True, "false": False}.get(text, text)
+        if text.isdecimal() and len(text) <= 9:
+            found = int(text)
+    # type() and not isinstance(), because True is an int, too.
+    if type(found) is int and 0 <= found < 10**9:
+        return found or False
+    if type(found) is bool:
+        return found
+    raise ValueError(f"must be true, false, or the number of {number_of}, 0 or more")
+
+
+def _all_or_number(value: Any, info: ValidationInfo) -> Any:
+    return _switch_or_number(value, info, "blocks")
+
+
+def _auto_or_tokens(value: Any, info: ValidationInfo) -> Any:
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return True
+    return _switch_or_number(value, info, "tokens of a tile")
+
+
+AllOrNumber = Annotated[bool | int, BeforeValidator(_all_or_number)]
+"""true for all, false for none, or a number of blocks. 1 is one block and not true; 0 is read as false."""
+
+AutoOrTokens = Annotated[bool | int, BeforeValidator(_auto_or_tokens)]
+"""true (or auto) for tiles as long as the model is wide, false for none, or a number of tokens; 0 is read as false."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from cria_tricks.common.errors import BadInput, first_line
-from cria_tricks.common.names import repeated
+from cria_tricks.common.fields import repeated
 
 Raw = Iterator[tuple[Any, str]]
 """Rows as they are in a file, each with its place."""

@@ -8,7 +8,7 @@ import random
 import re
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,6 @@ from cria_tricks.common import atomic_files
 from cria_tricks.common.cache import cache_folder
 from cria_tricks.common.errors import BadInput, usable_path
 from cria_tricks.data import texts
-from cria_tricks.data.contract_prompt import with_contract
 from cria_tricks.data.files import ENDINGS
 from cria_tricks.data.rows import Chat, check_rows, read_file, reading
 from cria_tricks.models import network
@@ -391,3 +390,27 @@ def _from_hub(name: str, part: Part, stream: bool) -> tuple[Iterable[Chat], str]
 
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+CONTRACT = (
+    "Answer only from the documents and cite them as [1]. If they lack the answer, say so. Reply with JSON only: "
+    '{"version":"kwanzaa.answer.v1","answer":{"text":"","completeness":"complete or insufficient_data"},'
+    '"sources":[{"citation_label":"","canonical_url":"","source_org":"","year":0,"content_type":"","license":"",'
+    '"namespace":"","doc_id":"","chunk_id":""}],"retrieval_summary":{"query":"","top_k":1,"namespaces":[""],'
+    '"results":[]},"unknowns":{"unsupported_claims":[],"missing_context":[],"clarifying_questions":[]}}'
+)
+"""A system prompt that shows every required field of the contract, so that an untrained model can keep it, too."""
+
+
+def with_contract(chat: Chat) -> Chat:
+    """Return a chat with :data:`CONTRACT` as its system message, in place of its own if it has one.
+
+    Raises:
+        BadInput: for a completion or a text, which has no place for a system message.
+    """
+    if not chat.messages:
+        raise BadInput(f"data.contract=true: {chat.where}: is no chat, so it has no system prompt; set it to false")
+    turns = [turn for turn in chat.messages if turn["role"] != "system"]
+    messages = ({"role": "system", "content": CONTRACT}, *turns)
+    later = len(messages) - len(chat.messages)  # 1 if it had no system message
+    return replace(chat, messages=messages, untrained=tuple(turn + later for turn in chat.untrained))

@@ -14,7 +14,7 @@ import torch
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import DTYPE
 from cria_tricks.hardware import Device, this_device
-from cria_tricks.measure.attention import attention_kernel
+from cria_tricks.measure.counting import attention_kernel
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.switches import NEEDS, TECHNIQUES, technique_name

@@ -1,4 +1,4 @@
-"""Name the kernels of torch's attention, and say which one it picks; ``measure/attention.py`` sees which one ran."""
+"""Name the kernels of torch's attention, and say which one it picks; ``measure/counting.py`` sees which one ran."""
 
 from cria_tricks.hardware.device import Device
 

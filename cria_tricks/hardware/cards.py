@@ -8,7 +8,7 @@ both. No training step reaches the peak rates: ``reached.py`` holds the shares t
 from dataclasses import dataclass, replace
 
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.names import hint, nearest
+from cria_tricks.common.fields import hint, nearest
 from cria_tricks.hardware.device import T4, Device
 from cria_tricks.hardware.reached import DEFAULT, ON_A_T4, ON_AN_A100, WIDE, Reached, measured
 

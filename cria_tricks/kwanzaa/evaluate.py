@@ -6,6 +6,7 @@ answers of each system are scored, too.
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +22,9 @@ from cria_tricks.common.errors import BadInput, usable_path
 from cria_tricks.common.version import versions
 from cria_tricks.data import sources
 from cria_tricks.data.rows import Chat
-from cria_tricks.kwanzaa.contract import plain_reply, read_reply
-from cria_tricks.kwanzaa.prompt import QARow, keeps_contract, read_rows
+from cria_tricks.kwanzaa.contract import Reply, plain_reply, read_reply
+from cria_tricks.kwanzaa.prompt import Document, QARow, keeps_contract, read_rows
 from cria_tricks.kwanzaa.summary import UNSCORED, Scored, Written, markdown, summarise
-from cria_tricks.kwanzaa.trivial import trivial_reply
 from cria_tricks.recipe import from_toml
 from cria_tricks.settings import BATCH, NEW_TOKENS, Data
 
@@ -223,3 +223,51 @@ def _answered(
         with without_adapter(model) as below:
             found["base"] = answers(below, "base")
     return found, about
+
+
+_CONTENT = re.compile(r"^Content: *(.+)$", re.MULTILINE)
+REFUSAL = "I cannot answer this: no documents were found."
+
+
+def trivial_reply(row: QARow) -> Reply:
+    """Copy the first sentence of each document with its label; without documents, refuse.
+
+    The reply keeps the contract, because a program writes it. Everything that its fields need and the documents do not
+    tell is filled in with the same words for each row.
+    """
+    documents = row.documents
+    text = " ".join(f"{_first_sentence(document)} [{document.number}]." for document in documents)
+    fields = {
+        "version": "kwanzaa.answer.v1",
+        "answer": {"text": text or REFUSAL, "completeness": "complete" if documents else "insufficient_data"},
+        "sources": [_source(document) for document in documents],
+        "retrieval_summary": {
+            "query": row.query[:1000] or "none",
+            "top_k": max(1, len(documents)),
+            "namespaces": ["none"],
+            "results": [],
+        },
+        "unknowns": {"unsupported_claims": [], "missing_context": [], "clarifying_questions": []},
+    }
+    return read_reply(json.dumps(fields))
+
+
+def _first_sentence(document: Document) -> str:
+    """Return the first sentence of a document's content, without its final dot; of its first line if none is marked."""
+    content = _CONTENT.search(document.text)
+    text = content[1] if content else document.title
+    return text.split(". ")[0].rstrip(".")
+
+
+def _source(document: Document) -> dict[str, Any]:
+    return {
+        "citation_label": document.title,
+        "canonical_url": document.url or "urn:none",
+        "source_org": "none",
+        "year": 2000,
+        "content_type": "document",
+        "license": "none",
+        "namespace": "none",
+        "doc_id": str(document.number),
+        "chunk_id": str(document.number),
+    }

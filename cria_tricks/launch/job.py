@@ -17,14 +17,14 @@ from cria_tricks import models
 from cria_tricks.adapter.publish import TAG
 from cria_tricks.common import interrupts, version
 from cria_tricks.common.errors import BadInput, OutOfMemory, redacted, usable_path
+from cria_tricks.common.fields import seconds
 from cria_tricks.common.units import duration, human, money
-from cria_tricks.common.values import seconds
 from cria_tricks.hardware.cards import CARDS, Flavor, find_flavor
 from cria_tricks.models import network
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run import given
-from cria_tricks.store import free_folder
+from cria_tricks.store import run_folder
 
 AROUND = 15 * 60
 """The time before its timeout at which a job stops training, so that it can publish what was learnt [s]."""
@@ -54,8 +54,8 @@ def launch(
     limit = _timeout(timeout)
     machine = find_flavor(flavor)
     wanted = _recipe(recipe, settings, machine, limit)
-    folder = usable_path("--out", out or free_folder.numbered(Path("runs") / repo.split("/")[1], resume=False))
-    free_folder.refuse_taken("--out", folder, resume=False)
+    folder = usable_path("--out", out or run_folder.numbered(Path("runs") / repo.split("/")[1], resume=False))
+    run_folder.refuse_taken("--out", folder, resume=False)
     price = machine.price
     if not only_print:
         network.refuse_offline("--on hf-jobs: a job is sent over the network", "leave one out, or add --print")

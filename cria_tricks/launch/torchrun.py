@@ -16,7 +16,7 @@ from cria_tricks.hardware import this_device
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run import given
-from cria_tricks.store import free_folder
+from cria_tricks.store import run_folder
 
 MACHINES = (
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint {endpoint} "
@@ -116,7 +116,7 @@ def _refuse_unshared(recipe: Recipe, processes: int) -> None:
     """Refuse a recipe that so many processes cannot share."""
     # Imported here, as above.
     from cria_tricks.load import refusals
-    from cria_tricks.models.facts import facts_of
+    from cria_tricks.models.shape import facts_of
     from cria_tricks.resolve import resolve
 
     plan = resolve(recipe, processes=processes)
@@ -142,8 +142,8 @@ def _elastic(
     elif elastic.endpoint:
         raise BadInput("--endpoint: is for --nodes MIN:MAX; on one machine torchrun finds a free port")
     elif not resume:
-        out = usable_path("--out", out) if out else free_folder.numbered(Path("runs") / name, resume=False)
-        there = free_folder.taken(out)
+        out = usable_path("--out", out) if out else run_folder.numbered(Path("runs") / name, resume=False)
+        there = run_folder.taken(out)
         if there:  # a restarted process could not tell that run from its own
             raise BadInput(f"--out {out}: holds another run ({there}); name a new folder, or go on with it: --resume")
     return [*start, "--max-restarts", str(elastic.max_restarts)], out, True

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.evaluation import fullest_answer, loss_pass
-from cria_tricks.bill.lines import Moment
 from cria_tricks.bill.moments import weight_lines
+from cria_tricks.bill.operation import Moment
 from cria_tricks.bill.step import Step
 from cria_tricks.common.units import human
 from cria_tricks.data.lengths import Lengths

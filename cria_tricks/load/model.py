@@ -18,14 +18,13 @@ import cria_tricks.load.attention  # noqa: F401 (names our attention functions t
 from cria_tricks import models
 from cria_tricks.common import packages
 from cria_tricks.common.errors import BadInput, first_line
-from cria_tricks.load import continued, loftq, quiet, streaming, trained_numbers, twin
+from cria_tricks.load import adapters, quiet, starts, streaming, twin
 from cria_tricks.load.adapters import modules_named
 from cria_tricks.load.fused import by_triton
 from cria_tricks.load.refusals import refuse
-from cria_tricks.models import Weights, ends, pretrained, quantised
+from cria_tricks.models import Weights, configs, ends, pretrained
 from cria_tricks.models.configs import MORE_THAN_TEXT
-from cria_tricks.models.facts import Facts
-from cria_tricks.models.shape import BESIDE_HEAD
+from cria_tricks.models.shape import BESIDE_HEAD, Facts
 from cria_tricks.processes.numbers import processes
 from cria_tricks.step_plan import Plan, function_at
 from cria_tricks.switches import fused_blocks, lora
@@ -146,11 +145,11 @@ def count_trainable(
             f"data.max_length={known}"
         )
     if lora.AT_ROUNDING_ERROR in plan.after_load:
-        loftq.refuse_unreadable(model, plan, Path(weights.path))
+        starts.refuse_unreadable(model, plan, Path(weights.path))
     if lora.AT_ADAPTER in plan.after_load:
-        continued.refuse_other(model, plan)
+        starts.refuse_other(model, plan)
     if plan.peft:
-        return trained_numbers.count(model, plan)
+        return adapters.count(model, plan)
     return sum(p.numel() for p in model.parameters())
 
 
@@ -189,7 +188,7 @@ def refuse_unfit(plan: Plan, weights: Weights) -> Any:
 
 def _refuse_other_rounding(plan: Plan, config: Any, name: str) -> None:
     """Refuse a plan that stores weights in another way than the folder does already."""
-    settings = quantised.settings_of(config.to_dict(), name)
+    settings = configs.settings_of(config.to_dict(), name)
     if not settings:
         return
     stored = dict(setting.removeprefix("tricks.").split("=") for setting in settings)

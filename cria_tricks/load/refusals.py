@@ -1,13 +1,12 @@
 """Refuse plans that cannot run on their model: one list of rules for ``cria train``, the dry run and ``cria plan``.
 
-All three pass the facts about the model (``models/facts.py``) to :func:`refuse`, so they refuse the same plans with the
+All three pass the facts about the model (``models/shape.py``) to :func:`refuse`, so they refuse the same plans with the
 same messages. What a technique asks of a model is in its switch's module.
 """
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.load.stages import find_blocks
-from cria_tricks.models.facts import Facts
-from cria_tricks.models.shape import refuse_undivided
+from cria_tricks.models.shape import Facts, refuse_undivided
 from cria_tricks.step_plan import Plan
 from cria_tricks.switches import TECHNIQUES
 

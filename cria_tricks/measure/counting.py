@@ -1,4 +1,4 @@
-"""Count what a technique saves: saved activations, live bytes, floating-point operations, and memory traffic."""
+"""Count what real steps do: saved activations, live bytes, operations, memory traffic, collectives, kernels."""
 
 import weakref
 from collections import Counter
@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
+from cria_tricks.hardware.attention_kernels import KERNELS
 from cria_tricks.measure.memory import LiveBytes
 
 
@@ -127,3 +128,98 @@ class Traffic(TorchDispatchMode):
         elif not func.is_view and "attention" not in name and not name.startswith(("empty", "detach", "_unsafe_view")):
             self.others += moved
         return out
+
+
+_COMPOSITE = ("scaled_dot_product_attention", "_scaled_dot_product_attention_math")
+"""Operations that consist of others; which kernel runs is visible only inside them."""
+
+
+class WatchAttention(TorchDispatchMode):
+    """Record which attention kernel runs inside this context, in a single operation or in a whole model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    @property
+    def kernel(self) -> str:
+        """The kernel that ran: ``"flash"``, ``"memory-efficient"``, ``"cudnn"``, ``"vendor"`` or ``"math"``.
+
+        If several kernels ran, their names are joined by ``+``. It is ``"none"`` if no such kernel ran, as in the
+        attention that transformers calls eager.
+        """
+        return "+".join(sorted(self._seen)) or "none"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # torch calls this for every operation inside the context.
+        name = func.overloadpacket.__name__
+        if name in _COMPOSITE:  # in inference mode these arrive in one piece, and the kernel is inside
+            with self:  # torch switches the mode off while this method runs, so switch it on for the pieces
+                return func.decompose(*args, **(kwargs or {}))
+        if name in KERNELS:
+            self._seen.add(KERNELS[name])
+        elif func.namespace.startswith("flash_attn"):  # the package's own operations
+            self._seen.add("flash")
+        return func(*args, **(kwargs or {}))
+
+
+def attention_kernel(call: Callable[[], Any]) -> str:
+    """Run a call, and return the name of its attention kernel; see :attr:`WatchAttention.kernel`."""
+    with WatchAttention() as watch:
+        call()
+    return watch.kernel
+
+
+class CountCollectives(TorchDispatchMode):
+    """Count the bytes of the collectives that this process takes part in, by kind.
+
+    It sees the operators of torch's dispatcher that ``_KIND`` lists: those that DistributedDataParallel, FSDP2, DTensor
+    and the functions of ``torch.distributed`` call here. Others, such as an all-to-all, are not counted. Python objects
+    are pickled into tensors first, so they appear with the size of the pickle.
+
+    Attributes:
+        bytes: bytes of the whole tensors by kind; the same measure as ``Call.total``.
+        calls: number of calls by kind.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if kind := _KIND.get(func.name()):
+            # The whole tensor is the result of a functional all-gather; for all other operators it is an argument.
+            given = _tensors(out if func.name().startswith("_c10d_functional::all_gather") else args[_whole(func)])
+            self.calls[kind] += 1
+            self.bytes[kind] += sum(tensor.nbytes for tensor in given)
+        return out
+
+
+_KIND = {
+    "c10d::allreduce_": "all_reduce",
+    "c10d::allreduce_coalesced_": "all_reduce",
+    "c10d::allgather_": "all_gather",
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::allgather_into_tensor_coalesced_": "all_gather",
+    "c10d::reduce_scatter_": "reduce_scatter",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::broadcast_": "broadcast",
+    "c10d::send": "send",
+    "_c10d_functional::all_reduce": "all_reduce",
+    "_c10d_functional::all_reduce_": "all_reduce",
+    "_c10d_functional::all_gather_into_tensor": "all_gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
+    "_c10d_functional::broadcast": "broadcast",
+}
+"""Operator of torch's dispatcher -> the kind of collective that it runs."""
+
+
+def _whole(func: Any) -> int:
+    """Return which argument is the whole tensor: of c10d's reduce-scatters the second, the input; else the first."""
+    return 1 if func.name() in ("c10d::_reduce_scatter_base_", "c10d::reduce_scatter_") else 0
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_iter(values) if isinstance(leaf, torch.Tensor)]

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from cria_tricks.bill.constants import BLOCK
+from cria_tricks.bill.operation import BLOCK
 
 
 class LiveBytes(TorchDispatchMode):

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from cria_tricks.common.cache import cache_folder
 from cria_tricks.common.errors import BadInput, usable_path
-from cria_tricks.common.names import hint, nearest
-from cria_tricks.models import quantised, weight_files
+from cria_tricks.common.fields import hint, nearest
+from cria_tricks.models import configs, weight_files
 from cria_tricks.models.catalogue import ALIASES, CONFIGS, SMOLLM2, short_name
 
 
@@ -253,7 +253,7 @@ def refuse_out_of_reach(name: str) -> None:
     made_here = name.startswith("random:") or (name == SMOLLM2 and _wheel_folder())
     if not made_here:
         folder = Path(name).expanduser()
-        quantised.refuse_file(folder / "config.json" if folder.is_dir() else network.config_of(name), name)
+        configs.refuse_file(folder / "config.json" if folder.is_dir() else network.config_of(name), name)
 
 
 def _beside(path: Path) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.common.names import same
+from cria_tricks.common.fields import same
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 EPS_6 = ("qwen2", "qwen3", "gemma3_text", "smollm3", "olmo2")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cria_tricks.common.errors import BadInput, first_line, in_one_line
-from cria_tricks.common.names import hint, nearest
+from cria_tricks.common.fields import hint, nearest
 from cria_tricks.models.catalogue import ALIASES
 
 FORBIDDEN = "the network is switched off by --offline or HF_HUB_OFFLINE=1"

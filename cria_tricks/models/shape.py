@@ -2,16 +2,19 @@
 
 A few fields of this file and simple arithmetic give the size of every matrix of a Llama, Mistral, Mixtral, Qwen, Gemma,
 Granite, SmolLM3, Phi-3 or OLMo 2. Neither torch nor transformers is imported.
+
+From the shape, too, come the facts that decide whether a plan can run on a model (:func:`facts_of`). Training and the
+dry run take them from the model's modules instead (``load.model.built_empty``).
 """
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cria_tricks.common.errors import BadInput
-from cria_tricks.models import quantised
+from cria_tricks.models import configs
 from cria_tricks.models.catalogue import short_name
 from cria_tricks.models.configs import KINDS, find_config, scaled_context
 
@@ -212,7 +215,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
     if not isinstance(kind, str) or kind not in KINDS:
         raise BadInput(f"model {name}: we cannot estimate model_type {kind!r}; supported: {', '.join(KINDS)}")
     _refuse_other_heads(config, name)
-    stored_by = quantised.settings_of(config, name)
+    stored_by = configs.settings_of(config, name)
     config = {**KINDS[kind], **config}  # transformers' defaults stand for missing fields
     number = functools.partial(_number, config, name)
     for field in REQUIRED:  # all of them first, so that a missing field is named before any other error
@@ -345,3 +348,65 @@ def refuse_undivided(name: str, heads: int, kv_heads: int, inner: int, processes
             f"tensor parallelism over {processes} processes: {name} has {' and '.join(odd)}, "
             f"which {processes} does not divide; {cure}"
         )
+
+
+PLAIN_BLOCKS = ("gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3",
+                "smollm3")  # fmt: skip
+"""Kinds of model whose blocks can be loaded one by one, and have a module ``mlp`` that maps each token by itself; a
+test reads their code."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts about a model that decide whether a plan can run on it.
+
+    Attributes:
+        name: the model's name in error messages.
+        kind: ``model_type`` of its config.
+        has: tells whether some module's path ends in a given name; peft finds its target modules in the same way.
+        is_head: tells whether a given name is the name of the output head.
+        made_for_sdpa: whether torch's ``scaled_dot_product_attention`` computes the same as the model's own attention.
+        beside_head: what the head computes besides its matrix product, in a word; empty if nothing.
+        norms_whole_queries: whether one norm covers the queries of all heads at once, instead of each head's alone.
+        blocks: the number of blocks; ``None`` if the model has no list of blocks.
+        heads: the number of query heads.
+        kv_heads: the number of key and value heads; ``load/refusals.py`` checks that it divides ``heads``.
+        inner: the width of the hidden layer inside the MLP.
+    """
+
+    name: str
+    kind: str
+    has: Callable[[str], bool]
+    is_head: Callable[[str], bool]
+    made_for_sdpa: bool
+    beside_head: str
+    norms_whole_queries: bool
+    blocks: int | None
+    heads: int
+    kv_heads: int
+    inner: int
+
+
+@functools.cache
+def facts_of(shape: Shape) -> Facts:
+    """Take the facts from a model's shape, without its modules."""
+    # The dot lets a name match a whole path, too. Only whole components match: "proj" must not match "q_proj".
+    paths = tuple(f".{path}" for path in shape.modules)
+
+    def has(name: str) -> bool:
+        return any(path.endswith(f".{name}") for path in paths)
+
+    return Facts(
+        name=shape.name,
+        kind=shape.kind,
+        has=has,
+        # In transformers the head is called lm_head in every model type that cria plan can estimate.
+        is_head=lambda name: ".lm_head".endswith(f".{name}"),
+        made_for_sdpa=not shape.caps_scores,
+        beside_head=shape.beside_head,
+        norms_whole_queries=shape.norms_whole_queries,
+        blocks=shape.layers,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        inner=shape.inner,
+    )

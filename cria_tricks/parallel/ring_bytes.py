@@ -8,10 +8,8 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 
-from cria_tricks.bill.constants import FP32
-from cria_tricks.bill.lines import Line
 from cria_tricks.bill.moments import IDS
-from cria_tricks.bill.operation import ATTENTION, Operation
+from cria_tricks.bill.operation import ATTENTION, FP32, Line, Operation
 from cria_tricks.bill.step import Step
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from cria_tricks.bill.lines import Line
+from cria_tricks.bill.operation import Line
 from cria_tricks.common.console import Screen, table
 from cria_tricks.common.units import between, human, money_between, speed
 from cria_tricks.hardware import trust

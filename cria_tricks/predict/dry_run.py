@@ -3,7 +3,7 @@
 A fake tensor has a shape and a dtype but no data. So a model of any size can be built and trained for one step in
 seconds, while ``LiveBytes`` counts the storages that a real step would allocate. Fake tensors pretend to be on a CPU,
 because torch without CUDA cannot pretend anything else. Where a GPU would run another kernel than a CPU,
-``cuda_on_cpu.py`` chooses the kernel of the GPU.
+``fake_model.py`` chooses the kernel of the GPU.
 """
 
 import contextlib
@@ -18,13 +18,18 @@ from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig
 
 from cria_tricks.bill.bill import Bill
-from cria_tricks.bill.lines import ANSWERS, EVALUATION, Line
+from cria_tricks.bill.operation import ANSWERS, EVALUATION, Line
 from cria_tricks.load.model import quiet_libraries
 from cria_tricks.measure.memory import LiveBytes, every_tensor
 from cria_tricks.models.configs import find_config
 from cria_tricks.models.pretrained import blocks_of
-from cria_tricks.predict.cuda_on_cpu import kernels_of
-from cria_tricks.predict.fake_model import fake_model, flash_attention_2, known_values, refuse_data_dependent_shapes
+from cria_tricks.predict.fake_model import (
+    fake_model,
+    flash_attention_2,
+    kernels_of,
+    known_values,
+    refuse_data_dependent_shapes,
+)
 from cria_tricks.recipe import Recipe
 from cria_tricks.settings import Train
 from cria_tricks.step_plan import Plan

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.evaluation import fullest_answer, loss_pass
 from cria_tricks.bill.fsdp import sizes
-from cria_tricks.bill.lines import ANSWERS, EVALUATION, STATE, Line, Moment
+from cria_tricks.bill.operation import ANSWERS, EVALUATION, STATE, Line, Moment
 from cria_tricks.bill.step import Step
 from cria_tricks.common.units import human
 from cria_tricks.data.lengths import Lengths

@@ -3,11 +3,14 @@
 The model is built and edited on the meta device, because modules can be moved and cast there. At the end fake tensors
 take the place of its meta tensors, because the dry run counts the bytes of fake tensors, and takes meta tensors as 0.
 
-The functions at the end answer what code asks about the values of fake tensors, which have none.
+Fake tensors pretend to be on a CPU, also under the kernels of a CUDA card. So a count of live bytes sees every tensor
+that these kernels allocate, but not the workspace inside a kernel. Other functions answer what code asks about the
+values of fake tensors, which have none.
 """
 
 import contextlib
 import copy
+import functools
 import unittest.mock
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,21 +18,26 @@ from typing import Any
 
 import bitsandbytes as bnb
 import torch
+import torch.nn.functional as F
 from bitsandbytes.functional import QuantState
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import BitsAndBytesConfig, __version__, masking_utils
+from transformers.integrations import moe
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from cria_tricks.bill.constants import BLOCK
+from cria_tricks.bill.operation import BLOCK
 from cria_tricks.common.errors import BadInput
-from cria_tricks.load import streaming
+from cria_tricks.hardware import Device
+from cria_tricks.hardware.attention_kernels import kernel_for
+from cria_tricks.load import overlapped_offload, streaming
 from cria_tricks.load.model import built_empty, forbid_cpu_repacking
 from cria_tricks.models.pretrained import blocks_of
 from cria_tricks.step_plan import COMPILE, Plan, function_at
 from cria_tricks.switches import adamw_8bit, fused_blocks, lora
-from cria_tricks.techniques import packing
+from cria_tricks.techniques import fused_lora, packing
+from cria_tricks.techniques.activation_offload import Offloaded
 
 
 def fake_model(plan: Plan, config: Any, fake: FakeTensorMode) -> Any:
@@ -259,3 +267,144 @@ class _Lengths(list[int]):
 def flash_attention_2(plan: Plan) -> bool:
     """Whether attention is that of the package flash-attn."""
     return plan.model.get("attn_implementation") == "flash_attention_2"
+
+
+@contextlib.contextmanager
+def kernels_of(device: Device) -> Iterator[None]:
+    """Patch the libraries so that fake tensors on "cpu" take the kernels that real tensors take on a CUDA card.
+
+    Attention takes the kernel that the card would choose, and 8-bit products take bitsandbytes' kernels for CUDA. A
+    tensor that offload or paging would put outside the card's memory becomes a meta tensor, which is not counted.
+
+    Args:
+        device: the card. For a CPU only two kernels are patched that ask for values: of experts, and of int8 codes.
+    """
+    patch = unittest.mock.patch.object
+    # torch's grouped product, one call for all experts, works on fake tensors only in bf16. A T4 does not have it, and
+    # takes transformers' fallback.
+    at_once = patch(moe, "_can_use_grouped_mm", functools.partial(_experts_at_once, device))
+    # A CPU multiplies int8 codes only in eval mode. bitsandbytes first looks for outliers, and fake tensors have none.
+    quantises = patch(bnb.functional, "int8_vectorwise_quant", _int8_vectorwise_quant)
+    multiplies = patch(torch.ops.bitsandbytes, "int8_mixed_scaled_mm", _int8_mixed_scaled_mm)
+    if device.kind != "cuda":
+        with at_once, quantises, multiplies:
+            yield
+        return
+    with (
+        at_once,
+        quantises,
+        multiplies,
+        # Not a TorchFunctionMode: it is inactive in the backward pass, in which checkpointed blocks run once more.
+        patch(F, "scaled_dot_product_attention", functools.partial(_attend, device)),
+        # bitsandbytes would choose its kernels for CPUs, because that is where fake tensors say they are.
+        patch(bnb.autograd._functions, "MatMul8bitFp", bnb.autograd._functions.MatMul8bitLt),
+        patch(F, "dropout", _dropout),
+        patch(bnb.optim.optimizer.Optimizer8bit, "get_state_buffer", _state_buffer),
+        patch(bnb.optim.optimizer.Optimizer8bit, "prefetch_state", lambda optimizer, weight: None),
+        patch(Offloaded, "HOST", "meta"),
+        patch(overlapped_offload, "copy_stream", lambda kind: overlapped_offload.CopyStream(torch.cpu)),
+        patch(fused_lora, "adds_up_in_fp32", lambda x: True),
+    ):
+        yield
+
+
+def _state_buffer(optimizer: Any, weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Make an optimizer state; a paged one is a meta tensor, because it does not take the card's memory."""
+    paged = optimizer.is_paged and weight.numel() >= 1e5  # bitsandbytes does not page smaller states
+    where = "meta" if paged else weight.device
+    state: Any = torch.zeros_like(weight, dtype=dtype, device=where)
+    state.is_paged = paged  # otherwise bitsandbytes refuses a state on another device than its weight
+    return state
+
+
+def _attend(
+    device: Device,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Stand in for torch's ``scaled_dot_product_attention``: run the kernel that the card would choose."""
+    if torch.is_autocast_enabled("cpu"):  # as autocast does: cast the inputs of attention, and nothing inside it
+        dtype = torch.get_autocast_dtype("cpu")
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
+    grouped = enable_gqa and query.shape[1] != key.shape[1]
+    kernel = kernel_for(device, str(query.dtype).removeprefix("torch."), masked=attn_mask is not None, grouped=grouped)
+    with torch.autocast("cpu", enabled=False):
+        return _RUN[kernel](query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _flash(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+
+
+def _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    # Only for a backward pass the kernel also returns the log-sum-exp of each line of scores.
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    bias = _added(attn_mask, query)
+    if bias is not None:
+        bias = bias.expand(-1, query.shape[1], -1, -1)
+    return efficient(query, key, value, bias, learns, dropout_p, is_causal, scale=scale)[0]
+
+
+def _math(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+    # decompose: without gradients it would be one operation, whose scores nobody could count
+    math = torch.ops.aten._scaled_dot_product_attention_math.default.decompose
+    bias = _added(attn_mask, query)
+    return math(query, key, value, bias, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+
+
+def _added(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """Turn a boolean mask into numbers that a kernel adds to the scores, 0 or -inf, in the dtype of the queries."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+
+
+_RUN = {"flash": _flash, "memory-efficient": _efficient, "math": _math}
+"""Name of a kernel, as ``kernel_for`` returns it -> the function that runs it."""
+
+
+def _experts_at_once(device: Device, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:
+    """Tell whether one grouped product computes all experts; transformers asks this for each of its products."""
+    return weight.dtype == torch.bfloat16 and (device.kind == "cpu" or device.capability >= (8, 0))
+
+
+def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Drop elements as CUDA does, with a mask of one byte each; on a CPU the mask has the dtype of the input."""
+    if not training or p == 0:
+        return x
+    return torch.ops.aten.native_dropout(x, p, True)[0]
+
+
+def _int8_vectorwise_quant(x: torch.Tensor, threshold: float = 0.0) -> tuple[torch.Tensor, ...]:
+    """Quantise to one byte an element, with a scale for each vector.
+
+    Fake tensors have no values, so no column is taken as one with outliers.
+    """
+    if threshold:  # the real kernel makes these tensors to find the outliers
+        (x.abs() >= threshold).any()
+    return torch.empty_like(x, dtype=torch.int8), x.new_empty(len(x), dtype=torch.float32), x.new_empty(0).long()
+
+
+def _int8_mixed_scaled_mm(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    weight_scales: torch.Tensor,
+    outliers: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multiply in 8 bits as on CUDA: sums in int32, dequantised to fp16, then cast; without outliers."""
+    sums = torch.ops.bitsandbytes.int8_linear_matmul(codes, weight)  # int32
+    out = torch.ops.bitsandbytes.int8_mm_dequant(sums, scales, weight_scales, dtype=torch.float16, bias=bias)
+    return out.to(x.dtype), x.new_empty(0)

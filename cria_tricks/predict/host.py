@@ -6,8 +6,8 @@ word. So the host has a bill and a verdict of its own. It is an upper estimate, 
 
 from dataclasses import dataclass
 
-from cria_tricks.bill.lines import Line, Moment
-from cria_tricks.bill.waiting import block_input
+from cria_tricks.bill.moments import block_input
+from cria_tricks.bill.operation import Line, Moment
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
 from cria_tricks.hardware.cards import Host

@@ -25,10 +25,9 @@ zeros.
 from dataclasses import dataclass, replace
 
 from cria_tricks.bill.bill import Bill
-from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.fsdp import divided_up, sharded_moments
-from cria_tricks.bill.lines import Line, Moment
 from cria_tricks.bill.moments import moments
+from cria_tricks.bill.operation import FP32, Line, Moment
 from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device

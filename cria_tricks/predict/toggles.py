@@ -3,6 +3,7 @@
 Nothing is trained or loaded. One estimate takes a millisecond, so all sets of switches can be tried.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,19 +18,49 @@ from cria_tricks.hardware.cards import Card, Host
 from cria_tricks.hardware.device import T4, Device
 from cria_tricks.hardware.gpus import rates_of
 from cria_tricks.load.refusals import refuse
-from cria_tricks.models.facts import facts_of
-from cria_tricks.models.shape import Shape, find_shape
+from cria_tricks.models.shape import Shape, facts_of, find_shape
 from cria_tricks.parallel.strategies import traffic
 from cria_tricks.predict.evaluation import AS_LONG_AS_ALLOWED, Evaluated, with_evaluation
 from cria_tricks.predict.links import LINKS, compute_seconds, step_seconds
 from cria_tricks.predict.per_process import per_process
-from cria_tricks.predict.toggle_values import all_sets, choices
 from cria_tricks.recipe import Recipe
 from cria_tricks.resolve import resolve
 from cria_tricks.settings import Tricks
 from cria_tricks.step_plan import Plan
 from cria_tricks.switches import FIELDS, as_switch, lora, needed
 from cria_tricks.switches.folds import estimate, for_shape
+
+
+def choices(recipe: Recipe, device: Device, width: int) -> dict[str, tuple[Any, ...]]:
+    """List the values to try for switches that change how a step is computed, by field.
+
+    Args:
+        recipe: what would be trained.
+        device: the machine.
+        width: D, the width of the model.
+    """
+    found = {}
+    for name, field in FIELDS.items():
+        if field.values:
+            found[name] = field.values(recipe, device, width) if callable(field.values) else field.values
+    return found
+
+
+def all_sets(recipe: Recipe, device: Device, width: int) -> Iterator[dict[str, Any]]:
+    """Yield all combinations of these values in which each switch has what it needs.
+
+    Some of them have no effect on this device all the same, or are refused; the caller checks that.
+    """
+    fields = choices(recipe, device, width)
+    half = device.half_precision
+    for values in itertools.product(*fields.values()):
+        tricks = dict(zip(fields, values, strict=True))
+        # What is not among the fields, such as peft, stays as the recipe has it.
+        has = {name: as_switch(name, value) for name, value in tricks.items()}
+        needs = (need for switch in has.values() for need in needed(switch))
+        if all(name not in has or has[name] == f"{name}={value.format(half=half)}" for name, value in needs):
+            yield tricks
+
 
 LONGEST = 2**20
 """The longest row that :func:`longest` tries [tokens]: four times the longest context in ``models/catalogue.py``."""

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cria_tricks.common.errors import BadInput, usable_path
-from cria_tricks.common.fields import flat
-from cria_tricks.common.names import repeated
+from cria_tricks.common.fields import flat, repeated
 from cria_tricks.common.units import duration, human
 from cria_tricks.store.checkpoints import RUN
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from cria_tricks import recipes
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.fields import find_field
-from cria_tricks.common.names import same
+from cria_tricks.common.fields import find_field, same
 from cria_tricks.hardware import Device
 from cria_tricks.models import is_hub_id
 from cria_tricks.models.catalogue import ALIASES, short_name

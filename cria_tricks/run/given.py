@@ -10,7 +10,7 @@ from cria_tricks.data import rules as data_settings
 from cria_tricks.data import sources
 from cria_tricks.hardware import T4, Device
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.store import free_folder
+from cria_tricks.store import run_folder
 
 
 def recipe(wanted: Recipe | str | Path, changes: Iterable[str], device: Device | None = None) -> Recipe:
@@ -57,7 +57,7 @@ def training(wanted: Recipe, out: str | Path | None, resume: bool, other_base: b
     if wanted.data.eval:
         sources.glance(wanted.data.eval, "eval")
     if out:
-        free_folder.refuse_taken("--out", usable_path("--out", out), resume)
+        run_folder.refuse_taken("--out", usable_path("--out", out), resume)
     models.refuse_out_of_reach(wanted.model)
 
 

@@ -20,7 +20,7 @@ from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe, several
 from cria_tricks.run import api
 from cria_tricks.run.asked import Named, named
-from cria_tricks.run.ways import NothingFits
+from cria_tricks.run.search import NothingFits
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from typing import Any
 from transformers import set_seed
 
 from cria_tricks import models
+from cria_tricks.adapter.folder import RECIPE, refuse_another, refuse_damaged, trained_over
+from cria_tricks.adapter.opening import quantization_of
 from cria_tricks.bill.bill import Bill
 from cria_tricks.common.console import Voice, doing
 from cria_tricks.common.errors import Interrupted, OutOfMemory, is_out_of_memory
@@ -29,7 +31,8 @@ from cria_tricks.load.model import count_trainable, load, load_tokenizer, quiet_
 from cria_tricks.measure.memory import Meter, every_tensor
 from cria_tricks.measure.monitor import Monitor
 from cria_tricks.measure.profiler import Profile
-from cria_tricks.models import ends
+from cria_tricks.models import Weights, adapter_config, ends, identity, pretrained, weight_files
+from cria_tricks.models.catalogue import ALIASES, short_name
 from cria_tricks.models.configs import context_of
 from cria_tricks.models.shape import Shape
 from cria_tricks.predict.evaluation import Evaluated
@@ -38,7 +41,7 @@ from cria_tricks.predict.toggles import Target, in_words
 from cria_tricks.recipe import Recipe
 from cria_tricks.report import summary as report
 from cria_tricks.resolve import still_off
-from cria_tricks.run import continued, results
+from cria_tricks.run import results
 from cria_tricks.run.allocator import in_force
 from cria_tricks.run.job import Job
 from cria_tricks.step_plan import Plan
@@ -50,6 +53,7 @@ from cria_tricks.trainer.progress import ShowProgress
 from cria_tricks.trainer.steps import micro_batches_at_once
 from cria_tricks.trainer.trackers import trackers
 from cria_tricks.trainer.training import Training
+from cria_tricks.trainer.what_ran import quantized
 
 
 def prepare(job: Job) -> None:
@@ -66,13 +70,13 @@ def prepare(job: Job) -> None:
     if begun:  # a checkpoint's weights take the place of any other start
         plan = plan.without(*STARTS)
     continues = AT_ADAPTER in plan.after_load
-    revision = continued.revision(recipe) if continues else job.folders.revision
+    revision = revision_of_start(recipe) if continues else job.folders.revision
     weights = models.fetch(models.find(recipe.model), revision)
     job.weights = weights
     empty = refuse_unfit(plan, weights)
     job.began_over = job.folders.record_base(weights, other_base=job.other_base)
     if continues:
-        job.warn(continued.doubts(recipe, weights, job.other_base))
+        job.warn(doubts_about_start(recipe, weights, job.other_base))
     job.tokenizer = load_tokenizer(weights, recipe.data.eos)
     with doing(console, "turning rows into tokens"):
         rows = _rows(job)
@@ -84,7 +88,7 @@ def prepare(job: Job) -> None:
     longest = max(part.longest for part in rows.values())
     job.trainable = count_trainable(empty, plan, weights, highest_id, longest, job.tokenizer.pad_token_id)
     if continues:
-        job.folders.about["continued_from"] = continued.recorded(recipe)
+        job.folders.about["continued_from"] = record_of_start(recipe)
         console.print(f"beginning with the adapter {recipe.lora.continue_from}")
     elif begun and "continued_from" in begun.about:
         job.folders.about["continued_from"] = begun.about["continued_from"]
@@ -293,3 +297,57 @@ def count_parameters(model: Any) -> dict[str, int]:
         "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "total": sum(p.numel() for p in model.parameters()),
     }
+
+
+PLAIN = "16 or 32 bits"
+"""How a base is named that is not quantised."""
+
+
+def revision_of_start(recipe: Recipe) -> str:
+    """Return the hub commit of the base that the adapter was trained over; empty if it is another base, or unknown.
+
+    Raises:
+        BadInput: if the folder is gone, damaged.
+    """
+    folder = Path(recipe.lora.continue_from)
+    refuse_another(folder)
+    refuse_damaged(folder)
+    base = short_name(adapter_config.read(folder)["base_model_name_or_path"])
+    if ALIASES.get(base, base) != ALIASES.get(recipe.model, recipe.model):
+        return ""
+    return trained_over(folder).get("revision") or ""
+
+
+def doubts_about_start(recipe: Recipe, base: Weights, other_base: bool) -> list[str]:
+    """Compare the base of a run with that of the adapter from which it continues.
+
+    Args:
+        recipe: the recipe.
+        base: the run's base.
+        other_base: whether it may be another one than the adapter's.
+
+    Returns:
+        A warning for each difference.
+
+    Raises:
+        BadInput: if weights or config differ, and ``other_base`` is false.
+    """
+    folder = Path(recipe.lora.continue_from)
+    before, now = trained_over(folder), identity.of(base)
+    found = identity.compare(before, now, str(folder), allowed=other_base, moved="--set model=DIR", weights=base)
+    if (folder / RECIPE).is_file():
+        then = quantization_of(folder)
+        was, wanted = quantized(Recipe(tricks=then)), quantized(recipe)
+        if was != wanted:
+            found.append(
+                f"{folder}: was trained over a base in {was or PLAIN}, and this run's is in {wanted or PLAIN}: other "
+                f"weights; set tricks.quantization={then.quantization} and tricks.double_quantization="
+                f"{str(then.double_quantization).lower()} for those of before"
+            )
+    return found
+
+
+def record_of_start(recipe: Recipe) -> dict[str, Any]:
+    """Return the folder of the adapter from which a run continues, and the hash of its numbers."""
+    folder = Path(recipe.lora.continue_from)
+    return {"folder": str(folder), "weights": {pretrained.ADAPTER: weight_files.sha256(folder / pretrained.ADAPTER)}}

@@ -7,34 +7,241 @@ divided into micro-batches. ``may_change`` allows it more.
 
 Nothing is trained: each of the thousand sets that are compared is an estimate of a millisecond or two. All of them are
 for the same card, so they share the error of its rates: which of two sets is faster is known better than their times.
+
+Where no set of switches fits, it says what would: LoRA, 4-bit weights, weights on the host, or shorter rows.
 """
 
+import itertools
 import math
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from cria_tricks import recipes
 from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.step_time import ends
-from cria_tricks.common.errors import BadInput
-from cria_tricks.common.names import hint, nearest
+from cria_tricks.common.errors import BadInput, OutOfMemory
+from cria_tricks.common.fields import hint, nearest
 from cria_tricks.common.units import between, human
 from cria_tricks.data.lengths import Lengths, as_long_as, full
 from cria_tricks.hardware.trust import MARGIN, verdict
+from cria_tricks.predict import model_settings, toggles
 from cria_tricks.predict.answer import Fit, FitChoice
-from cria_tricks.predict.host import host_bill
-from cria_tricks.predict.toggles import LONGEST, Setting, Target, longest
-from cria_tricks.recipe import Recipe
-from cria_tricks.run.candidates import (
-    ALLOWED,
-    EXACT,
-    LONG,
-    candidates,
-    checkpointed,
-    differences,
-    with_free,
-)
-from cria_tricks.run.ways import NothingFits, Way
+from cria_tricks.predict.host import host_bill, longest_on_host
+from cria_tricks.predict.toggles import LONGEST, Setting, Target, choices, longest, with_effect, with_toggles
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.switches import searched
+from cria_tricks.technique import ON_OFF
+
+SHORTEST = 64
+"""Shorter rows than this are not offered [tokens]."""
+
+FOUR_BITS = {"quantization": "nf4", "double_quantization": True}
+
+
+@dataclass(frozen=True)
+class Way:
+    """What would fit, although it changes results, or what the host must hold.
+
+    Attributes:
+        kind: ``adapter``, ``weights``, ``host``, ``file`` or ``rows``: what changes.
+        setting: the changed recipe with its bill; its ``set`` is all that changes, as ``--set`` takes it.
+        host_bytes: what the host needs; 0 if it is not known.
+    """
+
+    kind: str
+    setting: Setting
+    host_bytes: int
+
+
+class NothingFits(OutOfMemory):
+    """No set of switches fits; the message says what else would.
+
+    Args:
+        target: the model and the hardware.
+        recipe: what is wanted.
+        smallest: the same with the set that needs least.
+        tried: the number of sets.
+    """
+
+    def __init__(self, target: Target, recipe: Recipe, smallest: Recipe, tried: int):
+        self.smallest = smallest
+        self.needed = target.memory(smallest).needed_bytes
+        self.tried = tried
+        self.ways = tuple(ways(target, recipe, smallest))
+        sets = [" ".join(f"--set {setting}" for setting in way.setting.set) for way in self.ways]
+        others = f"this fits: {', or '.join(sets)}" if sets else "take a smaller model or a larger card"
+        super().__init__(
+            f"--fit: no set of switches fits {target.device.name} with a margin: the smallest needs "
+            f"{human(self.needed)} of {human(target.device.memory_bytes)}; {others}"
+        )
+
+
+def ways(target: Target, recipe: Recipe, smallest: Recipe) -> Iterator[Way]:
+    """Yield what would fit, the least change first: one way for the weights, one to stream them, and the longest rows.
+
+    Args:
+        target: the model and the hardware.
+        recipe: what is wanted.
+        smallest: the same with the set of switches that needs least.
+    """
+    tries: list[tuple[str, Recipe]] = []
+    base = smallest
+    if recipe.tricks.peft == "none":
+        base = _with_adapter(target, recipe)
+        tries = [("adapter", base)]
+    elif recipe.tricks.quantization not in ("nf4", "fp4"):
+        tries = [("weights", with_toggles(one, FOUR_BITS)) for one in (recipe, smallest)]
+    yield from _first(target, recipe, tries)
+    streamed = with_toggles(base, {"gradient_checkpointing": True})  # without which no block can be streamed
+    places = {"host": True, "file": "file"}
+    tries = [(place, with_toggles(streamed, {"stream_layers": value})) for place, value in places.items()]
+    yield from _first(target, recipe, tries)
+    rows = [_longest(target, with_toggles(smallest, {"activation_offload": on})) for on in (True, False)]
+    rows.sort(key=lambda one: -one.data.max_length)
+    yield from _first(target, recipe, [("rows", one) for one in rows if one.data.max_length >= SHORTEST])
+
+
+def _longest(target: Target, recipe: Recipe) -> Recipe:
+    """Return the recipe with the longest rows for which card and host have room."""
+    tokens = toggles.longest(target, recipe) if target.works(recipe) else 0
+    if target.host:
+        tokens = longest_on_host(target, recipe, tokens)
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": tokens})})
+
+
+def _with_adapter(target: Target, recipe: Recipe) -> Recipe:
+    """Return the recipe with the switches of ``qlora``, and its learning rate, in place of training all weights."""
+    usual = recipes.qlora(target.device)
+    batch = {"gradient_accumulation": recipe.tricks.gradient_accumulation}
+    train = recipe.train.model_copy(update={"learning_rate": usual.train.learning_rate})
+    with_lora = recipe.model_copy(update={"tricks": usual.tricks.model_copy(update=batch), "train": train})
+    needed = model_settings.needed(with_lora, target.shape)
+    # Rows may be shorter than a recipe may ask for, so it is not built anew without need.
+    return with_settings(with_lora, needed) if needed else with_lora
+
+
+def _first(target: Target, recipe: Recipe, tries: Iterable[tuple[str, Recipe]]) -> Iterator[Way]:
+    """Yield the first of several recipes that fits the card and the host."""
+    for kind, changed in tries:
+        if not target.works(changed):
+            continue
+        setting = target.bill(changed, *differences(recipe, changed))
+        host = host_bill(target, changed)
+        if setting.memory.verdict == "fits" and not (host and host.verdict == "does not fit"):
+            yield Way(kind, setting, host.peak.bytes if host else 0)
+            return
+
+
+EXACT = searched("exact")
+"""Switches that change no result beyond rounding. Checkpointing and micro-batches are tried, too."""
+
+LONG = searched("exact", "long")
+"""The same for rows longer than a tile."""
+
+FREE = searched("free")
+"""Switches of the same kind that cost nothing by the estimate, so they are switched on wherever they have an effect."""
+
+ALLOWED = searched("may change")
+"""Switches that ``may_change`` may name: they change numbers, or, like packing, how many documents a step sees."""
+
+MOST_SPLITS = 64
+"""The largest micro-batch that is tried [rows]."""
+
+
+def candidates(
+    target: Target, recipe: Recipe, exact: Iterable[str], may_change: Iterable[str], keep: Collection[str] = ()
+) -> Iterator[Recipe]:
+    """Yield the recipe with each set of switches (its own values, too) and each micro-batch, all blocks recomputed.
+
+    Args:
+        target: the model and the card.
+        recipe: what is wanted.
+        exact: the switches that are on or off.
+        may_change: names of :data:`ALLOWED`.
+        keep: fields of the recipe that stay as they are, such as ``tricks.attention``.
+    """
+    fields: dict[str, tuple[Any, ...]] = {n: tuple({False: 0, True: 0, getattr(recipe.tricks, n): 0}) for n in exact}
+    attention = recipe.tricks.attention
+    fields["attention"] = (attention, "sdpa") if attention == "eager" else (attention,)
+    values = choices(recipe, target.device, target.shape.width)
+    fields |= {name: values.get(name, ON_OFF) for name in may_change}
+    fields = {name: values for name, values in fields.items() if f"tricks.{name}" not in keep}
+    checkpointing: dict[str, Any] = {"gradient_checkpointing": True}
+    if "tricks.gradient_checkpointing" in keep:
+        checkpointing = {}
+    batches = [rows for rows in _divisors(recipe.rows_per_step) if rows <= MOST_SPLITS]
+    if {"train.batch_size", "tricks.gradient_accumulation"} & set(keep):
+        batches = [recipe.train.batch_size]
+    combinations = itertools.product(*fields.values())
+    sets = (dict(zip(fields, one, strict=True)) | checkpointing for one in combinations)
+    for one, plan in with_effect(target, recipe, sets):
+        batch_sizes = batches
+        if plan.optimizer.get("in_backward"):  # then a step is one micro-batch
+            batch_sizes = [recipe.train.batch_size]
+        for rows in batch_sizes:
+            split = changed(one, {"gradient_accumulation": recipe.rows_per_step // rows}, rows)
+            yield split
+            # Offloaded activations of long rows need less of the card than the recomputation of a block, but more of
+            # the host. So this is tried only where it is known what the host has.
+            if target.host and checkpointing and one.tricks.activation_offload:
+                kept = changed(split, {"gradient_checkpointing": False}, rows)
+                if target.works(kept):
+                    yield kept
+
+
+def with_free(target: Target, recipe: Recipe, keep: Collection[str] = ()) -> Recipe:
+    """Set the switches of :data:`FREE` that work here and have an effect, but for those in ``keep``."""
+    if not target.works(recipe):  # such as a micro-batch that several processes cannot share
+        return recipe
+    for name in FREE:
+        if f"tricks.{name}" in keep:
+            continue
+        for more, _ in with_effect(target, recipe, [{name: True}]):
+            recipe = more
+    return recipe
+
+
+def checkpointed(recipe: Recipe, number: int, blocks: int) -> Recipe:
+    """Return the recipe with so many of its blocks recomputed."""
+    value = {0: False, blocks: True}.get(number, number)
+    return changed(recipe, {"gradient_checkpointing": value}, recipe.train.batch_size)
+
+
+def changed(recipe: Recipe, tricks: dict[str, Any], rows: int) -> Recipe:
+    """Return the recipe with other switches, and ``rows`` rows in a micro-batch."""
+    return recipe.model_copy(
+        update={
+            "tricks": recipe.tricks.model_copy(update=tricks),
+            "train": recipe.train.model_copy(update={"batch_size": rows}),
+        }
+    )
+
+
+def differences(recipe: Recipe, other: Recipe) -> tuple[str, ...]:
+    """Write what differs between two recipes, as ``--set`` takes it."""
+    before, after = recipe.model_dump(mode="json"), other.model_dump(mode="json")
+    found = []
+    for group in ("data", "train", "tricks", "lora"):
+        for name, value in after[group].items():
+            # By type, too, because in Python True == 1: all blocks checkpointed is not one block.
+            if (type(value), value) != (type(before[group][name]), before[group][name]):
+                found.append(f"{group}.{name}={_as_set(value)}")
+    return tuple(found)
+
+
+def _as_set(value: Any) -> str:
+    """Write a value as ``--set`` takes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(value) if isinstance(value, list) else str(value)
+
+
+def _divisors(number: int) -> list[int]:
+    """List the numbers that divide another."""
+    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
+    return sorted({*small, *(number // one for one in small)})
+
 
 NEAREST = "nearest"
 """An aim that needs no speeds: the fewest changes of the recipe, then the fewest recomputed blocks."""

@@ -3,11 +3,10 @@
 from dataclasses import replace
 
 from cria_tricks.bill import loss
-from cria_tricks.bill.constants import FP32, TOKENS_PER_CHUNK
-from cria_tricks.bill.lines import Line
+from cria_tricks.bill.operation import FP32, TOKENS_PER_CHUNK, Line
 from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
-from cria_tricks.models.facts import Facts
+from cria_tricks.models.shape import Facts
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.technique import ON_OFF, Field, Technique

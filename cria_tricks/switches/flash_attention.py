@@ -8,7 +8,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import DTYPE
 from cria_tricks.hardware import this_device
 from cria_tricks.hardware.attention_kernels import kernel_for
-from cria_tricks.models.facts import Facts
+from cria_tricks.models.shape import Facts
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.technique import Field, Technique

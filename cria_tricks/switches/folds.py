@@ -8,13 +8,11 @@ from dataclasses import replace
 
 from cria_tricks.bill import launches, moved_bytes, products, step_time
 from cria_tricks.bill.bill import Bill
-from cria_tricks.bill.block_operations import walk
-from cria_tricks.bill.constants import FP32
+from cria_tricks.bill.block_operations import adapted, walk
 from cria_tricks.bill.evaluation import without_gradients
 from cria_tricks.bill.loss import full_loss
 from cria_tricks.bill.moments import moments
-from cria_tricks.bill.operation import everything, norm_in_fp32, stored_as_multiplied
-from cria_tricks.bill.product_operations import adapted
+from cria_tricks.bill.operation import FP32, everything, norm_in_fp32, stored_as_multiplied
 from cria_tricks.bill.step import Step, fp32_states
 from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.device import Device

@@ -8,7 +8,7 @@ from cria_tricks.bill import fused_operations
 from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
-from cria_tricks.models.facts import Facts
+from cria_tricks.models.shape import Facts
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.technique import Field, Technique

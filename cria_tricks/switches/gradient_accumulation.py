@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from cria_tricks.bill.constants import FP32
+from cria_tricks.bill.operation import FP32
 from cria_tricks.bill.step import Step
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan

@@ -7,8 +7,7 @@ from dataclasses import replace
 from cria_tricks.bill.operation import BlockTensors, WaitingBytes
 from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
-from cria_tricks.models.facts import Facts
-from cria_tricks.models.shape import Shape
+from cria_tricks.models.shape import Facts, Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.technique import ON_OFF, Field, Technique

@@ -9,7 +9,7 @@ from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import DTYPE
 from cria_tricks.hardware.attention_kernels import kernel_for
-from cria_tricks.models.facts import Facts
+from cria_tricks.models.shape import Facts
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.technique import Field, Technique

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
-from cria_tricks.models.facts import Facts
-from cria_tricks.models.shape import Shape
+from cria_tricks.models.shape import Facts, Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.settings import Lora
 from cria_tricks.step_plan import Plan
@@ -14,8 +13,8 @@ from cria_tricks.technique import Field, Technique
 
 ALL_LINEAR = "all-linear"
 """peft's name for all linear layers but the head."""
-AT_ROUNDING_ERROR = "load.loftq.start_at_rounding_error"
-AT_ADAPTER = "load.continued.start_at_adapter"
+AT_ROUNDING_ERROR = "load.starts.start_at_rounding_error"
+AT_ADAPTER = "load.starts.start_at_adapter"
 STARTS = (AT_ROUNDING_ERROR, AT_ADAPTER)
 """The edits that overwrite a new adapter. A resumed run leaves them out."""
 TECHNIQUE = Technique(

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from cria_tricks.bill.constants import BLOCK, FP32
-from cria_tricks.bill.operation import Product, ProductBytes, stored_as_multiplied
+from cria_tricks.bill.operation import BLOCK, FP32, Product, ProductBytes, stored_as_multiplied
 from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import DTYPE

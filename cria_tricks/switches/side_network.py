@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
-from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.fused_operations import tiled
-from cria_tricks.bill.operation import JOINED, Operation, stored_as_multiplied
+from cria_tricks.bill.operation import FP32, JOINED, Operation, stored_as_multiplied
 from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
-from cria_tricks.models.facts import Facts
+from cria_tricks.models.shape import Facts
 from cria_tricks.recipe import Recipe
 from cria_tricks.settings import Side
 from cria_tricks.step_plan import Plan

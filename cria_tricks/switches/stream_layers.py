@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from cria_tricks.bill.step import Step
 from cria_tricks.common.errors import BadInput
-from cria_tricks.models.facts import PLAIN_BLOCKS, Facts
+from cria_tricks.models.shape import PLAIN_BLOCKS, Facts
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.technique import Field, Technique

@@ -18,7 +18,7 @@ Shapes: N trained tokens, D hidden width, V vocabulary, C = 256 tokens per chunk
 import torch
 from torch.autograd.function import once_differentiable
 
-from cria_tricks.bill.constants import TOKENS_PER_CHUNK
+from cria_tricks.bill.operation import TOKENS_PER_CHUNK
 from cria_tricks.common.errors import BadInput
 
 REFERENCE = ("_ChunkedCrossEntropy", "_one_chunk")

@@ -8,8 +8,8 @@ Needs    a model with a KV cache, and the number of tokens in advance
 Breaks   nothing. Blocks with a sliding window and learnt prompts keep the cache of transformers
 Sources  Shazeer 2019, arXiv:1911.02150, sec. 2.4 (a new token waits for the bytes of the cache, not for products);
          ``seqlenq_ngroups_swapped`` in torch's ``flash_api.cpp`` (queries of a group as rows)
-Ours     both functions; ``load/cache.py`` and ``load/attention.py`` give them to transformers. ``cria chat`` and ``cria
-         eval`` always use the first, and the second where torch's fast kernel takes no shared heads, as on a T4
+Ours     both functions; ``load/answering.py`` and ``load/attention.py`` give them to transformers. ``cria chat`` and
+         ``cria eval`` always use the first, and the second where torch's fast kernel takes no shared heads, as on a T4
 
 Shapes: B sequences, H query heads, K key and value heads, G = H / K queries that share one, T new tokens, S tokens in
 the cache, R tokens that have room, D width of a head.

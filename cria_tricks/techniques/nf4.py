@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cria_tricks.bill.constants import BLOCK
+from cria_tricks.bill.operation import BLOCK
 from cria_tricks.switches.nf4 import SCALES
 from cria_tricks.techniques.adamw_8bit import dequantize_blocks, dynamic_levels, quantize_blocks
 

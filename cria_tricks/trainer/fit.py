@@ -43,7 +43,7 @@ class Run:
         planned_steps: steps that the recipe asked for; more than ``steps`` when the time budget or
             ``train.patience`` ended the run.
         train_rows: rows of an epoch, counted after packing if they were packed; ``None`` for a stream.
-        attention_kernel: the one that ran, as :class:`cria_tricks.measure.attention.WatchAttention` names it.
+        attention_kernel: the one that ran, as :class:`cria_tricks.measure.counting.WatchAttention` names it.
         warnings: sentences about what was found in the first batch.
         lengthened: an entry for each time that the run was resumed with more steps than before, if its learning rates
             so far were not those of the longer run: ``step``, and ``lengthened_from``, the steps planned before.

@@ -198,7 +198,7 @@ def _loader(run: Training, epoch: int, skip: int) -> DataLoader[Any]:
 
 
 def _epochs_done(run: Training) -> float:
-    """Count the epochs as one process would; a rank may have a filler micro-batch more (``trainer/shares.py``).
+    """Count the epochs as one process would; a rank may have a filler micro-batch more (``trainer/training.py``).
 
     For a stream: how often all of its rows were given.
     """

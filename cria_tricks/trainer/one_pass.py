@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from cria_tricks.measure.attention import WatchAttention
+from cria_tricks.measure.counting import WatchAttention
 from cria_tricks.models.pretrained import blocks_of
 from cria_tricks.techniques.layer_by_layer import one_pass
 from cria_tricks.trainer import forward

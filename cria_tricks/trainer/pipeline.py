@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from cria_tricks.measure.attention import WatchAttention
+from cria_tricks.measure.counting import WatchAttention
 from cria_tricks.trainer import forward
 from cria_tricks.trainer.pipeline_stage import Stage
 from cria_tricks.trainer.training import Batch, Training

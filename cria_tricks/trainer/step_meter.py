@@ -54,7 +54,7 @@ class StepMeter:
     def count(self, inputs: Batch) -> None:
         """Count the tokens of a micro-batch that has run."""
         trained = trained_tokens(inputs)
-        # A micro-batch without a trained token is the filler row of shares.py, whose tokens do not count.
+        # A micro-batch without a trained token is the filler row of training.py, whose tokens do not count.
         self.tokens.append(torch.stack([real_tokens(inputs) * (trained > 0), trained]))
 
     @contextlib.contextmanager

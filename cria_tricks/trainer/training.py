@@ -1,20 +1,22 @@
-"""Define a training: a model with its optimizer, the rows, the history, and the callbacks."""
+"""Define a training: a model with its optimizer, the rows that its process reads, the history, and the callbacks."""
 
 import contextlib
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from cria_tricks.common.errors import Diverged
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.stream import Stream
-from cria_tricks.measure.attention import WatchAttention
+from cria_tricks.data.tokens import IGNORED
+from cria_tricks.measure.counting import WatchAttention
 from cria_tricks.measure.memory import Meter
 from cria_tricks.models import Weights
 from cria_tricks.processes.world import World
@@ -23,7 +25,7 @@ from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoint, Checkpoints
 from cria_tricks.switches.lean_preparation import UNCAST
 from cria_tricks.techniques.optimizer_in_backward import StepInBackward
-from cria_tricks.trainer import forward, random_state, shares
+from cria_tricks.trainer import forward, random_state
 from cria_tricks.trainer.headroom import LargestActivation, too_little_room
 from cria_tricks.trainer.pipeline_stage import Stage
 from cria_tricks.trainer.samples import Samples
@@ -195,9 +197,9 @@ class Training:
 
     def loader(self, rows: Rows, order: Sequence[int], skip: int = 0) -> DataLoader[Any]:
         """Return the loader of this process's micro-batches of some rows, without the first ones."""
-        filled = shares.with_filler(rows, self.collate.pad_id)
+        filled = with_filler(rows, self.collate.pad_id)
         share = (self.world.data_rank, self.world.data, len(rows), micro_batches_at_once(self.plan), skip)
-        batches = shares.Share(order, self.settings.batch_size, *share)
+        batches = Share(order, self.settings.batch_size, *share)
         return self.data_loader(filled, batch_sampler=batches)
 
     def data_loader(self, rows: Any, **how: Any) -> DataLoader[Any]:
@@ -234,3 +236,68 @@ class Training:
         if self.plan.compiled:
             return torch.compiler.set_stance("force_eager")
         return contextlib.nullcontext()
+
+
+class Share(BatchSampler):
+    """Yield the micro-batches of rank r of N: numbers r, r + N, r + 2 N, ... of those that one process would read.
+
+    So each rank gets k / N of the k micro-batches of a window (an optimizer step), and a window holds the same rows for
+    any N. All ranks must get equally many micro-batches, because they wait for each other. If the micro-batches do not
+    divide evenly, the share of a rank ends with a filler: a micro-batch of one row in which nothing is trained.
+    (accelerate's ``even_batches`` takes rows of the beginning again: the 107 Kwanzaa rows would become 108.)
+
+    Args:
+        sampler: the order of the rows.
+        batch_size: rows of a micro-batch.
+        share: r, the data-parallel rank.
+        shares: N, the number of data-parallel ranks.
+        filler: the index of the row in which nothing is trained.
+        at_once: micro-batches that are yielded as one batch; a pipeline takes all of a step.
+        skip: batches at the beginning that are left out, because a run is resumed after them.
+    """
+
+    def __init__(
+        self,
+        sampler: Iterable[int],
+        batch_size: int,
+        share: int = 0,
+        shares: int = 1,
+        filler: int = -1,
+        at_once: int = 1,
+        skip: int = 0,
+    ):
+        super().__init__(sampler, batch_size, drop_last=False)
+        self.share = share
+        self.shares = shares
+        self.filler = filler
+        self.at_once = at_once
+        self.skip = skip
+
+    def __iter__(self) -> Iterator[list[int]]:
+        mine = itertools.islice(self._micro_batches(), self.skip * self.at_once, None)
+        while rows := list(itertools.chain.from_iterable(itertools.islice(mine, self.at_once))):
+            # A filler only keeps a batch from being empty, so it is dropped beside real rows.
+            yield [row for row in rows if row != self.filler] or rows
+
+    def _micro_batches(self) -> Iterator[list[int]]:
+        number = -1
+        for number, batch in enumerate(super().__iter__()):
+            if number % self.shares == self.share:
+                yield batch
+        if number % self.shares < self.share and number >= 0:  # the last round ended before it came to this rank
+            yield [self.filler]
+
+    def __len__(self) -> int:
+        return math.ceil(super().__len__() / (self.shares * self.at_once))
+
+
+def with_filler(rows: Sequence[dict[str, list[int]]], pad_id: int) -> Dataset[dict[str, Any]]:
+    """Append a filler row, in which nothing is trained.
+
+    It has two tokens, because only a token with another one before it can have a loss. The rows are not copied into a
+    list, because those of a mapped file are read one by one.
+    """
+    filler = {"input_ids": [pad_id, pad_id], "labels": [IGNORED, IGNORED]}
+    if rows and "position_ids" in rows[0]:
+        filler["position_ids"] = [0, 1]
+    return ConcatDataset([rows, [filler]])  # type: ignore[list-item]

@@ -29,7 +29,7 @@
     return `${text} ${unit}`.trim();
   }
 
-  // The same words as verdict() in cria_tricks/course/predictions.py; a test compares them.
+  // The same words as verdict() in cria_tricks/course/notebook.py; a test compares them.
   function verdict(guess, answer, unit) {
     if (typeof answer === "string") {
       if (guess === null) return `The answer: ${answer}.`;

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from cria_tricks.data import sources
-from cria_tricks.data.contract_prompt import CONTRACT
+from cria_tricks.data.sources import CONTRACT
 from cria_tricks.data.tokens import tokenize
 from cria_tricks.kwanzaa.prompt import read_rows
 from cria_tricks.kwanzaa.scores import SCORERS, kind

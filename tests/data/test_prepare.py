@@ -10,8 +10,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.data import prepare
 from cria_tricks.data.counts import Tally, warnings
 from cria_tricks.data.duplicates import Repeats
-from cria_tricks.data.filters import RowFilter, repetitive
-from cria_tricks.data.prepare import Prepare, eval_rows, train_rows
+from cria_tricks.data.prepare import Prepare, RowFilter, eval_rows, repetitive, train_rows
 from cria_tricks.data.rows import Chat
 from cria_tricks.data.sources import DataSource
 from cria_tricks.recipe import Recipe, with_settings

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cria_tricks.common.errors import BadInput
-from cria_tricks.data.contract_prompt import with_contract
 from cria_tricks.data.rows import Chat, check_rows, read_file
+from cria_tricks.data.sources import with_contract
 
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 PAIRS = [{"prompt": "2+2=", "completion": "4"}, {"prompt": "x,\ty", "completion": 'say "5"\n\nand NA'}]

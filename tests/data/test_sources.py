@@ -8,10 +8,10 @@ import pytest
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data import sources
-from cria_tricks.data.contract_prompt import CONTRACT
 from cria_tricks.data.duplicates import Guard
-from cria_tricks.data.kwanzaa_lengths import row_lengths
+from cria_tricks.data.lengths import row_lengths
 from cria_tricks.data.rows import Chat
+from cria_tricks.data.sources import CONTRACT
 from cria_tricks.data.tokens import tokenize, trained
 from cria_tricks.kwanzaa.prompt import read_rows
 from cria_tricks.kwanzaa.scores import kind

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.doctor import machine
 from cria_tricks.hardware import T4, this_device
-from cria_tricks.measure.attention import attention_kernel
+from cria_tricks.measure.counting import attention_kernel
 from cria_tricks.techniques.expand_kv import expand_kv
 from cria_tricks.techniques.flash_attention import flash_attention
 from cria_tricks.techniques.flash_decoding import flash_decoding, for_chat

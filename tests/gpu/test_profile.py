@@ -8,7 +8,7 @@ from cria_tricks import hardware
 from cria_tricks.common.errors import BadInput
 from cria_tricks.doctor import machine
 from cria_tricks.hardware import T4, this_device
-from cria_tricks.measure.attention import attention_kernel
+from cria_tricks.measure.counting import attention_kernel
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.techniques.expand_kv import expand_kv

@@ -9,8 +9,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
 from cria_tricks.hardware import T4, Device
 from cria_tricks.hardware.cards import CARDS, FLAVORS, Host, find_flavor
-from cria_tricks.hardware.datasheets import DATASHEETS
-from cria_tricks.hardware.gpus import COLAB, GPUS, KAGGLE, find_gpu, other_versions, rates_of
+from cria_tricks.hardware.gpus import COLAB, DATASHEETS, GPUS, KAGGLE, find_gpu, other_versions, rates_of
 from cria_tricks.hardware.reached import LAPTOP, WIDE
 
 

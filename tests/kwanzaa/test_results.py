@@ -7,8 +7,8 @@ import numpy
 import pytest
 
 from cria_tricks.kwanzaa.contract import read_reply
+from cria_tricks.kwanzaa.evaluate import trivial_reply
 from cria_tricks.kwanzaa.summary import Scored, Written, markdown, mean, ratio, summarise, table, with_interval
-from cria_tricks.kwanzaa.trivial import trivial_reply
 from tests.kwanzaa.made import GOOD, NOTHING_FOUND, REFUSAL, reply, row
 
 ABOUT = {"data": "made", "rows": 4, "rows_in_data": 4}

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cria_tricks.bill.bill import Bill
-from cria_tricks.bill.lines import EVALUATION
+from cria_tricks.bill.operation import EVALUATION
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
 from cria_tricks.load.model import load

@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cria_tricks.hardware import T4, Device
 from cria_tricks.measure.memory import LiveBytes
-from cria_tricks.predict import cuda_on_cpu
-from cria_tricks.predict.cuda_on_cpu import kernels_of
+from cria_tricks.predict import fake_model
+from cria_tricks.predict.fake_model import kernels_of
 
 A100 = Device("cuda", "NVIDIA A100", (8, 0), real_bf16=True, memory_bytes=40 * 2**30)
 B, H, K, D = 2, 6, 2, 16
@@ -63,7 +63,7 @@ def test_flash_takes_groups_on_a_newer_card_in_16_bits_only():
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_math_kernel_is_torchs_to_the_byte(masked, autocast, monkeypatch):
     """Autocast casts its inputs and nothing inside: half-precision scores would be half the bytes."""
-    monkeypatch.setattr(cuda_on_cpu, "kernel_for", lambda *_, **__: "math")
+    monkeypatch.setattr(fake_model, "kernel_for", lambda *_, **__: "math")
 
     def bytes_of(attend) -> tuple[int, int, int]:
         q, k, v = (torch.randn(B, heads, 32, D, requires_grad=True) for heads in (H, *(H if masked else K,) * 2))
@@ -75,7 +75,7 @@ def test_the_math_kernel_is_torchs_to_the_byte(masked, autocast, monkeypatch):
             out.sum().backward()
         return after, peak, live.peak
 
-    assert bytes_of(functools.partial(cuda_on_cpu._attend, T4)) == bytes_of(F.scaled_dot_product_attention)
+    assert bytes_of(functools.partial(fake_model._attend, T4)) == bytes_of(F.scaled_dot_product_attention)
 
 
 def test_an_8_bit_product_is_made_of_32_bit_sums_and_unpacks_the_layer_on_the_way_back_only():

@@ -16,8 +16,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.load.refusals import refuse
 from cria_tricks.models.catalogue import CONFIGS
-from cria_tricks.models.facts import facts_of
-from cria_tricks.models.shape import shape_of
+from cria_tricks.models.shape import facts_of, shape_of
 from cria_tricks.predict.dry_run import dry_run
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve

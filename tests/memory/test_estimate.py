@@ -7,7 +7,7 @@ import pytest
 from benchmarks.estimate_error import outside
 from cria_tricks.bill import block, block_operations
 from cria_tricks.bill.bill import CONTEXT, WORKSPACES, Bill
-from cria_tricks.bill.constants import TOKENS_PER_CHUNK
+from cria_tricks.bill.operation import TOKENS_PER_CHUNK
 from cria_tricks.common.errors import BadInput
 from cria_tricks.switches import NEEDS, TECHNIQUES, technique_name
 from tests.memory.cases import A100, CPU, EVERYTHING, GIB, T4, bill, counted, recipe, skip_experts_shaped_by_numbers

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from cria_tricks import plan, recipes
-from cria_tricks.bill.lines import ANSWERS, EVALUATION
+from cria_tricks.bill.operation import ANSWERS, EVALUATION
 from cria_tricks.hardware import T4, this_device
 from cria_tricks.models.configs import find_config
 from cria_tricks.models.shape import find_shape, shape_of

@@ -14,8 +14,7 @@ from cria_tricks.bill.moments import moments
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.load.refusals import refuse
-from cria_tricks.models.facts import facts_of
-from cria_tricks.models.shape import find_shape, shape_of
+from cria_tricks.models.shape import facts_of, find_shape, shape_of
 from cria_tricks.predict.dry_run import dry_run
 from cria_tricks.predict.toggles import Target, longest
 from cria_tricks.recipe import Recipe, with_settings

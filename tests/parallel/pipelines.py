@@ -17,14 +17,14 @@ from torch.utils.data import SequentialSampler
 
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.tokens import IGNORED
-from cria_tricks.measure.collectives import CountCollectives
+from cria_tricks.measure.counting import CountCollectives
 from cria_tricks.parallel import dtensor, pipeline
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.store.checkpoints import Checkpoints
 from cria_tricks.trainer.fit import fit, training
 from cria_tricks.trainer.pipeline_stage import Stage
-from cria_tricks.trainer.shares import Share, with_filler
+from cria_tricks.trainer.training import Share, with_filler
 from tests.helpers import prepare, trained_weights
 
 LORA = ("tricks.peft=lora", "lora.r=4", "tricks.gradient_accumulation=4", "train.learning_rate=0.005")

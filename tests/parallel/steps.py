@@ -14,7 +14,7 @@ import cria_tricks
 from cria_tricks import models
 from cria_tricks.load import losses
 from cria_tricks.load.model import load
-from cria_tricks.measure.collectives import CountCollectives
+from cria_tricks.measure.counting import CountCollectives
 from cria_tricks.parallel import dtensor
 from cria_tricks.processes import numbers
 from cria_tricks.processes.world import World

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from benchmarks import links
 from benchmarks.links import FittedLine, Timing, fit_line
 from cria_tricks.bill.calls import ring_share
-from cria_tricks.measure.collectives import CountCollectives
+from cria_tricks.measure.counting import CountCollectives
 from cria_tricks.parallel import ring_collectives
 
 

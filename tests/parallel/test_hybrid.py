@@ -9,7 +9,7 @@ import torch.distributed as dist
 from cria_tricks.bill.calls import totals
 from cria_tricks.common.errors import BadInput
 from cria_tricks.course.hybrid_demo import TINY, alone, over_the_cube, planned, random_rows
-from cria_tricks.measure.collectives import CountCollectives
+from cria_tricks.measure.counting import CountCollectives
 from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel.hybrid import AXES, lines, traffic
 from cria_tricks.recipe import Recipe, with_settings

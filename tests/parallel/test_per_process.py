@@ -21,8 +21,8 @@ from benchmarks.per_process import (
 )  # fmt: skip
 from benchmarks.per_process import WIDTHS as WIDTHS_OF
 from cria_tricks.bill import fsdp
-from cria_tricks.bill.lines import Line
 from cria_tricks.bill.moments import moments
+from cria_tricks.bill.operation import Line
 from cria_tricks.common.errors import BadInput
 from cria_tricks.load.stages import cut, find_blocks
 from cria_tricks.measure.memory import LiveBytes, quantization_tensors

@@ -4,7 +4,7 @@ import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from cria_tricks.data.batches import PadToLongest
-from cria_tricks.trainer.shares import Share, with_filler
+from cria_tricks.trainer.training import Share, with_filler
 
 ROWS = 107
 

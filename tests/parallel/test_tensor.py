@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cria_tricks.common.errors import BadInput
-from cria_tricks.measure.collectives import CountCollectives
+from cria_tricks.measure.counting import CountCollectives
 from cria_tricks.models import shape
 from cria_tricks.parallel import dtensor, tensor
 from cria_tricks.resolve import resolve

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cria_tricks.bill.calls import Call, ring_share, totals
-from cria_tricks.measure.collectives import _KIND, CountCollectives
+from cria_tricks.measure.counting import _KIND, CountCollectives
 
 
 @pytest.mark.parametrize(

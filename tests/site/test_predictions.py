@@ -6,7 +6,7 @@ import json
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from cria_tricks.course.predictions import verdict
+from cria_tricks.course.notebook import verdict
 from tests.test_predictions import SAID
 
 NUMBER, CHOICE = "lessons/the_bill.html", "lessons/when_libraries_lie.html"

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import BioGptConfig, BioGptForCausalLM, TrainerCallback
 
 import cria_tricks.load.losses
-from cria_tricks.bill.constants import TOKENS_PER_CHUNK
+from cria_tricks.bill.operation import TOKENS_PER_CHUNK
 from cria_tricks.common.errors import BadInput
 from cria_tricks.measure.counting import flops, peak_bytes
 from cria_tricks.recipe import Recipe, with_settings

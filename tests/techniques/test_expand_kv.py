@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from cria_tricks.hardware import T4, Device
-from cria_tricks.measure.attention import attention_kernel
+from cria_tricks.measure.counting import attention_kernel
 from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve

@@ -7,7 +7,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from cria_tricks.measure.attention import attention_kernel
+from cria_tricks.measure.counting import attention_kernel
 from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.techniques.flash_attention import flash_attention
 from tests.helpers import prepare

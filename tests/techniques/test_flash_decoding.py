@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cria_tricks.adapter import opening
 from cria_tricks.hardware import T4, Device
-from cria_tricks.measure.attention import attention_kernel
+from cria_tricks.measure.counting import attention_kernel
 from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.techniques import flash_decoding as technique
 from cria_tricks.techniques.flash_decoding import attend_piece, flash_decoding, merge

@@ -18,8 +18,7 @@ from cria_tricks.load import fused
 from cria_tricks.load.refusals import refuse
 from cria_tricks.measure.counting import SavedBytes
 from cria_tricks.measure.memory import LiveBytes
-from cria_tricks.models.facts import facts_of
-from cria_tricks.models.shape import find_shape
+from cria_tricks.models.shape import facts_of, find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.switches import folds, fused_blocks

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, Gemma3ForCausalLM, 
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from cria_tricks.adapter import chat
-from cria_tricks.load import answering, attention, cache
-from cria_tricks.load.cache import CACHE, InPlaceLayer, for_answers, in_place
+from cria_tricks.load import answering, attention
+from cria_tricks.load.answering import CACHE, InPlaceLayer, for_answers, in_place
 from cria_tricks.techniques.kv_cache import append, groups_as_rows
 from tests.techniques.attention import heads, naive_attention
 from tests.tolerances import FLASH_DECODING
@@ -117,7 +117,7 @@ def test_switch(make, tokenizer, monkeypatch):
     monkeypatch.setattr(chat, "write_prompt", lambda *_: _Prompt(input_ids=torch.tensor(prompts[:1])))
     answers = []
     for choose in (ours, theirs):
-        monkeypatch.setattr(cache, "for_answers", choose)
+        monkeypatch.setattr(answering, "for_answers", choose)
         answers.append(
             (chat.answer(model, tokenizer, "", 30), answering.answer_batch(model, tokenizer, prompts, 30)),
         )

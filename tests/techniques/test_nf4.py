@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cria_tricks.bill.constants import BLOCK
+from cria_tricks.bill.operation import BLOCK
 from cria_tricks.techniques.adamw_8bit import quantize_blocks
 from cria_tricks.techniques.nf4 import dequantize, normal_levels, quantize
 from tests.helpers import prepare

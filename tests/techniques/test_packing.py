@@ -9,7 +9,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data.batches import PadToLongest, real_tokens
-from cria_tricks.data.kwanzaa_lengths import row_lengths
+from cria_tricks.data.lengths import row_lengths
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.hardware import Device
 from cria_tricks.load.attention import lengths_or_mask

@@ -15,8 +15,7 @@ from cria_tricks.hardware import T4
 from cria_tricks.load.refusals import refuse
 from cria_tricks.measure.counting import SavedBytes, flops, peak_bytes
 from cria_tricks.models.configs import KINDS
-from cria_tricks.models.facts import PLAIN_BLOCKS, facts_of
-from cria_tricks.models.shape import find_shape
+from cria_tricks.models.shape import PLAIN_BLOCKS, facts_of, find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.switches import folds

@@ -16,7 +16,7 @@ from cria_tricks.data.lengths import Lengths, full
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import Gpu
 from cria_tricks.hardware.gpus import find_gpu
-from cria_tricks.models import quantised
+from cria_tricks.models import configs
 from cria_tricks.models.shape import BESIDE_HEAD, Shape, find_shape, shape_of
 from cria_tricks.predict import plan_data
 from cria_tricks.predict.model_settings import lora_targets, needed
@@ -36,7 +36,7 @@ READ = (
     "model_type", "architectures", "text_config", *CONFIG_FIELDS.values(), "head_dim", "tie_word_embeddings",
     "attention_bias", "mlp_bias", "num_local_experts", "num_experts_per_tok", "sliding_window", "use_sliding_window",
     "max_window_layers", "max_position_embeddings", "original_max_position_embeddings", "rope_parameters",
-    "rope_scaling", "attn_logit_softcapping", *quantised.FIELDS, *BESIDE_HEAD,
+    "rope_scaling", "attn_logit_softcapping", *configs.FIELDS, *BESIDE_HEAD,
 )  # fmt: skip
 """The fields of a config that ``models/shape.py`` reads; a link holds no others."""
 

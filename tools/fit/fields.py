@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cria_tricks import recipes
-from cria_tricks.data.kwanzaa_lengths import row_lengths
+from cria_tricks.data.lengths import row_lengths
 from cria_tricks.hardware import T4
 from cria_tricks.models.catalogue import CATALOGUE
 from cria_tricks.recipe import Recipe

@@ -13,8 +13,7 @@ from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import toggles
 from cria_tricks.predict.toggles import Change, Setting
 from cria_tricks.run import search
-from cria_tricks.run.search import Steps
-from cria_tricks.run.ways import NothingFits
+from cria_tricks.run.search import NothingFits, Steps
 from tools.fit import ways
 from tools.fit.answers import Asked, Choice, asked
 from tools.fit.fields import BY_NAME, MODELS, OF_SETTING, SWITCHES, TARGETS, as_text

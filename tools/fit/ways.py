@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from cria_tricks.hardware import trust
-from cria_tricks.run.ways import NothingFits, Way
+from cria_tricks.run.search import NothingFits, Way
 from tools.fit.answers import Asked, Choice
 from tools.fit.fields import OF_SETTING
 from tools.fit.show import amount
