@@ -1,7 +1,7 @@
 # The only two commands a newcomer needs: `make train` and `make test`.
 # Each makes .venv when it is missing. A machine without a GPU whose pip would bring a CUDA build of torch:
 #   make train TORCH_INDEX=https://download.pytorch.org/whl/cpu
-# Other versions of the libraries (CONTRIBUTING.md, "The versions that are tested"; `make clean` first):
+# Other versions of the libraries (docs/reference/code.md, "The versions that are tested"; `make clean` first):
 #   make test CONSTRAINTS=.ci/floor.txt        # or .ci/colab.txt, or nothing at all for the newest
 PYTHON ?= python3
 VENV := .venv

@@ -226,7 +226,8 @@ def _messages() -> list[str]:
 def ours() -> list[tuple[str, str]]:
     """Every file of ours that a docstring of the package, CONTRIBUTING or a lesson's sources name, with where it is."""
     found = []
-    for path in [*(ROOT / "cria_tricks").rglob("*.py"), ROOT / "CONTRIBUTING.md", *(ROOT / "lessons").glob("*.py")]:
+    pages = [ROOT / "CONTRIBUTING.md", ROOT / "docs/reference/code.md"]
+    for path in [*(ROOT / "cria_tricks").rglob("*.py"), *pages, *(ROOT / "lessons").glob("*.py")]:
         text = path.read_text(encoding="utf-8")
         if path.parent.name == "lessons":
             text = text.partition("# - Ours:")[2]

@@ -93,8 +93,8 @@ def test_secrets_and_our_own_machine_are_out_of_reach_for_a_pull_request():
         assert about[True].keys() == {"schedule", "workflow_dispatch"}
 
 
-def test_a_measuring_workflow_is_off_until_its_variable_is_set_as_contributing_says():
-    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+def test_a_measuring_workflow_is_off_until_its_variable_is_set_as_the_page_says():
+    page = (ROOT / "docs/reference/code.md").read_text(encoding="utf-8")
     for name, variable in MEASURING.items():
         (job,) = jobs(ROOT / f".github/workflows/{name}.yml").values()
         assert job["if"] == f"github.event_name == 'workflow_dispatch' || vars.{variable} == 'on'"
