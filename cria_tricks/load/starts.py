@@ -1,9 +1,9 @@
 """Start a new LoRA adapter at a trained one, or at the rounding error of a quantised base (LoftQ).
 
-For LoftQ the base's files are read again.
-peft has ``replace_lora_weights_loftq`` for this. In peft 0.21 that function needs CUDA, knows only 4-bit weights, and
-ignores LoRA's scale: with alpha = 2 r the adapter would begin as twice the error. Here, as there, the base stays as it
-was quantised. So what is saved is a plain adapter of peft, for the base that everybody quantises in the same way.
+For LoftQ the base's files are read again. peft has ``replace_lora_weights_loftq`` for this. In peft 0.21 that function
+needs CUDA, knows only 4-bit weights, and ignores LoRA's scale: with alpha = 2 r the adapter would begin as twice the
+error. Here, as there, the base stays as it was quantised. So what is saved is a plain adapter of peft, for the base
+that everybody quantises in the same way.
 
 PiSSA, which starts an adapter at the largest part of the weight itself, is no setting here, because peft's version
 changes the base: ``pissa_init`` (peft 0.21, ``peft.tuners.lora.layer``) subtracts the start from the weights, in place.
