@@ -1,11 +1,11 @@
 """Define a plan: what will run, as plain data. ``resolve.py`` makes it from a recipe.
 
-``resolve.py`` passes an empty plan from trick to trick. Each trick writes keyword arguments and names into it, but does
-not call the libraries; only ``load/`` and ``trainer/`` do. So every switch can be read, compared and tested as data, on
-a machine without a GPU, for a machine that has one.
+``resolve.py`` passes an empty plan from trick to trick. Each trick writes keyword arguments into it, but does not call
+the libraries; only ``load/`` and ``trainer/`` do. So every switch can be read, compared and tested as data, on a
+machine without a GPU, for a machine that has one.
 
 What no keyword argument can express is the address of a function in this package, such as
-``techniques.tiled_mlp.tile_blocks``; :func:`function_at` finds it.
+``techniques.compile.compile_blocks``; :func:`function_at` finds it.
 """
 
 from collections.abc import Callable, Mapping
@@ -134,7 +134,7 @@ class Plan:
 
 
 def function_at(address: str) -> Callable[..., Any]:
-    """Return the function at an address in this package: ``techniques.tiled_mlp.tile_blocks``."""
+    """Return the function at an address in this package, such as ``techniques.compile.compile_blocks``."""
     module, _, name = address.rpartition(".")
     return getattr(import_module(f"cria_tricks.{module}"), name)
 

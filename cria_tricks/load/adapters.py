@@ -199,7 +199,7 @@ class Target:
 
 
 def count(model: Any, plan: Plan) -> int:
-    """Count the numbers that would train after ``add_adapter``.
+    """Count the numbers that would train once the part that the plan asks for is added.
 
     Args:
         model: the model, which may be without weights. LoRA's search freezes it.

@@ -16,7 +16,7 @@ TECHNIQUE = Technique(claim="reparametrised", lesson="lora", switches=("peft=sid
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Have the last blocks copied; ``load/model.py`` knows where a model keeps them."""
+    """Have the last blocks copied; ``load/adapters.py`` knows where a model keeps them."""
     if recipe.tricks.peft != "side_network":
         if recipe.side != Side():
             plan = plan.warn(f"the side.* settings have no effect: tricks.peft is {recipe.tricks.peft}")
