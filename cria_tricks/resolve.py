@@ -1,4 +1,4 @@
-"""Turn a recipe (what the user wants) into a plan (what will run): apply every trick, then the parallel strategy."""
+"""Turn a recipe (what the user wants) into a plan (what will run): apply each technique, then the parallel strategy."""
 
 import contextlib
 from dataclasses import replace
@@ -14,7 +14,7 @@ from cria_tricks.switches import FIELDS, TECHNIQUES, technique_name
 
 
 def resolve(recipe: Recipe, device: Device | None = None, processes: int = 1) -> Plan:
-    """Build the plan of a recipe: every trick writes its settings into an empty plan, and the strategy comes last.
+    """Build the plan of a recipe: every technique writes its settings into an empty plan, and the strategy comes last.
 
     Args:
         recipe: the settings that the user wants.
@@ -25,14 +25,14 @@ def resolve(recipe: Recipe, device: Device | None = None, processes: int = 1) ->
         The plan. Its ``warnings`` name the settings that have no effect on this device.
 
     Raises:
-        BadInput: if a switch cannot work on this device, or not together with another toggle. The message gives the
+        BadInput: if a switch cannot work on this device, or not together with another switch. The message gives the
             reason and says what to use instead.
     """
     rules.refuse(recipe)
     plan = Plan(device or this_device())
-    for trick in TECHNIQUES:
-        # An error message names the trick that set a field, so the plan knows which trick is writing now.
-        plan = trick.switch_on(replace(plan, _trick=technique_name(trick)), recipe)
+    for technique in TECHNIQUES:
+        # An error message names the technique that set a field, so the plan knows which technique is writing now.
+        plan = technique.switch_on(replace(plan, _technique=technique_name(technique)), recipe)
     return strategies.switch_on(plan, recipe, processes)
 
 
@@ -56,8 +56,8 @@ def still_off(recipe: Recipe, device: Device, processes: int = 1) -> list[str]:
     defaults = Tricks()
     usable: dict[str, list[str]] = {}  # field -> values that work
     warnings_before = resolve(recipe, device, processes).warnings
-    for trick in TECHNIQUES:
-        for switch in trick.TECHNIQUE.switches:
+    for technique in TECHNIQUES:
+        for switch in technique.TECHNIQUE.switches:
             field, _, value = switch.partition("=")
             already_on = getattr(recipe.tricks, field) != getattr(defaults, field)
             if already_on:

@@ -72,7 +72,7 @@ class Data(Frozen):
 
 
 class Tricks(Frozen):
-    """The toggles. A module in ``cria_tricks/techniques/`` implements each of them."""
+    """The switches. A module in ``cria_tricks/techniques/`` implements each of them."""
 
     gradient_accumulation: int = Field(1, ge=1, le=1_000_000, description="micro-batches of a step", examples=[8])
     gradient_checkpointing: AllOrNumber = Field(

@@ -1,7 +1,7 @@
 """Define a plan: what will run, as plain data. ``resolve.py`` makes it from a recipe.
 
-``resolve.py`` passes an empty plan from trick to trick. Each trick writes keyword arguments into it, but does not call
-the libraries; only ``load/`` and ``trainer/`` do. So every switch can be read, compared and tested as data, on a
+``resolve.py`` passes an empty plan from technique to technique. Each writes keyword arguments into it, but does not
+call the libraries; only ``load/`` and ``trainer/`` do. So every switch can be read, compared and tested as data, on a
 machine without a GPU, for a machine that has one.
 
 What no keyword argument can express is the address of a function in this package, such as
@@ -69,14 +69,14 @@ class Plan:
     after_load: tuple[str, ...] = ()
     step_context: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    _trick: str = ""
+    _technique: str = ""
     _set_by: Mapping[str, str] = field(default_factory=dict)
 
     def with_(self, slot: str, **fields: Any) -> "Plan":
         """Return a plan with some fields of one slot set.
 
         Raises:
-            BadInput: if another trick has set a field to a different value. The message names both tricks.
+            BadInput: if another technique has set a field to a different value. The message names both techniques.
         """
         values = dict(getattr(self, slot))
         set_by = dict(self._set_by)
@@ -84,22 +84,22 @@ class Plan:
             key = f"{slot}.{name}"
             if key in set_by and values[name] != value:
                 raise BadInput(
-                    f"tricks {set_by[key]} and {self._trick} cannot be combined: {key} would have to be both "
+                    f"techniques {set_by[key]} and {self._technique} cannot be combined: {key} would have to be both "
                     f"{values[name]!r} and {value!r}"
                 )
             values[name] = value
-            set_by[key] = self._trick
+            set_by[key] = self._technique
         changed: dict[str, Any] = {slot: values, "_set_by": set_by}
         return replace(self, **changed)
 
     def refine(self, slot: str, **fields: Any) -> "Plan":
-        """Return a plan with some fields of one slot replaced, whatever an earlier trick has set there.
+        """Return a plan with some fields of one slot replaced, whatever an earlier technique has set there.
 
-        It is for a trick that knows the earlier value and makes a narrower choice of the same kind, so that this is no
-        conflict: ``sdpa_expanded`` instead of ``sdpa``.
+        It is for a technique that knows the earlier value and makes a narrower choice of the same kind, so that this
+        is no conflict: ``sdpa_expanded`` instead of ``sdpa``.
         """
         refined = {f"{slot}.{name}" for name in fields}
-        free = {key: trick for key, trick in self._set_by.items() if key not in refined}
+        free = {key: technique for key, technique in self._set_by.items() if key not in refined}
         return replace(self, _set_by=free).with_(slot, **fields)
 
     def then(self, edit: str) -> "Plan":

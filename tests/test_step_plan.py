@@ -350,15 +350,15 @@ def test_each_address_in_a_plan_is_that_of_a_function_of_a_model_and_a_plan(swit
 
 
 def test_a_finer_choice_replaces_only_what_it_names():
-    first = replace(Plan(CPU), _trick="one").with_("model", dtype="float16", attn_implementation="sdpa")
-    other = replace(first, _trick="another").refine("model", attn_implementation="sdpa_expanded")
+    first = replace(Plan(CPU), _technique="one").with_("model", dtype="float16", attn_implementation="sdpa")
+    other = replace(first, _technique="another").refine("model", attn_implementation="sdpa_expanded")
     assert other.model == {"dtype": "float16", "attn_implementation": "sdpa_expanded"}
     with pytest.raises(
         BadInput, match="one and third cannot be combined: model.dtype would have to be both 'float16' and"
     ):
-        replace(other, _trick="third").with_("model", dtype="bfloat16")
+        replace(other, _technique="third").with_("model", dtype="bfloat16")
     with pytest.raises(BadInput, match="another and third cannot be combined: model.attn_implementation"):
-        replace(other, _trick="third").with_("model", attn_implementation="sdpa")
+        replace(other, _technique="third").with_("model", attn_implementation="sdpa")
 
 
 def test_what_is_still_off_and_would_work():
@@ -451,10 +451,10 @@ def test_chunked_loss_refuses_an_adapted_head():
 
 
 def test_two_tricks_that_disagree_are_both_named():
-    first = replace(Plan(CPU), _trick="one_trick").with_("model", dtype="float16")
-    other = replace(first, _trick="another_trick")
+    first = replace(Plan(CPU), _technique="one_trick").with_("model", dtype="float16")
+    other = replace(first, _technique="another_trick")
     assert other.with_("model", dtype="float16") == replace(
-        first, _trick="another_trick", _set_by=other.with_("model", dtype="float16")._set_by
+        first, _technique="another_trick", _set_by=other.with_("model", dtype="float16")._set_by
     )
     with pytest.raises(BadInput, match="one_trick and another_trick cannot be combined: model.dtype"):
         other.with_("model", dtype="bfloat16")

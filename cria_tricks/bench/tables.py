@@ -36,7 +36,7 @@ def estimate_error(case: Case) -> float | None:
 
 
 def tricks(cases: Iterable[Case]) -> str:
-    """Lay out every case of every trick, refusals included, in one table for each device."""
+    """Lay out every case of every technique, refusals included, in one table for each device."""
     found = []
     for some in by_device(cases).values():
         baselines_first = sorted(some, key=lambda case: (case.bench, bool(case.against)))

@@ -1,8 +1,8 @@
 """Estimate the memory of a training step by hand: its peak in bytes, from the widths of the model alone.
 
-The estimate begins with plain fp32 full fine-tuning. Each trick of the recipe then changes its part of the step: how
-weights are stored, what trains, what a block saves. Then the bytes that are alive are added up, for each
-moment of the step that may be the peak:
+The estimate begins with plain fp32 full fine-tuning. Each technique of the recipe then changes its part of the step:
+how weights are stored, what trains, what a block saves. Then the bytes that are alive are added up, for each moment of
+the step that may be the peak:
 
 - the end of the forward pass, where all saved activations meet the logits, and the loss, where the gradients of the
   logits are made;

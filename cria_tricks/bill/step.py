@@ -24,11 +24,11 @@ from cria_tricks.models.shape import Shape
 class Step:
     """A training step, as far as its bytes and its seconds depend on it.
 
-    It begins as plain fp32 full fine-tuning, and each trick that is on returns a changed copy (``switches/folds.py``).
-    A trick that changes only bytes of its own sets a number or a rule, which is a function. A flag is used where a
-    trick changes many lines: the order of events in a block (``bill/block.py``), or its memory traffic
-    (``bill/moved_bytes.py``). Two steps are compared without their rules, because two equal functions made at different
-    times are not equal; what the rules return is compared in the bills' moments.
+    It begins as plain fp32 full fine-tuning, and each technique that is on returns a changed copy
+    (``switches/folds.py``). A technique that changes only bytes of its own sets a number or a rule, which is a
+    function. A flag is used where a technique changes many lines: the order of events in a block (``bill/block.py``),
+    or its memory traffic (``bill/moved_bytes.py``). Two steps are compared without their rules, because two equal
+    functions made at different times are not equal; what the rules return is compared in the bills' moments.
 
     An item size is in bytes for one element. "Bytes moved" are read from the device's memory and written to it.
 

@@ -32,7 +32,7 @@ def ladder(lesson: str) -> Drawing:
     """
     reached = so_far(lesson)
     fields = toggles.switched_on(reached)
-    # The first bar is plain fp32; bar n has the first n toggles.
+    # The first bar is plain fp32; bar n has the first n switches.
     names = ["plain fp32", *(toggles.named(CAPSTONE, field) for field in fields)]
     peaks = [bill(toggles.with_only(reached, fields[:n])).peak_bytes / GIB for n in range(len(names))]
     own = [LESSON_OF.get(name, LESSONS[0]) == lesson for name in names]  # plain fp32 belongs to the first lesson

@@ -9,12 +9,12 @@ from cria_tricks.course.notebook import show_table
 
 
 def on_a_gpu(bench: str, off: str, on: str, shorter: int = 1) -> None:
-    """Measure a step of Llama-3.2-1B's shape without and with a trick; without a GPU, print the committed results.
+    """Measure a step of Llama-3.2-1B's shape without and with a technique; without a GPU, print the committed results.
 
     Args:
-        bench: the trick's benchmark, a name in ``benchmarks/bench_techniques.py``.
-        off: settings of the step without the trick, as in that file: ``"peft=lora attention=best precision=best"``.
-        on: settings of the step with the trick.
+        bench: the technique's benchmark, a name in ``benchmarks/bench_techniques.py``.
+        off: settings of the step without the technique, as in that file: ``"peft=lora attention=best precision=best"``.
+        on: settings of the step with the technique.
         shorter: the rows have 2,048 / ``shorter`` tokens; not 1 where the benchmark takes shorter rows.
     """
     if torch.cuda.is_available():

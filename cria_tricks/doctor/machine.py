@@ -74,17 +74,21 @@ def toggles(device: Device) -> list[dict[str, str]]:
         For each switch ``trick``, the name of its module; ``set``, the setting that switches it on; ``status``, which
         is ``works``, ``warning`` or ``refused``; and ``why``, the warning or the error, empty if it works.
     """
-    return [_try(technique_name(trick), switch, device) for trick in TECHNIQUES for switch in trick.TECHNIQUE.switches]
+    return [
+        _try(technique_name(technique), switch, device)
+        for technique in TECHNIQUES
+        for switch in technique.TECHNIQUE.switches
+    ]
 
 
-def _try(trick: str, switch: str, device: Device) -> dict[str, str]:
+def _try(technique: str, switch: str, device: Device) -> dict[str, str]:
     """Try one switch, and return its entry for :func:`toggles`."""
     field = switch.partition("=")[0]
     # A switch is tried together with LoRA in 16 bits, as most runs are: several switches do nothing without them.
     half = f"precision={device.half_precision}"
     words = ("peft=lora", half, *NEEDS.get(switch, "").format(half=device.half_precision).split(), switch)
     settings = [word if "." in word.partition("=")[0] else f"tricks.{word}" for word in words]
-    entry = {"trick": trick, "set": settings[-1]}
+    entry = {"trick": technique, "set": settings[-1]}
     try:
         plan = resolve(with_settings(Recipe(), settings), device)
     except BadInput as error:

@@ -124,7 +124,7 @@ class Sharded(torch.nn.Module):
 
 
 def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
-    """Divide the micro-batches of each window among the processes, and refuse tricks that take no sharded tensors."""
+    """Divide the micro-batches of each window among the processes; refuse what takes no sharded tensors."""
     several("fsdp", processes)
     refuse(recipe, "optimizer", ("adamw_8bit",), "bitsandbytes' kernels take no sharded tensor; use optimizer=adamw")
     refuse(recipe, "paged_optimizer", (True,), "bitsandbytes' kernels take no sharded tensor; leave it off")

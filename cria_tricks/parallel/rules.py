@@ -50,7 +50,7 @@ def _same_step(rows: int, window: int, shares: int) -> str:
 
 
 def refuse(recipe: Recipe, field: str, values: tuple[object, ...], why: str) -> None:
-    """Refuse a trick that does not work together with the strategy.
+    """Refuse a technique that does not work together with the strategy.
 
     Args:
         recipe: the recipe to check.

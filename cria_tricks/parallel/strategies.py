@@ -67,13 +67,13 @@ def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
     """Apply the strategy of a recipe to its plan.
 
     Args:
-        plan: the plan, to which all tricks have been applied.
+        plan: the plan, to which all techniques have been applied.
         recipe: the recipe.
         processes: the world size of the run.
 
     Raises:
-        BadInput: if the strategy does not fit the processes, the tricks or ``eval.samples``; it gives the reason and
-            what to use.
+        BadInput: if the strategy does not fit the processes, the techniques or ``eval.samples``; it gives the reason
+            and what to use.
     """
     strategy = recipe.parallel.strategy
     if recipe.parallel.reduce != "micro_batch" and strategy != "fsdp":
@@ -101,7 +101,7 @@ def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
         )
     if processes == 1 and strategy in ELASTIC and numbers.launched():
         return plan  # an elastic run with one process left is a run without a strategy
-    return STRATEGIES[strategy].switch_on(replace(plan, _trick=f"parallel.strategy={strategy}"), recipe, processes)
+    return STRATEGIES[strategy].switch_on(replace(plan, _technique=f"parallel.strategy={strategy}"), recipe, processes)
 
 
 def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:

@@ -142,10 +142,10 @@ def in_pieces(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def refuse_unsplittable(recipe: Recipe) -> None:
-    """Refuse tricks that do not work with matrices that are cut by their inputs or outputs.
+    """Refuse techniques that do not work with matrices that are cut by their inputs or outputs.
 
     Raises:
-        BadInput: names the trick, and what to use instead.
+        BadInput: names the technique, and what to use instead.
     """
     use = "use parallel.strategy=ddp, or fsdp, which shards the bytes as they are"
     packed = f"weights are packed while the model loads, and packed bytes cannot be cut; {use}"

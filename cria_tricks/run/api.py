@@ -200,7 +200,7 @@ def estimate(
     """Estimate the memory of a run in one process, with formulas, for rows of ``data.max_length`` tokens.
 
     With ``rows_full=True``, :func:`plan` gives the same bytes with an explanation, comparisons and times. This function
-    returns the object that :func:`plan` counts with; each trick fills in its part.
+    returns the object that :func:`plan` counts with; each technique fills in its part.
 
     Args:
         recipe: a recipe, the name of one, or the path of a ``.toml`` file.

@@ -1,6 +1,6 @@
-"""Estimate the bytes and the seconds of a recipe: begin with plain fp32 full fine-tuning, and let each trick change it.
+"""Estimate the bytes and the seconds of a recipe: begin with plain fp32 full fine-tuning; each technique changes it.
 
-These are the same tricks, in the same order, that switch a recipe on.
+These are the same techniques, in the same order, that switch a recipe on.
 """
 
 import functools
@@ -35,7 +35,7 @@ def step_of(
     trained_tokens: int | None = None,
     trained_share: float = 1.0,
 ) -> Step:
-    """Describe a recipe's training step: plain fp32 full fine-tuning, changed by each trick of the recipe.
+    """Describe a recipe's training step: plain fp32 full fine-tuning, changed by each technique of the recipe.
 
     Args:
         recipe: what is wanted.
@@ -89,8 +89,8 @@ def _as_asked(
         learning_blocks=shape.layers,
         expandable_segments=recipe.train.expandable_segments,
     )
-    for trick in TECHNIQUES:
-        found = trick.bill(found, recipe)
+    for technique in TECHNIQUES:
+        found = technique.bill(found, recipe)
     return found
 
 

@@ -91,7 +91,7 @@ def attention_waits(waits: Callable[[BlockTensors], WaitingBytes], block: BlockT
     """Count what waits in each block: what waits without this switch, and what attention's kernel returned.
 
     Args:
-        waits: the rule without this toggle.
+        waits: the rule without this switch.
         block: what one block leaves for its backward pass.
     """
     found = waits(block)

@@ -5,7 +5,7 @@ Costs    time: k forward and backward passes on small batches keep a card less b
          FLOPs, and with B = 1 no padding. The gradients stay between micro-batches: 4 bytes a trained weight
 Claim    exact within rounding, also with ragged lengths and a partial last window, when the loss is divided by the
          window's trained tokens and not averaged micro-batch by micro-batch
-Needs    optimizer_in_backward=false, which is refused beside it; composes with every other trick
+Needs    optimizer_in_backward=false, which is refused beside it; composes with every other technique
 Breaks   batch statistics (there are none here); a mean of the micro-batches' means (transformers 34191): on the 107
          Kwanzaa rows, 8 a step, it assigns 14 % of the gradient to the wrong examples, in the worst window 21 %
 Sources  Huang et al. 2018, arXiv:1811.06965, sec. 2.2 (micro-batches); transformers PR 34198

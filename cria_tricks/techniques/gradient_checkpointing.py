@@ -7,7 +7,7 @@ Costs    one more forward pass through every checkpointed block. In FLOPs of a s
          last product, +17 and +25 %. With LoRA on down_proj early stop can skip only one thin product: for
          Llama-3.2-1B's blocks, r = 16, T = 2048, it is +47 % with and without. With k, k / L of these
 Claim    exact: same loss, same gradients, bit for bit, if the random state is replayed
-Needs    nothing; composes with every other trick, but a number k not with side_network
+Needs    nothing; composes with every other technique, but a number k not with side_network
 Breaks   blocks with side effects; dropout, unless the random states of the CPU and of the card are restored
 Sources  Chen et al. 2016, arXiv:1604.06174, sec. 4
 Ours     30 lines, one block at a time. The switch takes torch's non-reentrant checkpoint, which adds early stop,

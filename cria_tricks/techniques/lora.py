@@ -6,7 +6,7 @@ Costs    two more thin products for every adapted matrix, but one wide product l
          for one matrix after the other, its rounding error in fp32 and an eigendecomposition of its shorter side
 Claim    reparametrised: identical to the base at step 0 (DoRA: but for a rounding; LoftQ: nearer to the base before it
          was quantised); afterwards W + s B A, s = alpha / r (rsLoRA: alpha / sqrt(r))
-Needs    tricks.peft, so head, prompt_tuning and side_network are excluded; composes with every other trick
+Needs    tricks.peft, so head, prompt_tuning and side_network are excluded; composes with every other technique
 Breaks   a learning rate meant for full fine-tuning (use about ten times it)
 Sources  Hu et al. 2021, arXiv:2106.09685, sec. 4.1 (B = 0 at the start, scaling alpha / r); Kalajdzievski 2023,
          arXiv:2312.03732, sec. 3 (rsLoRA); Liu et al. 2024, arXiv:2402.09353, sec. 4.1 and 4.3 (DoRA); Li et al. 2023,
