@@ -103,15 +103,15 @@ class Plan:
         return replace(self, _set_by=free).with_(slot, **fields)
 
     def then(self, edit: str) -> "Plan":
-        """Return a plan with one more edit of the loaded model, after the others."""
+        """Return a plan with one more edit of the loaded model, the address of a function, after the others."""
         return replace(self, after_load=(*self.after_load, edit))
 
     def without(self, *edits: str) -> "Plan":
         """Return a plan without some edits of the loaded model."""
-        return replace(self, after_load=tuple(name for name in self.after_load if name not in edits))
+        return replace(self, after_load=tuple(edit for edit in self.after_load if edit not in edits))
 
     def around(self, context: str) -> "Plan":
-        """Return a plan with one more context around each forward pass of training, inside the others."""
+        """Return a plan with one more context, the address of a function, around each forward pass of training."""
         return replace(self, step_context=(*self.step_context, context))
 
     def warn(self, sentence: str) -> "Plan":

@@ -37,7 +37,7 @@ def quick(monkeypatch):
         )
 
     monkeypatch.setattr(calibrate, "measure", made_up)
-    monkeypatch.setattr(cases.cases, "ladder", lambda device: LADDER)
+    monkeypatch.setattr(cases, "ladder", lambda device: LADDER)
 
 
 def begun(out: Path, **changed) -> sitting.Sitting:
@@ -90,18 +90,18 @@ def test_a_killed_process_loses_one_case_at_most(tmp_path, run_cria, monkeypatch
     out = tmp_path / "mine"
     file = out / measured_card.NAME
     words = ["bench", "--short", "--part", "ladder", "--out", str(out)]
-    cases = []
+    seen = []
     with Child(("code", SHORT, *words), stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as running:
-        while len(cases) < 2:
+        while len(seen) < 2:
             assert running.poll() is None
             time.sleep(0.05)
             if file.is_file():
-                cases = measured_card.read(file).cases
+                seen = measured_card.read(file).cases
         running.send_signal(signal.SIGKILL)
     kept = measured_card.read(file).cases
     assert 2 <= len(kept) < LADDER_STEPS
-    ladder_steps = cases.cases.ladder(this_device())[:LADDER_STEPS]
-    monkeypatch.setattr(cases.cases, "ladder", lambda device: ladder_steps)
+    ladder_steps = cases.ladder(this_device())[:LADDER_STEPS]
+    monkeypatch.setattr(cases, "ladder", lambda device: ladder_steps)
     code, _, stderr = run_cria(*words)
     assert code == 0, stderr
     card = measured_card.read(file)

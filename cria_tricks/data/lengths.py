@@ -253,7 +253,9 @@ def _compiled(template: str) -> Any:
 
 
 def row_lengths(part: Literal["train", "eval", "curated"]) -> list[tuple[int, int]]:
-    """Return (tokens, trained tokens) of each row in the file's order, by SmolLM2's tokenizer, cut at 2,048 tokens.
+    """Return (tokens, trained tokens) of each row of the Kwanzaa project, by SmolLM2's tokenizer, cut at 2,048 tokens.
+
+    The rows themselves are under another licence, and not in this package.
 
     Args:
         part: the real training rows, the real evaluation rows, or the training rows of the recipe ``kwanzaa_curated``.

@@ -1,4 +1,7 @@
-"""Find and read a data set: one of our own, the real Kwanzaa set, a file, a folder of texts, or one of the hub."""
+"""Find and read a data set: one of our own, the real Kwanzaa set, a file, a folder of texts, or one of the hub.
+
+Here, too, is the system prompt that shows the answer contract (``data.contract``).
+"""
 
 import hashlib
 import http.client

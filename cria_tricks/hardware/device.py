@@ -1,4 +1,4 @@
-"""The few facts about a device that decide which switches work on it, as plain data.
+"""The few facts about a device that decide which switches work on it, as plain data; and any GPU as a T4.
 
 torch takes seconds to import, so only the functions that need it import it. A GPU can be described without torch.
 """

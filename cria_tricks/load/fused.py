@@ -47,6 +47,8 @@ NORMS = tuple(f"{family}RMSNorm" for family in ("Granite", "Llama", "Mistral", "
 def fuse(model: torch.nn.Module, plan: Plan | None = None) -> torch.nn.Module:
     """Replace the forward passes of all matrices with adapters, and of the MLPs around them, in place.
 
+    The plan, which each edit of a model gets, is not read.
+
     Raises:
         BadInput: if no matrix has an adapter.
     """

@@ -33,6 +33,8 @@ def find(plan: Plan, autocast: Callable[[], Any]) -> Loss:
     if plan.loss["kind"] == "full":
         return full_loss_sum  # it calls the model's own forward, which runs in autocast already
 
+    assert plan.loss["kind"] == "chunked", plan.loss
+
     def chunked(model: Any, batch: Batch) -> torch.Tensor:
         # Autocast is around the model's own forward (trainer/forward.py). The chunked loss calls modules below it.
         with autocast():

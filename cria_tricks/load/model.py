@@ -78,7 +78,7 @@ def load(plan: Plan, weights: Weights) -> Loaded:
     Raises:
         BadInput: if the model cannot be loaded, or a weight that a GPU will quantise is NaN or infinite.
     """
-    edits = [function_at(address) for address in plan.after_load]
+    edits = [function_at(address) for address in plan.after_load]  # first, so that a wrong one costs no loading
     quiet_libraries()
     weights = models.fetch(weights)
     arguments = dict(plan.model)

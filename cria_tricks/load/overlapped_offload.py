@@ -229,7 +229,7 @@ class Overlapped(Offloaded):
 
 
 def offloaded(model: Any, plan: Plan) -> Offloaded:
-    """Make the context around a forward pass in which all that autograd saves travels, but for the model's tensors."""
+    """Make the context of ``techniques/activation_offload.py``, whose copies do not overlap, around a forward pass."""
     return Offloaded(every_tensor(model))
 
 

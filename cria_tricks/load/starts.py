@@ -1,5 +1,7 @@
 """Start a new LoRA adapter at a trained one, or at the rounding error of a quantised base (LoftQ).
 
+The numbers of a trained adapter take the place of those with which a new one would begin.
+
 For LoftQ the base's files are read again. peft has ``replace_lora_weights_loftq`` for this. In peft 0.21 that function
 needs CUDA, knows only 4-bit weights, and ignores LoRA's scale: with alpha = 2 r the adapter would begin as twice the
 error. Here, as there, the base stays as it was quantised. So what is saved is a plain adapter of peft, for the base
@@ -130,7 +132,7 @@ def unpacked(weight: Any) -> torch.Tensor:
 
 
 WITHOUT = "set lora.init=default"
-"""The way out of all errors here."""
+"""The way out of all errors of LoftQ's start."""
 
 
 FREE = {

@@ -27,6 +27,9 @@ from cria_tricks.predict.film import LINES, Film
 from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe
 
+if TYPE_CHECKING:
+    from cria_tricks.common.console import Screen
+
 GIB = 2**30
 WIDE = 10_000
 """The largest place on the axis of a film."""
@@ -160,9 +163,6 @@ def asset(name: str) -> str:
     found = beside if beside.exists() else Path(__file__).parents[2] / "docs" / "assets" / name
     return found.read_text(encoding="utf-8")
 
-
-if TYPE_CHECKING:
-    from cria_tricks.common.console import Screen
 
 STRIPS = 120
 """The width of a film is cut into so many strips. The lowest and the highest moment of each are kept."""

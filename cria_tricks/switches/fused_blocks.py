@@ -22,7 +22,7 @@ TECHNIQUE = Technique(
 )
 FUSE = "load.fused.fuse_blocks"
 BY_TRITON = "load.fused.fuse_blocks_by_triton"
-"""The edits of the blocks."""
+"""The edits that fuse blocks, by plain PyTorch and by Triton."""
 KINDS = ("granite", "llama", "mistral", "mixtral", "qwen2", "qwen3", "smollm3")
 """Kinds of model whose norms are those of Llama, and whose whole heads are rotated."""
 

@@ -18,7 +18,7 @@ TECHNIQUE = Technique(
     needs={"fused_lora=true": "peft=lora"},
 )
 FUSE = "load.fused.fuse"
-"""The edit of the adapters."""
+"""The edit that fuses adapters."""
 
 
 def fuses(recipe: Recipe) -> bool:

@@ -23,7 +23,7 @@ TECHNIQUE = Technique(
     },
 )
 CHECKPOINT = "techniques.gradient_checkpointing.checkpoint_blocks"
-"""The edit of the blocks."""
+"""The edit that checkpoints blocks."""
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

@@ -20,7 +20,7 @@ TECHNIQUE = Technique(
     needs={"lean_preparation=true": "peft=lora precision={half}"},
 )
 UNCAST = "techniques.lean_preparation.leave_inputs_uncast"
-"""The edit of the adapters."""
+"""The edit after which adapters take their inputs as they are."""
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

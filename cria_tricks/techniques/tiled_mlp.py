@@ -153,6 +153,8 @@ def tiled(mlp: Mlp, x_BTD: torch.Tensor, tile: int, weights: Sequence[torch.Tens
 def tile_mlps(model: torch.nn.Module, tile: int) -> torch.nn.Module:
     """Replace the forward passes of all blocks' MLPs in place: they run a tile at a time.
 
+    It comes after the edits of ``load/fused.py``, because it takes each MLP's forward pass as it is.
+
     Args:
         model: a transformers model, whose blocks name their MLP ``mlp``.
         tile: tokens of a tile.

@@ -16,7 +16,7 @@ PEAK = f"Number({OF}.querySelector('svg').dataset.peak)"
 
 
 def peak_of(name):
-    return max(films.film_picture.stacked(films.read()["films"][name])[-1])
+    return max(films.film_answer.stacked(films.read()["films"][name])[-1])
 
 
 @pytest.fixture
