@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from cria_tricks.common.lessons import number_of
+from cria_tricks.settings import Tricks
 from cria_tricks.switches import (
     activation_offload,
     adamw_8bit,
@@ -82,6 +83,12 @@ TECHNIQUES: tuple[ModuleType, ...] = (
     optimizer_in_backward,
 )
 """The module of every technique with a switch, in the order of switching on; the comments give the reasons for it."""
+
+for _module in TECHNIQUES:  # a wrong name is told here, before anything looks for it
+    for _hook in ("switch_on", "bill"):
+        assert hasattr(_module, _hook), f"{_module.__name__} has no function {_hook}"
+    for _name in _module.TECHNIQUE.fields:
+        assert _name in Tricks.model_fields, f"{_module.__name__}: Tricks in settings.py has no field {_name}"
 
 FIELDS: Mapping[str, Field] = {
     name: field
