@@ -141,7 +141,7 @@ class Planned(NamedTuple):
 
     Attributes:
         bench: the bench that it belongs to.
-        case: its name and its toggles.
+        case: its name and its switches.
         setup: the model, the length and the number of timed steps.
         dry: whether a dry run of it is made, too.
         rows: which lengths its rows have: the usual ones; ``full``, see :func:`cria_tricks.bench.case.full_lengths`; or
